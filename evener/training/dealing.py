@@ -1,6 +1,4 @@
-"""The dealing of a global batch's rows of unequal length: which rank computes which, and in which
-passes.
-"""
+"""Deal a global batch's rows of unequal length: which rank computes which rows, in which passes."""
 
 from __future__ import annotations
 
@@ -26,9 +24,7 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks
 
 
 class Hands:
-    """The passes of each rank so far, as rows of the sorted batch, and the seconds that they take
-    together.
-    """
+    """The passes of each rank so far, as rows of the sorted batch, and the rank's total seconds."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -36,8 +32,9 @@ class Hands:
 
 
 class DealWays:
-    """Ways to deal rows of these `lengths`, longest first; without `saves_padding`, in as few
-    passes as can be.
+    """Ways to deal rows of these `lengths`, which are sorted with the longest first.
+
+    Without `saves_padding`, rows are dealt in as few passes as possible.
     """
 
     def __init__(
@@ -53,12 +50,12 @@ class DealWays:
         self._best_cut = self._cut(1)
 
     def least_seconds(self) -> float:
-        """A bound that no way can beat, if the ranks differ in speed only and a batch has few
-        lengths; else nearly so.
+        """Return a lower bound of the step's seconds over all ways to deal.
 
-        The larger of (the least cost of the batch / the sum of speeds) and (the longest row on the
-        fastest rank). The least cost is that of the best cuts on one device: any way to deal is
-        also a way to cut.
+        The bound is exact if ranks differ in speed only and a batch has few lengths; else nearly
+        exact. It is the larger of (the least cost of the batch / the sum of speeds) and (the
+        seconds of the longest row on the fastest rank). The least cost is that of the best cuts on
+        one device, as any way to deal is also a way to cut.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -67,7 +64,9 @@ class DealWays:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Seconds of each rank if it computes the first rows alone, in these runs."""
+        """Return each rank's seconds if it computes the first `rows` rows alone, in runs that
+        end at `stops`.
+        """
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
             sum(fixed + (stop - start) * seconds[start] for start, stop in pairwise(cuts))
@@ -75,7 +74,7 @@ class DealWays:
         ]
 
     def try_all(self) -> Iterator[Hands]:
-        """Every way to deal the batch, the better ones first as a rule; there is at least one."""
+        """Yield every way to deal the batch, at least one; better ways tend to come first."""
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
             for part in _BLOCK_PARTS:
@@ -90,7 +89,7 @@ class DealWays:
                     yield hands
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """The runs by each price of a pass; the whole batch as one where padding isn't saved."""
+        """Yield the ends of runs for each price of a pass; one run if padding isn't saved."""
         if not self._saves_padding:
             yield [len(self._lengths)]
             return
@@ -100,12 +99,12 @@ class DealWays:
                 yield self._cut(price)
 
     def _cut(self, price: float) -> list[int]:
-        """The ends of the runs that cost one device the least if a pass takes `price` times its
-        fixed seconds.
+        """Return the ends of the runs with the least cost on the fastest device.
 
-        For each start of the last run, the cost of the rows up to a stop is a line over the stops,
-        and the later the start, the flatter the line. So the lowest line is found by walking on,
-        and lines that are never lowest go.
+        A pass costs `price` times its fixed seconds. For each start of the last run, the cost
+        of the rows up to a stop is a line over the stops, and the later the start, the flatter
+        the line. So the lowest line is found by walking on, and lines that are never the
+        lowest are dropped.
         """
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
@@ -128,8 +127,9 @@ class DealWays:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """The places where the batch may be cut, its end last: where rows get shorter by a part of
-        their length.
+        """Yield the places where the batch may be cut, its end last.
+
+        A place is a row whose length is at most 97 % of the length at the place before.
         """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
@@ -139,8 +139,8 @@ class DealWays:
         yield len(self._lengths)
 
     def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
-        """The first rows as one block for each rank, ending as early as can be; None where a row
-        doesn't fit.
+        """Deal the first rows as one block for each rank, with the earliest finish; None if a
+        row doesn't fit.
         """
         if not rows:
             return Hands(len(self._ranks))
@@ -156,7 +156,7 @@ class DealWays:
         return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """Blocks laid one after the other, each as large as it can be by `limit` seconds; None if
+        """Lay blocks one after the other, each as large as `limit` seconds allow; None if
         rows are left.
         """
         hands, row, run = Hands(len(self._ranks)), 0, 0
@@ -179,8 +179,9 @@ class DealWays:
         return hands if row == rows else None
 
     def _deal_run(self, hands: Hands, start: int, stop: int) -> None:
-        """Deal the rows of one run, each to the rank that would be done first; a rank's first one
-        begins a pass.
+        """Deal the rows of one run, each to the rank that would finish first.
+
+        A rank's first row in the run begins a new pass.
         """
         finish, passes, fixed, seconds = hands.finish, hands.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
@@ -188,7 +189,7 @@ class DealWays:
         each = [own[start] for own in seconds]
         done = [
             self._opened(rank, start, finish[rank]) for rank in range(len(finish))
-        ]  # with one more row
+        ]  # finish of each rank with one more row
         for row in range(start, stop):
             rank = done.index(min(done))
             if space[rank]:
@@ -206,7 +207,9 @@ class DealWays:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """The end of a pass that the rank begins with the row; infinite if it can't hold it."""
+        """Return the finish time of a pass that the rank begins with `row`; infinite if the
+        row doesn't fit.
+        """
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -219,7 +222,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """True if one of its neighbours is below a line everywhere."""
+    """True if at every point one of a line's two neighbours is below the line."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )
@@ -235,8 +238,9 @@ Passes = tuple[
 
 
 class Deal(msgspec.Struct, frozen=True):
-    """The passes of each rank; their seconds by the costs, and their tokens without and with
-    padding, rank by rank.
+    """The passes of each rank, with each rank's predicted seconds and its tokens.
+
+    `tokens` are without padding, `padded` with it.
     """
 
     passes: Passes
@@ -246,31 +250,31 @@ class Deal(msgspec.Struct, frozen=True):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank."""
+        """The number of rows of each rank."""
         return tuple(sum(map(len, own)) for own in self.passes)
 
     @property
     def in_passes(self) -> bool:
-        """True if a rank takes more than one pass."""
+        """True if any rank takes more than one pass."""
         return any(len(own) > 1 for own in self.passes)
 
 
 class Dealer(msgspec.Struct, frozen=True):
-    """Deals the rows of global batches to ranks; the same on every rank, as it depends on the
-    lengths only.
+    """Deals the rows of global batches to ranks.
+
+    The result depends on the lengths only, so it is the same on every rank.
     """
 
     ranks: tuple[RankCost, ...]
     ratios: tuple[float, ...]  # of rows to ranks where all rows are equally long
-    saves_padding: bool = True  # in further passes; else there are only those that limits ask for
+    saves_padding: bool = True  # by further passes; else there are only those that limits require
 
     def deal(self, lengths: Sequence[int]) -> Deal:
-        """Deal rows of these `lengths` for equal predicted finish times, each rank a row if there
-        are enough.
+        """Deal rows of these `lengths` for equal predicted finish times.
 
-        Rows that are all equally long are dealt in their order, by the ratios, as they are without
-        lengths. A pass costs its rows times its longest, so the others are sorted, and a rank's
-        pass has rows of like length.
+        Each rank gets a row if there are enough. Rows of equal length are dealt in their order, by
+        the ratios, like rows without lengths. A pass costs its number of rows times its longest
+        row, so other rows are sorted, and a rank's pass has rows of similar length.
         """
         if min(lengths) == max(lengths):
             return self._make(self._deal_equal(len(lengths), lengths[0]), lengths)
@@ -288,8 +292,10 @@ class Dealer(msgspec.Struct, frozen=True):
         return self._make(tuple(dealt), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
-        """RequestError unless there is a length for each of the data's `rows`, and a rank that can
-        hold each row.
+        """Check that lengths and data match, and that each row fits on a rank.
+
+        Raises RequestError if there isn't one length for each of the data's `rows`, or no rank can
+        hold the longest row.
         """
         if len(lengths) != rows:
             raise RequestError(
@@ -335,11 +341,11 @@ class Dealer(msgspec.Struct, frozen=True):
 
 
 def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:
-    """A dealer by the costs of a plan's shares, or by its rows: `batches` of each rank, in passes
-    of up to `micros`.
+    """Return a dealer by the costs of a plan's shares, or by its rows.
 
-    Without costs, a token takes a rank as long as its rows of a full batch say, whatever the row's
-    length, and a rank takes no more passes than it has to, as nothing says what one costs.
+    `batches` are the rows of each rank, in passes of up to `micros` rows. Without costs, a token
+    takes a rank as long as its rows of a full batch indicate, whatever the row's length, and a rank
+    takes no more passes than necessary, as the cost of a pass is unknown.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]
@@ -353,7 +359,7 @@ def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move the shortest row of a rank that has several to one that has none."""
+    """Move the shortest row of a rank that has several to each rank that has none."""
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]
         if not own and givers:

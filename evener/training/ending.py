@@ -1,4 +1,6 @@
-"""How a process ends whose own thread can't: it waits in a library's call that never comes back."""
+"""End a process whose main thread can't end it, as it waits in a library call
+that never returns.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +19,11 @@ STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process from any thread, once what it has written and logged is out.
+    """End this process from any thread, after flushing its output and logs.
 
-    Handlers at exit aren't run: they would wait for the thread that is stuck.
+    Exit handlers aren't run, as they would wait for the thread that is stuck.
     """
-    with suppress(Exception):  # of a handler of the user's
+    with suppress(Exception):  # a handler of the user's may fail
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
         with suppress(Exception):  # it may be closed
@@ -30,9 +32,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def last_error() -> BaseException | None:
-    """The error that has ended the program, for a handler at exit; None for an end without one.
+    """Return the error that has ended the program, for an exit handler; None without such an error.
 
-    A session in which a person types has had errors that ended nothing.
+    It is None in an interactive session, too, whose errors ended nothing.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
@@ -40,16 +42,15 @@ def last_error() -> BaseException | None:
     return error
 
 
-_listens = Event()  # set once this process hears of Ctrl-C by a thread
+_listens = Event()  # set once a thread of this process handles Ctrl-C
 
 
 def end_when_stuck() -> None:
-    """Let Ctrl-C end this process also where it waits for other ranks in a library's call that
-    doesn't hear of it.
+    """Make Ctrl-C end this process even while it waits for other ranks in a library call.
 
-    Python's own handler runs once the call is over, and that of NCCL on the other ranks' GPUs never
-    is. Where it can't be done now, off the main thread or beside another library that listens, a
-    later call tries again.
+    Python's own handler only runs once the call returns, and an NCCL call that waits for other
+    ranks' GPUs never does. If the handler can't be installed now, because this isn't the main
+    thread or another library has a wakeup fd, a later call tries again.
     """
     hears, heard = signal.getsignal(signal.SIGINT), [0.0]
     if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):

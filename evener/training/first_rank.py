@@ -1,8 +1,8 @@
-"""The first rank of a program, which starts alone: the others wait until it makes a process group.
+"""The first rank of a program starts alone; the others wait until it creates a process group.
 
-A script for one GPU then runs once, and a launcher that the program starts has the devices for
-itself. Whether a process is a rank that evener started shows in its environment: a launcher gives
-its own ranks other numbers, another address or another run of PyTorch's elastic agent.
+A script for one GPU thus runs only once, and a launcher that the program starts has the devices to
+itself. The environment shows whether a process is a rank that evener started: a launcher gives its
+own ranks other numbers, another address or another run of PyTorch's elastic agent.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """This process's rank, the number of ranks and the name of the elastic run that they are of."""
+    """Return this process's rank, the number of ranks and the name of their elastic run."""
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 
@@ -37,19 +37,19 @@ def is_started_rank() -> bool:
 
 
 def is_in_other_run() -> bool:
-    """True if an elastic agent that the program itself has started runs this process."""
+    """True if this process was started by an elastic agent that the program itself started."""
     started = os.environ.get(STARTED_AS)
     return started is not None and started.split(" ")[2] != describe_rank().split(" ")[2]
 
 
 def is_released() -> bool:
-    """True once the other ranks may start; also where none waits."""
+    """True once the other ranks may start, or if no rank waits."""
     path = os.environ.get(RELEASE)
     return not path or os.path.exists(path)
 
 
 def release_others() -> None:
-    """Let the other ranks start."""
+    """Allow the other ranks to start."""
     path = os.environ.get(RELEASE)
     if path:
         with suppress(OSError):  # the launcher may have ended
@@ -57,8 +57,9 @@ def release_others() -> None:
 
 
 def wait_for_release(path: str, rank: int) -> None:
-    """Wait in a rank after the first until the others may start; ends this process if the first one
-    ends before.
+    """Wait until the other ranks may start; the first rank only registers its process id.
+
+    Ends this process if the first rank ends before.
     """
     first = Path(f"{path}.first")
     if rank == 0:

@@ -1,8 +1,8 @@
-"""What limits a training: each cause with its part of a step, a remedy and the expected gain. Pure.
+"""What limits a training: each limit with its part of a step, a remedy and the expected gain. Pure.
 
-A search and a training measure the parts of a step in their own ways, and both list them here. What
-is measured may overlap: a host that is starved of cores also makes input late. Each limit gets the
-time that is its own, so that the limits of one step are never more than the step.
+A search and a training measure the parts of a step in their own ways, and both list them here.
+Measured parts may overlap: a host that is starved of cores also delays input. Overlaps are removed,
+so that the limits of one step never add up to more than the step.
 """
 
 from __future__ import annotations
@@ -17,13 +17,15 @@ LEAST_STEP_LEFT = 1e-3  # of a step: no remedy leaves less than this
 
 
 class LimitKind(StrEnum):
-    """The kinds of limits; `meaning` says what happens, `usual_remedy` what takes it away."""
+    """The kinds of limits; `meaning` describes what happens, `usual_remedy` how to
+    remove the limit.
+    """
 
     meaning: str
     usual_remedy: str
 
     def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """A member whose text is `value`."""
+        """Create a member whose text is `value`."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
@@ -108,11 +110,11 @@ class LimitKind(StrEnum):
 
 
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit of a training, with what would take it away and the gain expected of that.
+    """One limit of a training, with a remedy and the gain expected from it.
 
-    No other limit of a step has its milliseconds: shares add up to 1 at the most, and the rest is
-    own work and parts under 5 %. Gains are relative to today's samples/s: 0.5 is 50 % more.
-    `by` names what causes the limit, where that is known: a rank, a program, a link.
+    Limits of a step don't overlap: their shares add up to at most 1, and the rest is compute time
+    (own work) and parts under 5 %. Gains are relative to today's samples/s: 0.5 is 50 % more. `by`
+    names what causes the limit, if known: a rank, a program, a link.
     """
 
     kind: LimitKind
@@ -131,8 +133,7 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A measured part of a step that has a remedy.
 
-    Without `without_s` the remedy is expected to leave the step less `seconds`, or less `spared`
-    of them where it can't take all.
+    Without `without_s`, the remedy is expected to shorten the step by `seconds` times `spared`.
     """
 
     kind: LimitKind
@@ -146,11 +147,11 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
-    """The limits of a step of `step_s` seconds, the largest first.
+    """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
-    Parts that have less than 5 % of the step for their own aren't limits, nor are those without
-    which the step was measured and wasn't 5 % shorter. The order goes by the expected gain, which a
-    measured step without the limit may put above or below the part's own size.
+    A part isn't a limit if less than 5 % of the step remains for it after overlaps are removed, or
+    if a step measured without the part wasn't 5 % shorter. A measured step without the limit may
+    put the gain above or below the part's own size.
     """
     if step_s <= 0:
         return ()
@@ -165,11 +166,11 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
 
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """The parts, each with the seconds that no other has; together they are the step at the most.
+    """Return the parts without their overlaps; together they are at most the step.
 
-    Threads get no core in whatever they do, so that time is taken from the other parts evenly. A
-    device that is slowed is the reason for its own unequal work. Where parts are more than the step
-    even so, the largest ones are kept whole.
+    Time in which threads get no core is taken from the other parts evenly, as it slows everything
+    that they do. A device that is slowed is the reason for its own unequal work. If the parts are
+    still longer than the step, the largest ones are kept whole.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
@@ -183,7 +184,7 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """The parts without their part of the time in which threads had no core."""
+    """Return the parts, each without its fraction of the time in which threads had no core."""
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
     room_s = step_s - apart_s
@@ -195,8 +196,8 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Unequal work without what heat, power or a neighbour explain of it; other parts as they
-    are.
+    """Return unequal work without what heat, power or a neighbour explain;
+    other parts unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part
@@ -205,7 +206,7 @@ def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
 
 
 def _shorten(part: StepPart, seconds: float) -> StepPart:
-    """The part with fewer seconds, known as well in proportion."""
+    """Return the part with fewer seconds, and its error reduced in proportion."""
     if seconds >= part.seconds:
         return part
     error_s = part.error_s * seconds / part.seconds
@@ -240,8 +241,9 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 
 
 def _gain(step_s: float, left_s: float) -> float:
-    """The gain of a step that takes `left_s` seconds: never negative, as nobody need apply a
-    remedy that slows.
+    """Return the gain if a step takes `left_s` seconds.
+
+    It is never negative, as nobody has to apply a remedy that slows the training.
     """
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
     return step_s / left - 1

@@ -1,9 +1,8 @@
-"""The kind of mean that a loss is, judged by figures: the loss of a batch beside the losses of its
-parts.
+"""Find what a loss is a mean over, by comparing the loss of a batch with the losses of its parts.
 
-Shares change nothing in what is learned if the loss of a batch is the mean of its parts' losses,
-weighted by something that can be counted: rows, or labels that aren't ignored. No list of models
-says so; every adapter measures it before the first step, and asks here what the figures mean.
+Shares don't change what is learned if the loss of a batch is the mean of its parts' losses,
+weighted by something that can be counted: rows, or labels that aren't ignored. There is no list of
+models; every adapter measures its loss before the first step, and interprets the result here.
 """
 
 from __future__ import annotations
@@ -13,17 +12,16 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
-FLOAT32_ROUNDING = 1e-5  # of the loss: kernels for other numbers of rows add up in another order
+FLOAT32_ROUNDING = 1e-5  # relative: kernels for other numbers of rows sum in another order
 MIXED_ROUNDING = 1e-6  # models of float64 often compute softmax and norms in float32
 FLOAT64_ROUNDING = 1e-11
 
 
 class LossFigures(msgspec.Struct, frozen=True):
-    """The loss of a batch (`whole`), of each of its parts, and what each part has of everything
-    that can be counted.
+    """The loss of a batch (`whole`), the losses of its parts, and the counts of each part.
 
     `counts` are by name, in the order of preference: {"rows": (3, 5), "labels": (20, 61)}.
-    `rounding` is the part of the loss by which two computations of it may differ.
+    `rounding` is the relative difference by which two computations of the loss may differ.
     """
 
     whole: float
@@ -33,11 +31,10 @@ class LossFigures(msgspec.Struct, frozen=True):
 
 
 class LossMeaning(msgspec.Struct, frozen=True):
-    """The meaning of a loss by its figures: names that it may be a mean over, best first; none
-    where it isn't one.
+    """What a loss may be a mean over: names of counts, best first; empty if it is no mean.
 
-    `error` is the difference that is left, as a part of the loss; smaller ones than `rounding`
-    can't be seen.
+    `error` is the smallest relative difference from a mean; differences below `rounding`
+    can't be detected.
     """
 
     mean_over: tuple[str, ...]
@@ -46,8 +43,10 @@ class LossMeaning(msgspec.Struct, frozen=True):
 
 
 def judge(figures: LossFigures) -> LossMeaning:
-    """Find what the loss is a mean over: each name in `counts` whose weighted mean of the parts is
-    the whole's loss.
+    """Find what the loss is a mean over.
+
+    That is each name in `counts` for which the weighted mean of the parts' losses equals the loss
+    of the whole batch.
     """
     losses = [loss for loss in (figures.whole, *figures.parts) if math.isfinite(loss)]
     scale = max(map(abs, losses), default=0.0) or 1.0
@@ -62,10 +61,10 @@ def judge(figures: LossFigures) -> LossMeaning:
 
 
 def mean_by(figures: LossFigures, name: str) -> float:
-    """The parts' losses as one mean, weighted by what each part has of `name`; infinite where none
-    has any.
+    """Return the mean of the parts' losses, weighted by their counts of `name`; infinite if
+    all are 0.
 
-    The loss of a part that has none doesn't count: a mean over nothing is NaN.
+    The loss of a part with count 0 is ignored, as a mean over nothing is NaN.
     """
     counts = figures.counts[name]
     total = sum(counts)
@@ -74,7 +73,7 @@ def mean_by(figures: LossFigures, name: str) -> float:
 
 
 def describe(figures: LossFigures) -> str:
-    """A sentence of what was seen where `judge` finds no mean."""
+    """Return the message for losses in which `judge` finds no mean."""
     rows: Sequence[float] = figures.counts["rows"]
     each = " and ".join(f"{count:g}" for count in rows)
     names = " or ".join(dict.fromkeys(name.removeprefix("shifted ") for name in figures.counts))

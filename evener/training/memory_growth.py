@@ -1,21 +1,23 @@
-"""The rows that a rank's memory is predicted to hold, from the peaks that it was seen to take.
-Pure.
+"""Predict the rows that a rank's memory holds, from the peaks that were measured. Pure.
 
-Memory of a pass is taken to be fixed + rows * per_row: weights and optimizer state don't go by
-rows, activations do. With a peak at one size alone, all of it is taken to go by rows, which is more
-than will be needed. With peaks at several sizes, the steepest line to the largest counts, and never
-less than what isn't held between steps, divided by the rows: a peak at a smaller size may have been
-too high, as when a loss was checked there.
+The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
+on the rows, activations do. With a peak at one size only, all memory is assumed to grow with the
+rows, which overestimates. With peaks at several sizes, per_row is the steepest slope to the largest
+one, and at least the memory that isn't held between steps, divided by the rows: the peak at a
+smaller size may have been too high, for example because a loss was checked there.
 """
 
 from __future__ import annotations
 
-LEFT = 0.1  # of the memory: what stays free
+LEFT = 0.1  # fraction of the memory that stays free
 LEFT_AT_RISK = 0.2  # where running out would end the training, or lengths of rows vary
 
 
 class MemoryPeaks:
-    """The peaks of one rank by the rows of a pass; `held_bytes` is the least seen between steps."""
+    """The memory peaks of one rank by the rows of a pass.
+
+    `held_bytes` is the least memory seen between steps.
+    """
 
     def __init__(self) -> None:
         self._peaks: dict[int, float] = {}
@@ -27,9 +29,9 @@ class MemoryPeaks:
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
-        """Note the most that was taken so far, by passes of up to these rows.
+        """Note the peak so far, reached with passes of up to `rows` rows.
 
-        A peak is of the largest pass so far, so those of smaller passes show nothing.
+        A peak belongs to the largest pass so far, so smaller passes show nothing.
         """
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)
@@ -37,17 +39,16 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """The bytes that a pass of these rows takes; 0 before any peak was noted."""
+        """Return the bytes that a pass of `rows` rows takes; 0 before any peak was noted."""
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
         return self._peaks[largest] + self._bytes_per_row(largest) * (rows - largest)
 
     def most_rows(self, capacity_bytes: float, left: float) -> int:
-        """The most rows of a pass that leave this part of the capacity free; 0 before any peak was
-        noted.
+        """Return the most rows of a pass that leave the fraction `left` of the capacity free.
 
-        Never fewer than the largest pass so far, which has fitted.
+        0 before any peak was noted; never fewer than the largest pass so far, which did fit.
         """
         if not self._peaks:
             return 0

@@ -1,9 +1,10 @@
-"""The passes of a rank's batch: how many rows each has, what each weighs, and what follows when one
-runs out of memory. Pure, and the same for every trainer and framework.
+"""The passes of a rank's batch: their rows, their weights, and the retry of one that ran out of
+memory. Pure, and the same for every trainer and framework.
 
-A pass is one forward and backward pass. A rank whose rows don't fit into memory at once computes
-them in several, and the sum of their gradients, each times its weight, is the gradient of the
-rank's mean. A pass that runs out of memory is computed again in smaller ones, of the same rows:
+A pass is one forward and backward pass (a micro-batch). A rank whose rows don't fit into memory at
+once computes them in several passes; the sum of the passes' gradients, each times its weight, is
+the gradient of the rank's mean. A pass that runs out of memory is retried in smaller ones, with
+the same rows:
 
     sizes = divide_rows(rows, most)            # by the plan
     queue = PassQueue(sizes, limit)
@@ -11,8 +12,8 @@ rank's mean. A pass that runs out of memory is computed again in smaller ones, o
         ...                                    # compute turn.rows rows of pass turn.number
         queue.complete()                       # or limit.halve(turn.rows) and queue.retry()
 
-What a framework has to undo before the second try is its own affair. The trainers are loops of
-one's own (`evener/torch/step`), transformers' Trainer, Lightning and Keras.
+Each framework's adapter undoes the failed attempt itself before the retry. Callers are the user's
+own training loops (`evener/torch/step`), transformers' Trainer, Lightning and Keras.
 """
 
 from __future__ import annotations
@@ -26,14 +27,15 @@ from ..shares.whole_rows import bounds, count_passes, even, split_passes
 
 CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
 LOOK_STEPS = 10  # between looks whether other processes have given memory back
-MOST_FAILURES = 20  # of a pass that can't be smaller, in a row
+MOST_FAILURES = 20  # failures in a row of a pass that can't be smaller
 
 
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """The rows of each pass of a rank's `rows`, spread evenly over as few passes as hold `most`.
+    """Return the rows of each pass, spread evenly over as few passes as `most` rows a pass allow.
 
-    With `passes`, over that many, of which some may have no row: ranks that meet in every pass
-    take equally many. A rank without rows has one pass, in which it only keeps step.
+    With `passes`, rows are spread over that many passes, some of which may have no row: ranks
+    that meet in every pass take equally many. A rank without rows has one pass, in which it
+    only keeps step.
     """
     if passes:
         return even(rows, passes)
@@ -41,21 +43,25 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """The passes in which `rows` are computed where memory holds `most` at once: one or more.
+    """Return the number of passes, at least one, for `rows` rows if memory holds `most` at once.
 
-    None has fewer than `least` rows, even if that makes them larger than `most`.
+    No pass has fewer than `least` rows, even if that makes passes larger than `most`.
     """
     return max(1, min(count_passes(rows, most), rows // least))
 
 
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """The passes that every rank takes where ranks meet in each: the most that one needs."""
+    """Return the number of passes that every rank takes if ranks meet in each pass.
+
+    It is the largest number that any rank needs.
+    """
     return max(1, *map(count_passes, rows, most))
 
 
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
-    """The weight of each pass's mean loss in the mean over `total` rows, by default over those of
-    these passes; they have 1 each where none has a row.
+    """Return the weight of each pass's mean loss in the mean over `total` rows.
+
+    `total` is by default the rows of these passes. All weights are 1 if there are no rows.
     """
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
@@ -73,31 +79,33 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after its last one, in the plan's pass."""
+        """The row after the last one, counted in the plan's pass."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """Its part of the rows of the plan's pass, by which a mean over rows is weighted."""
+        """The fraction of the plan's pass that these rows are; it weights a mean over rows."""
         return self.rows / self.planned if self.planned else 1.0
 
 
 class PassLimit:
-    """The rows that a rank's passes may have: fewer after one that ran out of memory, more again
-    after steps in which none did.
+    """The maximum rows of a rank's passes: fewer after a pass ran out of memory, more again later.
+
+    The limit rises after a number of steps in which no pass ran out of memory.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
         self.step = 0  # batches so far
-        self.most: int | None = None  # rows of a pass; None: as the plan says
+        self.most: int | None = None  # rows of a pass; None: the plan's
         self._clean_steps = 0  # since a pass ran out of memory
         self._failures = 0  # of passes that can't be smaller, in a row
         self._others_bytes = 0  # that other processes held when memory ran out last
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """A batch begins; `others_bytes` says what other processes hold of the device: 0 where that
-        isn't known.
+        """Start a batch, and raise the limit if that is due.
+
+        `others_bytes` returns the bytes of device memory that other processes hold; 0 if unknown.
         """
         self.step += 1
         self._clean_steps += 1
@@ -111,19 +119,23 @@ class PassLimit:
             self._clean_steps = 0
 
     def count(self, rows: int, most: int, least: int = 1) -> int:
-        """The passes that `rows` take now, where the plan has `most` in one; `least` as in
-        `count_smaller_passes`.
+        """Return the number of passes that `rows` rows take now, if the plan has `most` rows
+        in a pass.
+
+        `least` is that of `count_smaller_passes`.
         """
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """The rows of a pass are computed."""
+        """Note that a pass was computed, which ends a series of failures."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a pass of these rows that ran out of memory; DeviceError, with what memory `held`,
-        where a pass that can't be smaller has failed too often.
+        """Count a pass of `rows` rows that ran out of memory.
+
+        Raises DeviceError if passes that can't be smaller have failed too often in a row; `held`
+        describes what used the memory.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -138,8 +150,9 @@ class PassLimit:
             )
 
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
-        """The rows of a pass that may fit where one of `rows` didn't, while other processes hold
-        this much: half, but not fewer than `least`. Passes have no more from now on.
+        """Halve the limit after a pass of `rows` rows ran out of memory; return the new limit.
+
+        It isn't below `least`. `others_bytes` are the bytes that other processes hold.
         """
         self.most = max(least, rows // 2)
         self._clean_steps = 0
@@ -158,10 +171,9 @@ class _Range(NamedTuple):
 
 
 class PassQueue:
-    """The passes of one batch, in the order in which they are computed; those above `limit` in
-    pieces.
+    """The passes of one batch in the order of computation; passes above `limit` come in pieces.
 
-    `take` gives the next one, and `complete` or `retry` follows.
+    `take` returns the next pass; `complete` or `retry` must follow.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
@@ -171,8 +183,9 @@ class PassQueue:
         self._taken: _Range | None = None
 
     def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
-        """The next pass, of at least `least()` rows where it is a piece; None when the batch is
-        computed.
+        """Return the next pass; None once the batch is computed.
+
+        A pass above the limit is cut into pieces of at least `least()` rows.
         """
         if not self._left:
             return None
@@ -197,8 +210,9 @@ class PassQueue:
             self._left.appendleft(cut)
 
     def complete(self) -> bool:
-        """The pass that was taken last is computed; True if all rows are that were computed again
-        with it.
+        """Note that the pass taken last was computed.
+
+        Return True if that completes all rows that are recomputed with it.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -208,10 +222,10 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Have the rows of the pass that was taken last come again.
+        """Put the rows of the pass taken last back to the front of the queue.
 
-        `is_whole`: no earlier failure is still being made good, so that what this pass has sent is
-        of its own rows.
+        `is_whole` is True unless rows of an earlier failure are still being recomputed: then what
+        this pass has sent is of its own rows only.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -1,4 +1,4 @@
-"""Passes that ran out of memory: how an error says so, and the line that tells a person."""
+"""Passes that ran out of memory: recognizing such an error, and the line that reports the retry."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-_SIGNS = re.compile(  # of frameworks' and libraries' errors that aren't of a type for it
+_SIGNS = re.compile(  # in errors of frameworks and libraries without a type of their own
     r"(CUDA|HIP)( error:)? out of memory|CUDA_ERROR_OUT_OF_MEMORY|can't allocate memory"
     r"|BLAS_STATUS_ALLOC_FAILED"
     r"|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)"
@@ -16,12 +16,12 @@ _SIGNS = re.compile(  # of frameworks' and libraries' errors that aren't of a ty
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if an error's text says that memory ran out, on a device or on the CPU."""
+    """True if an error's text reports that memory ran out, on a device or on the CPU."""
     return bool(_SIGNS.search(text))
 
 
 class Retreat(msgspec.Struct, frozen=True):
-    """A pass that didn't fit, and what was done."""
+    """A pass that ran out of memory, and the smaller passes that replaced it."""
 
     step: int
     rows: int  # of the pass
@@ -30,7 +30,7 @@ class Retreat(msgspec.Struct, frozen=True):
     others_bytes: int  # that other processes hold of the device
 
     def describe(self, device: str) -> str:
-        """A line for the terminal."""
+        """Return a line for the terminal."""
         held = (
             f" (others hold {self.others_bytes / 2**30:.0f} GiB)"
             if self.others_bytes >= 2**30
@@ -44,5 +44,5 @@ class Retreat(msgspec.Struct, frozen=True):
 
 
 def say(line: str) -> None:
-    """A line for the terminal."""
+    """Print a line to stderr."""
     print(f"{line}\n", end="", file=sys.stderr, flush=True)

@@ -1,4 +1,4 @@
-"""Sums of a rank's steps, over all of them and over the last ones, with their errors. Pure."""
+"""Sums of a rank's step times, over all steps and over the last ones, with their errors. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ FEWEST_BINS, ERRORS = 4, 2.4  # that show an error, and its multiple that is hal
 
 
 class RunningSums:
-    """Sums over all steps, and over the last ones: enough of them, and seconds enough."""
+    """Sums over all steps, and over the last ones: at least RECENT_STEPS and RECENT_SECONDS."""
 
     def __init__(self) -> None:
         self._now = [0.0] * len(StepSums.__struct_fields__)
@@ -29,7 +29,7 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float) -> None:
-        """Add a step, in the order of StepSums, or what is part of the next one."""
+        """Add a step, or time that belongs to the next step; `step` has the order of StepSums."""
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
         if step[0] and self._bin_s >= BIN_SECONDS:
@@ -40,12 +40,14 @@ class RunningSums:
                 self._ends.popleft()
 
     def recent(self) -> StepSums:
-        """The sums over the last steps."""
+        """Return the sums over the last steps."""
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
-        """Half of the 95 % interval of each recent mean per step, by how the bins of it differ; as
-        large as the mean where there are too few.
+        """Return half of the 95 % interval of each recent mean per step.
+
+        It is estimated by how much bins of steps differ; with too few bins, it is as large
+        as the mean.
         """
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]
@@ -62,8 +64,9 @@ class RunningSums:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """The standard deviation; `statistics.stdev` computes in fractions, and takes 20 times as
-    long.
+    """Return the standard deviation.
+
+    `statistics.stdev` computes with fractions, and takes 20 times as long.
     """
     middle = sum(values) / len(values)
     return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))

@@ -1,8 +1,7 @@
-"""Becomes a training script, `python -m evener.training.start_rank train.py ARGS`, on the device
-that a launch chose.
+"""Start a training script on the device that a launch chose.
 
-It replaces itself by the script, so that nothing of evener is in the script's arguments, modules or
-tracebacks.
+Run as `python -m evener.training.start_rank train.py ARGS`. The process replaces itself by the
+script, so that nothing of evener is in the script's arguments, modules or tracebacks.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 
 
 def main() -> None:
-    """Take this process's part of the variable, and run the script in its place."""
+    """Read this process's entry in the EVENER_STARTS variable, and run the script in its place."""
     starts = json.loads(os.environ.pop(STARTS))
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
     ctypes.CDLL(None).prctl(
@@ -44,10 +43,10 @@ def main() -> None:
 
 
 def _count_starts(folder: str) -> dict[str, str]:
-    """Count restarts, on every host, where PyTorch's agents over several hosts start all ranks
-    again by themselves.
+    """Count restarts on every host, if PyTorch's agents on several hosts restart
+    all ranks themselves.
 
-    An agent counts only those that a process of its own host has caused.
+    An agent only counts restarts that a process of its own host has caused.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}

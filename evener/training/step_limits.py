@@ -1,8 +1,8 @@
-"""What limits a training, by the steps of its ranks while it trains. Pure.
+"""What limits a training, from the steps of its ranks while it trains. Pure.
 
-The rank that comes to the exchange last decides how long a step takes: what other ranks do before
-it is hidden. A part that takes about as long on every rank is the training's; one that takes long
-on one rank alone costs as long as the others wait for it.
+The rank that comes to the exchange last (the straggler) decides how long a step takes: what other
+ranks do before is hidden. A part that takes about as long on every rank limits the whole training;
+a part that takes long on one rank alone costs as long as the others wait for that rank.
 """
 
 from __future__ import annotations
@@ -22,10 +22,10 @@ LEAST_EXCHANGE = 0.1  # of a step
 MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
 NOISE_ERRORS = 3.0  # from which ranks differ
 BEHIND_PART = 0.5  # of the steps, in which a GPU is behind its host, from which it is the limit
-MOST_STARVED = 0.5  # of idle own work that want of cores explains, for the rest to be the model's
+MOST_STARVED = 0.5  # of idle own work explained by a lack of cores, for the rest to be the model's
 MOST_ROWS = 1 << 24  # of a step for which shares are looked for
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
-HALF = 0.5  # of a part that goes once for each step, with batches twice as large
+HALF = 0.5  # of a part that occurs once in each step is saved by batches twice as large
 
 REMEDIES = {
     LimitKind.INPUT: (
@@ -50,7 +50,7 @@ IN_KERAS = {
 
 
 class MeasuredRank(NamedTuple):
-    """A rank's steps; 0 for what isn't known."""
+    """A rank's measured steps; 0 for unknown values."""
 
     name: str
     share: int
@@ -69,7 +69,7 @@ class MeasuredRank(NamedTuple):
 
 
 class TrainingFigures(NamedTuple):
-    """What is known of a training's steps, and what limits them."""
+    """The step time of a training, its parts by rank, and what limits the steps."""
 
     step_s: float  # mean
     steps: tuple[RankStep, ...]  # of each rank, in five parts
@@ -80,10 +80,10 @@ class TrainingFigures(NamedTuple):
 def judge_training(
     ranks: Sequence[MeasuredRank], whole: bool = True, takers: str = ""
 ) -> TrainingFigures:
-    """What limits the steps of these ranks.
+    """Return what limits the steps of these ranks.
 
-    Not `whole`: others of its ranks aren't known, so that no shares can be advised. `takers` are
-    the programs that had the cores which this one wanted.
+    `whole` is False if some of the training's ranks are unknown, so that no shares can be advised.
+    `takers` names the programs that used the cores which this training needed.
     """
     steps = tuple(
         divide_meeting([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
@@ -103,7 +103,7 @@ def judge_training(
 def _list_single_parts(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, takers: str
 ) -> Iterator[StepPart]:
-    """The parts of a step but unequal work."""
+    """Yield all parts of a step except unequal work."""
     found = _Finder(ranks, steps, step_s)
     yield from found.find(LimitKind.INPUT, "input_s", alone=LimitKind.RANK_INPUT)
     yield from found.find(LimitKind.OPTIMIZER, "update_s", spared=HALF)
@@ -115,7 +115,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds parts that are long on the ranks that come last, or on one of them."""
+    """Finds parts that take long on the ranks that come last, or on one of them."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -126,7 +126,11 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """The part of this name, of which a remedy spares so much; of one rank it is `alone`."""
+        """Yield the step part for the field `name` of StepSums, if it takes long.
+
+        A remedy saves the fraction `spared` of it. If it takes long on one rank only, its
+        kind is `alone`.
+        """
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
         seconds = means[place]
@@ -155,7 +159,7 @@ class _Finder:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """The ranks that come to the exchange about last."""
+    """Return the ranks that come to the exchange last, or nearly last."""
     least_s = min(each.waiting_s for each in steps)
     return [
         place
@@ -167,7 +171,7 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """An exchange that nothing overlaps: even in its best steps every rank waits."""
+    """Yield the exchange if nothing overlaps it: every rank waits even in its best steps."""
     if len(ranks) < 2:
         return
     seconds = min(each.exchange_s for each in steps)
@@ -184,7 +188,7 @@ def _find_exchange(
 def _find_host(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, takers: str
 ) -> Iterator[StepPart]:
-    """Waiting for cores, a GPU that waits for its host, and a model that waits by itself."""
+    """Yield waiting for cores, a GPU that waits for its host, and model code that waits."""
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
@@ -210,8 +214,8 @@ def _find_host(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """What the slowest rank's own work takes beyond even times, where it is more than noise; None
-    else.
+    """Return the slowest rank's compute time (own work) beyond equal times; None if it
+    is only noise.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
@@ -228,7 +232,9 @@ def _find_unequal(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """The own work of each rank if all took equally long, by the rows a second that they have."""
+    """Return the compute time of each rank if all took equally long, by the ranks'
+    rows per second.
+    """
     shares = [each.share or 1 for each in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
@@ -236,7 +242,7 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """The part with the gain of the shares that are advised."""
+    """Return the part with the gain of the advised shares."""
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -252,8 +258,9 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """The shares that the ranks' own work calls for; None where it says too little, or they
-    wouldn't gain clearly.
+    """Return the shares that the ranks' compute times call for.
+
+    None if the measurements are insufficient, or the gain isn't clear.
     """
     shares, own_work_s = [each.share for each in ranks], [each.own_work_s for each in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:
@@ -270,9 +277,7 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """The plan's curves; times in proportion to rows where a rank has none, or its curve can't be
-    true.
-    """
+    """Return the plan's curves; times proportional to rows if a curve is missing or implausible."""
     shares = [each.share for each in ranks]
     curves = join_curves([each.curve if is_curve(each.curve) else () for each in ranks], shares)
     planned = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))
@@ -280,5 +285,5 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if a step can have taken that long: reports are foreign figures."""
+    """True if a step can take that long; reports come from other processes, so they are checked."""
     return LEAST_WORK_S < seconds < MOST_WORK_S

@@ -1,9 +1,10 @@
-"""What a rank's steps were made of, as sums over many steps. Pure.
+"""The parts of a rank's steps, as sums over many steps. Pure.
 
-A step has five parts: input, own work, waiting for other ranks, the exchange of gradients, and what
-lies between the exchange and the next batch. One rank alone can't tell its waiting from the
-exchange; `divide_meeting` does, with the figures of all ranks. Sums and means, and not medians:
-what happens in every tenth step alone, such as a checkpoint, takes time too.
+A step has five parts: input, compute time (own work), waiting for other ranks, the exchange of
+gradients, and the time between the exchange and the next batch. A single rank can't distinguish
+its waiting from the exchange; `divide_meeting` does, with the sums of all ranks. Means are used
+instead of medians, as something that happens only in every tenth step, such as a checkpoint,
+takes time too.
 """
 
 from __future__ import annotations
@@ -18,9 +19,9 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class StepSums(msgspec.Struct, frozen=True):
-    """Seconds of a rank over a number of steps, by what they went into.
+    """A rank's seconds over a number of steps, by what they were spent on.
 
-    The parts, from `input_s` to `between_s`, don't overlap. The other fields lie within them.
+    The parts, from `input_s` to `between_s`, don't overlap. The other fields are contained in them.
     """
 
     steps: Steps = 0
@@ -43,25 +44,25 @@ class StepSums(msgspec.Struct, frozen=True):
 
     @property
     def all_between_s(self) -> float:
-        """The seconds between steps, with the optimizer."""
+        """The seconds between steps, including the optimizer's."""
         return self.update_s + self.files_s + self.validation_s + self.between_s
 
     @property
     def step_s(self) -> float:
-        """The mean seconds of a step; 0 without one."""
+        """The mean seconds of a step; 0 without any step."""
         return self.seconds / self.steps if self.steps else 0.0
 
     def mean(self, name: str) -> float:
-        """The mean of a field over the steps; 0 without one."""
+        """Return the mean of a field over the steps; 0 without any step."""
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
-        """The sums over the steps of both."""
+        """Return the sums over the steps of both."""
         mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
 
     def minus(self, earlier: StepSums) -> StepSums:
-        """The sums over the steps since `earlier`."""
+        """Return the sums over the steps since `earlier`."""
         mine, before = msgspec.structs.astuple(self), msgspec.structs.astuple(earlier)
         return StepSums(*(max(0, one - less) for one, less in zip(mine, before, strict=True)))
 
@@ -77,15 +78,15 @@ class RankStep(NamedTuple):
 
     @property
     def step_s(self) -> float:
-        """The whole step."""
+        """The seconds of the whole step."""
         return sum(self)
 
 
 def divide_meeting(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
-    """Each rank's mean step in five parts.
+    """Return each rank's mean step in five parts.
 
-    The exchange is what even the rank that comes last spends in it: the least of `least_meeting_s`,
-    each rank's shortest meetings. A rank alone exchanges nothing.
+    The exchange time is the least of `least_meeting_s`, each rank's shortest meetings, as even the
+    rank that comes last spends it. A single rank exchanges nothing.
     """
     means = [each.mean("meeting_s") for each in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]
