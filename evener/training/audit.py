@@ -1,33 +1,33 @@
-"""The judge of audits: whether the way that trains gives the gradient that it should.
+"""Judge audits: whether the path that trains computes the correct gradient.
 
-An audit takes a few rows of the batch at hand and computes their gradient twice: as one device
-would (the reference), and by the very path that trains: parts of unequal size, each collated by
-itself, weighted as in training. For shares to change nothing in what is learned, both have to be
-the same but for rounding. This module says when to audit, which difference is more than rounding,
-what follows from it and what is said. It knows no framework.
+An audit takes a few rows of the current batch and computes their gradient twice: like one device
+would (the reference), and by the path that trains: parts of unequal size, each collated separately
+and weighted like in training. Shares don't change what is learned if both gradients are equal
+except for rounding. This module decides when to audit, which difference is more than rounding, what
+follows from it and which message is shown. It doesn't depend on any framework.
 
-A framework's part (`evener/torch/audit` for PyTorch) uses it like this:
+The part for a framework (`evener/torch/audit` for PyTorch) uses it like this:
 
-1. It makes one `Audits` for each training. In each step, once the gradients of the step are there
-   and before the optimizer uses them, it asks `audits.begin(signature)`. The signature is anything
-   hashable that changes with the program: which weights are trained, which function computes the
-   loss, the types of the batch's tensors (not lengths that vary from batch to batch).
-2. Where that is true it computes the gradient of some rows both ways and makes a `Sketch` of each:
-   a few random sums of every tensor's gradient, `PROJECTIONS` for each. All sketches of an audit
-   use the same random signs, so sums over parts can simply be added up (`Sketch.add`). Nothing of
-   the gradient's size is kept. Random numbers, buffers and metrics are put back.
-3. `compare(reference, trained)` is the largest `GradientDifference` that isn't surely rounding; as
-   a rule there is none. Else it computes the reference again in `REPEATS` other ways that are equal
-   but for rounding (each product disturbed by the precision of its type, rows in another order,
-   more padding), and `compare(reference, trained, repeats)` decides.
-4. For a difference it looks for the likeliest cause, changing one thing at a time, and names it by
-   a key of `CAUSES`; `find_cause` has the order of the questions.
-5. `audits.decide(difference)` says what follows, on every rank the same where all ranks have been
-   told the largest difference of all; `describe` makes the sentences.
-6. `compare_ranks` compares the references of ranks that have computed the same rows: where they
-   differ, each measures its rounding by repeats in the next step, and the comparison is made again.
-   `find_unequal` compares, between ranks, what each has summed up of its buffers and of the numbers
-   that enter its loss.
+1. It creates one `Audits` for each training. In each step, once the step's gradients are computed
+   and before the optimizer uses them, it calls `audits.begin(signature)`. The signature is any
+   hashable object that changes with the program: which weights are trained, which function computes
+   the loss, the types of the batch's tensors (not lengths that vary from batch to batch).
+2. If that returns True, it computes the gradient of some rows both ways and makes a `Sketch` of
+   each: `PROJECTIONS` random sums of every tensor's gradient. All sketches of an audit use the same
+   random signs, so sums over parts can simply be added (`Sketch.add`). Nothing of the gradient's
+   size is kept. Random numbers, buffers and metrics are restored.
+3. `compare(reference, trained)` returns the largest `GradientDifference` that isn't certainly
+   rounding; usually there is none. If there is one, the reference is computed again in `REPEATS`
+   other ways that are equal except for rounding (each product disturbed by the precision of its
+   type, rows in another order, more padding), and `compare(reference, trained, repeats)` decides.
+4. For a difference it looks for the likeliest cause by changing one thing at a time, and names the
+   cause by a key of `CAUSES`; `find_cause` has the order of the questions.
+5. `audits.decide(difference)` returns what follows. The result is the same on every rank if all
+   ranks pass the largest difference of any rank. `describe` writes the message.
+6. `compare_ranks` compares the references of ranks that have computed the same rows. If they
+   differ, each rank measures its rounding by repeats in the next step, and the comparison is
+   repeated. `find_unequal` compares, between ranks, summaries of each rank's buffers and of the
+   numbers that enter its loss.
 """
 
 from __future__ import annotations
@@ -42,8 +42,8 @@ import msgspec
 FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # that are audited; then every EVERY-th
 EVERY = 2000
 EARLY = 64  # up to this step one difference ends the training; later it is confirmed first
-AGAIN_AFTER = 3  # steps after a change another batch is audited
-MOST_CHANGES = 32  # of the signature that are audited at once
+AGAIN_AFTER = 3  # steps after a change until another batch is audited
+MOST_CHANGES = 32  # of the signature that are audited immediately
 
 PROJECTIONS = 4  # random sums of each tensor's gradient
 REPEATS = 3  # computations of the reference that are equal but for rounding
@@ -58,7 +58,7 @@ LOSS_SAFETY = 0.1  # of a gradient's floor may a loss differ by rounding
 # a billion parameters came to 12 times what disturbed sums show.
 SAFETY = 30.0
 SMALL = 1e-4  # of the largest gradient's size: tensors with less than that are judged by it
-SEEN_LOSS = 1e-6  # of the loss: the least by which two losses differ visibly
+SEEN_LOSS = 1e-6  # relative: the least difference of two losses that is shown
 
 
 LOSS = "the loss"  # its name in a sketch, where gradients can't be taken
@@ -67,9 +67,9 @@ LOSS = "the loss"  # its name in a sketch, where gradients can't be taken
 class Sketch(msgspec.Struct):
     """The gradient of some rows: random sums of each tensor's gradient, by name, and the loss.
 
-    A sum of gradient * random sign has the gradient's norm as its standard deviation, so the
-    differences of two sketches' sums say how far two gradients are apart. `kinds` are the tensors'
-    types, such as "float32"; a tensor without a gradient isn't in it.
+    The standard deviation of a sum of gradient * random sign is the gradient's norm, so the
+    differences of two sketches' sums estimate how far apart two gradients are. `kinds` are the
+    tensors' types, such as "float32". A tensor without a gradient isn't included.
     """
 
     sums: dict[str, tuple[float, ...]] = {}
@@ -83,15 +83,17 @@ class Sketch(msgspec.Struct):
         self.kinds[name] = kind
 
     def size(self, name: str) -> float:
-        """The norm of a tensor's gradient, as its sums estimate it; 0 for one that has none."""
+        """Return the norm of a tensor's gradient, estimated from its sums; 0 if it
+        has no gradient.
+        """
         return _size(self.sums.get(name, ()))
 
 
 class GradientDifference(msgspec.Struct, frozen=True):
-    """The tensor whose gradients differ most, or "" where only the losses can tell.
+    """The tensor whose gradients differ most, or "" if only the losses can show a difference.
 
-    `relative` is the difference as a part of `reference`'s size, and `allowed` what rounding may
-    make of it. Sizes are norms of gradients.
+    `relative` is the difference relative to the gradient's size, and `allowed` the largest such
+    value that rounding may cause. `reference` and `trained` are the norms of both gradients.
     """
 
     name: str
@@ -105,10 +107,10 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """The difference that is farthest above what rounding allows; None where none is above it.
+    """Return the difference that exceeds its allowed rounding most; None if none exceeds it.
 
-    Without `repeats` rounding is taken to be the floor of the tensor's type; with them it is what
-    they show as well, times SAFETY. None also where the reference itself isn't finite.
+    Without `repeats`, the allowed rounding is the floor of the tensor's type; with them, it is at
+    least the rounding that they show, times SAFETY. Also None if the reference itself isn't finite.
     """
     return _compare(reference, trained, find_noises(reference, repeats))
 
@@ -121,7 +123,9 @@ def _compare(
 
 
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
-    """True if the losses of two sketches differ by no more than rounding, as `compare` takes it."""
+    """True if the losses of two sketches differ by no more than rounding, allowed
+    like in `compare`.
+    """
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
     precision = LOSS_SAFETY * max(map(floor, reference.kinds.values()), default=0.0)
@@ -131,8 +135,9 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """The difference that is the largest part of what rounding allows, or times as much; `noises`
-    are those of `find_noises`. None where the reference isn't finite, or has no gradient.
+    """Return the difference that is largest in proportion to what rounding allows.
+
+    `noises` are those of `find_noises`. None if the reference isn't finite, or has no gradient.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
@@ -150,7 +155,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """The difference of one tensor; None for one whose gradient is 0 both ways."""
+    """Return the difference of one tensor; None if its gradient is 0 both ways."""
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -163,15 +168,16 @@ def _compare_tensor(
 
 
 def floor(kind: str) -> float:
-    """The relative difference that is rounding in any case, for tensors of this type."""
+    """Return the relative difference that always counts as rounding, for tensors of this type."""
     return FLOORS.get(kind.removeprefix("complex"), FLOORS["float32"])
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """The relative differences by rounding alone, by tensor, as repeats of the reference show them.
+    """Return the relative differences by rounding alone, by tensor, as repeats of the
+    reference show them.
 
-    A tensor's own are few random figures, which may be small by chance: none is taken to be less
-    than the median of all tensors.
+    Each is estimated from a few random sums, which may be small by chance, so none is taken to be
+    less than the median over all tensors.
     """
     if not repeats:
         return {}
@@ -186,10 +192,11 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 
 
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
-    """The size by which a tensor's difference is judged.
+    """Return the size by which a tensor's difference is divided.
 
-    A gradient that is 0 but for rounding, as that of a bias before a softmax, has no size of its
-    own: rounding there is a part of what was added up, which is as large as other tensors'.
+    A gradient that is 0 except for rounding, such as that of a bias before a softmax, has no
+    meaningful size: its rounding is a fraction of the summed terms, which are as large as other
+    tensors' gradients. So the size is at least SMALL times the largest gradient's size.
     """
     return max(one.size(name), other.size(name), SMALL * largest)
 
@@ -215,12 +222,12 @@ def _size(sums: Sequence[float]) -> float:
 def compare_ranks(
     every: Sequence[Sketch], noises: Sequence[Mapping[str, float]] = ()
 ) -> GradientDifference | None:
-    """The largest difference between the gradients that ranks have computed from the same rows.
+    """Return the largest difference between the gradients that ranks computed from the same rows.
 
-    It is the weights that are alike on all ranks, so it comes from something else that the loss
-    uses. Ranks may be devices of several kinds, which round differently: without `noises` a
-    difference is a reason to measure them on each rank (`find_noises`), and with them it counts
-    where it is more than rounding on any makes of it.
+    The weights are the same on all ranks, so a difference comes from something else that the loss
+    uses. Ranks may be devices of several kinds, which round differently: without `noises`, a
+    difference is a reason to measure them on each rank (`find_noises`); with `noises`, it counts if
+    it is more than rounding causes on any rank.
     """
     rounding: dict[str, float] = {}
     for own in noises:
@@ -245,9 +252,9 @@ class Action(Enum):
 
 
 class Audits:
-    """The audits of one training: when the next is due, and what follows from each.
+    """The audits of one training: when the next one is due, and what follows from each.
 
-    `evens`: where gradients differ, shares can go even for good (`evener run`). With `strict` a
+    With `evens`, shares can go even for good if gradients differ (`evener run`). With `strict`, a
     confirmed difference ends the training.
     """
 
@@ -261,7 +268,7 @@ class Audits:
         self._confirms = False
 
     def begin(self, signature: Hashable = None) -> bool:
-        """Count a step; True if it is to be audited."""
+        """Count a step; return True if the step is to be audited."""
         self.step += 1
         if self.over:
             return False
@@ -271,7 +278,7 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Note a signature; True if it is a new one, whose step is to be audited."""
+        """Note a signature; return True if it is new, so that its step is to be audited."""
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
         self._signatures.add(signature)
@@ -279,7 +286,9 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Note that something else has changed; True if its step is to be audited."""
+        """Note that something else has changed; return True if the current step is
+        to be audited.
+        """
         return self.sees(("change", len(self._signatures)))
 
     @property
@@ -288,11 +297,13 @@ class Audits:
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """What follows from the audit of this step."""
+        """Return what follows from the audit of this step."""
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """What follows from the audit of this step, where any rank has seen a difference."""
+        """Return what follows from the audit of this step; `differs` is True if any rank
+        saw a difference.
+        """
         confirmed, self._confirms = self._confirms, False
         if not differs:
             return Action.GO_ON
@@ -308,7 +319,7 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """True for the steps that are audited whatever happens; the first step is 1."""
+    """True for the steps that are always audited; the first step is 1."""
     return step in FIRST_STEPS or step % EVERY == 0
 
 
@@ -320,7 +331,7 @@ IN_EQUAL_PARTS = "in equal parts"  # as a program's own launcher computes them
 
 
 class LikelyCause(msgspec.Struct, frozen=True):
-    """A likely cause of a difference: why it is one, and what its user can do."""
+    """A likely cause of a difference: why it causes one, and what the user can do."""
 
     why: str
     remedy: str
@@ -371,10 +382,11 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """The name of the likeliest cause: the first question, in the order of CAUSES, that is true.
+    """Return the name of the likeliest cause: the first question, in the order of CAUSES,
+    that is true.
 
-    A question computes the path that trains with one thing changed, and is true if the difference
-    is gone then. "rows" where none is.
+    A question computes the path that trains with one thing changed; it is true if that removes the
+    difference. "rows" if no question is true.
     """
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -389,8 +401,10 @@ def describe(
     step: int = 1,
     reference: str = AT_ONCE,
 ) -> str:
-    """The sentences for a difference; `rows` are those of the parts, or none if ranks differ, and
-    `reference` says how they are computed rightly.
+    """Return the message for a difference.
+
+    `rows` are the rows of the parts, or empty if ranks differ; `reference` describes how the rows
+    are computed correctly.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
@@ -413,7 +427,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Two numbers with as many digits as tell them apart."""
+    """Return two numbers with enough digits to distinguish them."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1
@@ -426,10 +440,10 @@ def _write_apart(one: float, other: float) -> str:
 def find_unequal(
     every: Sequence[Mapping[str, Sequence[float]]], near: float = 1e-4
 ) -> tuple[str, float, float] | None:
-    """The first name whose figures aren't alike on all ranks, with the two that are farthest apart.
+    """Return the first name whose values differ between ranks, with the two values farthest apart.
 
-    `every` has, for each rank, a few figures of each buffer and of each number that enters the
-    loss. What a rank alone has isn't compared. None where all are alike.
+    `every` has, for each rank, a few values for each buffer and for each number that enters the
+    loss. Names that not all ranks have aren't compared. None if all values are alike.
     """
     names = [name for name in every[0] if all(name in each for each in every)]
     for name in names:

@@ -1,9 +1,9 @@
-"""What limits a training's steps: the ranks' own work, their hosts, or their input. Pure.
+"""Find what limits a training's steps: the ranks' compute time (own work), hosts or input. Pure.
 
-Moving rows between ranks makes steps faster only where the own work of the slowest rank takes
-less time with fewer rows. It doesn't where a GPU waits for its host to start kernels, nor where a
-rank waits for rows that other processes fetch for it. Where a CPU is shared with other programs,
-what it takes changes within seconds, so that more evidence is needed.
+Moving rows between ranks makes steps faster only if the slowest rank computes fewer rows in less
+time. It doesn't if a GPU waits for its host to start kernels, or a rank waits for rows that other
+processes fetch for it. If a CPU is shared with other programs, its speed changes within seconds, so
+that more evidence is needed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0
 
 
 class RankFigures(NamedTuple):
-    """Medians of a rank's steps in a window; NaN for what isn't known."""
+    """Medians of a rank's steps in a window; NaN for unknown values."""
 
     own_work_s: float
     input_s: float  # idle, as other threads or processes fetch its rows
@@ -33,9 +33,9 @@ class RankFigures(NamedTuple):
 
 
 def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
-    """The limit of steps with these figures.
+    """Return what limits the steps with these medians.
 
-    Rows that the loop fetches itself are work of its rank, and count as any part of the step.
+    Rows that the training loop fetches itself count as its rank's compute time.
     """
     last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
     if last.input_s > INPUT_PART * last.step_s:
@@ -49,7 +49,7 @@ def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """The windows of this length that a change needs; 0 where shares don't change."""
+    """Return how many windows of this length a change needs; 0 if shares don't change."""
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:
         return 0

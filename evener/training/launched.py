@@ -1,4 +1,4 @@
-"""A launcher's environment variables for a training process: its plan, its device, its host."""
+"""The environment variables that a launcher sets for a training process: plan, device, host."""
 
 from __future__ import annotations
 
@@ -33,8 +33,9 @@ WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
 
 
 def ask_for_processes(why: str) -> None:
-    """End this process in a line, if evener launch will start one for each device instead; else
-    nothing.
+    """End this process with a message if evener launch will start one for each device instead.
+
+    Otherwise do nothing.
     """
     if os.environ.get(ONE_PROCESS):
         print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
@@ -42,11 +43,10 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """The plan's file with which evener launch started this process, or the one that the script
-    names.
+    """Return the plan file that the script names, else the one that evener launch started it with.
 
-    Where devices were lost and the script names the plan that was launched, it is the one for those
-    that are left.
+    If devices were lost and the script names the launched plan, return the plan for
+    the remaining devices.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
@@ -57,15 +57,15 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 
 
 def launched_device() -> str:
-    """The plan's name of the device that this process was started on; empty if evener launch didn't
-    start it.
-    """
+    """Return the plan's name of this process's device; empty if evener launch didn't start it."""
     return os.environ.get(DEVICE, "")
 
 
 def meeting_file(address: str) -> str | None:
-    """The file in which the processes of this host meet in place of HOST:PORT; None where there is
-    a port, as in a run of another launcher, which may have been told the same one.
+    """Return the rendezvous file that replaces HOST:PORT for this host's processes; None
+    for a port.
+
+    It is None in a run of another launcher, too, which may use the same address.
     """
     named, _, path = os.environ.get(MEETING, "").partition(" ")
     if is_in_other_run():
@@ -74,26 +74,27 @@ def meeting_file(address: str) -> str | None:
 
 
 def launched_run() -> str:
-    """The name that evener launch has given to this training; empty if that didn't start it."""
+    """Return the name that evener launch gave to this training; empty if it didn't
+    start the training.
+    """
     return os.environ.get(RUN, "")
 
 
 def launched_records() -> Path | None:
-    """The launcher's folder for the last record of this process; None if nobody reads it."""
+    """Return the launcher's folder for this process's last record; None if nobody reads it."""
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 
 
 def restart_reason() -> str:
-    """The reason why evener launch has started this training again; empty if it is the first
-    start.
-    """
+    """Return why evener launch restarted this training; empty at the first start."""
     return os.environ.get(RESTART, "")
 
 
 def find_host(hosts: Iterable[str]) -> str:
-    """This machine among a plan's hosts, by EVENER_HOST, its name or its addresses; empty if none
-    or unclear.
+    """Return this machine's name among a plan's hosts; empty if it isn't found or ambiguous.
+
+    It is found by EVENER_HOST, the machine's name or its addresses.
     """
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:
@@ -104,9 +105,7 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """True if a name or an address leads to this machine: only then can a socket have it as its
-    own.
-    """
+    """True if a name or an address belongs to this machine, so that a socket can bind it."""
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)
@@ -117,7 +116,7 @@ def is_here(name: str) -> bool:
 def resolve(
     name: str, port: int = 0
 ) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
-    """The addresses of a host, for UDP; none if it can't be found."""
+    """Return the addresses of a host, for UDP; empty if it can't be resolved."""
     with suppress(OSError, UnicodeError):
         return list(socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM))
     return []
@@ -136,8 +135,9 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def abort_if_lost(error: BaseException) -> None:
-    """Abort a process of evener launch that a device's error has ended, by which the launcher knows
-    that the device is lost.
+    """Abort a process of evener launch that ended with a device error.
+
+    The abort shows the launcher that the device is lost.
     """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()

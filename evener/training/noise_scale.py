@@ -1,9 +1,10 @@
-"""The noise scale of a training's gradient, from squared norms: at how many rows a batch stops
-being worth its rows.
+"""The noise scale of a training's gradient, from squared norms: the batch size beyond which more
+rows gain little.
 
-A gradient of n rows is the true one, G, plus noise of variance tr(S) / n, where S is the covariance
-of one row's gradient. The noise scale is tr(S) / |G|^2, in rows (McCandlish et al. 2018, arXiv
-1812.06162): a step of B rows gains B / (B + noise scale) of what a step of endless rows would.
+A gradient of n rows is the true gradient G plus noise of variance tr(S) / n, where S is the
+covariance of one row's gradient. The noise scale is tr(S) / |G|^2, in rows (McCandlish et al.
+2018, arXiv 1812.06162): a step of B rows gains B / (B + noise scale) of what a step of infinitely
+many rows would.
 """
 
 from __future__ import annotations
@@ -16,8 +17,8 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-EVERY = 8  # steps, of which one is looked at: two norms in each step would cost about 1 % of it
-BLOCK = 8  # samples whose mean is one figure of the interval
+EVERY = 8  # one of this many steps is measured: two norms cost about 1 % of a step
+BLOCK = 8  # samples whose mean is one value for the interval
 FEWEST_BLOCKS = 6  # for an interval
 KEPT = 0.97  # of a block's weight as the next one comes: about 33 blocks count
 ENDLESS = 1e18  # rows; JSON has no infinity
@@ -26,8 +27,9 @@ Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
 
 
 class Sample(NamedTuple):
-    """Two unbiased estimates of one step; their ratio is none, so both are averaged over steps
-    first.
+    """Unbiased estimates of noise and signal from one step.
+
+    Their ratio isn't unbiased, so both are averaged over steps first.
     """
 
     noise: float  # tr(S): variance of one row's gradient, added up over parameters
@@ -35,27 +37,29 @@ class Sample(NamedTuple):
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
-    """A noise scale with its 95 % interval, in rows; `high` is ENDLESS where the batch is too small
-    to bound it.
+    """A noise scale with its 95 % interval, in rows.
+
+    `high` is ENDLESS if the batch is too small to bound it.
     """
 
     rows: Rows  # ENDLESS where no signal was seen
     low: Rows
     high: Rows
-    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # steps that were looked at
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # steps that were measured
 
     @property
     def safe_rows(self) -> float:
-        """The rows, or the least that they can be where the batch was too small to tell."""
+        """The noise scale, or its lower bound if the batch was too small to measure it."""
         return self.low if self.high >= ENDLESS else self.rows
 
 
 def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
-    """Noise and signal of one step whose parts have `sizes` rows, of which two or more aren't 0.
+    """Return noise and signal of one step whose parts have `sizes` rows.
 
-    `weighted` is sum_i n_i |g_i|^2, g_i the mean gradient of part i, and `whole` is |g|^2 of the
-    batch's mean gradient. Analysis of variance: between parts, sum_i n_i |g_i - g|^2 / (K - 1) has
-    the mean tr(S), whatever the sizes and G. ValueError for fewer parts.
+    `weighted` is sum_i n_i |g_i|^2, where g_i is the mean gradient of part i, and `whole` is |g|^2
+    of the batch's mean gradient. By analysis of variance, sum_i n_i |g_i - g|^2 / (K - 1) over the
+    K parts with rows has the mean tr(S), whatever the sizes and G. Raises ValueError if fewer than
+    two parts have rows.
     """
     parts = sum(size > 0 for size in sizes)
     rows = sum(sizes)
@@ -66,42 +70,45 @@ def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
 
 
 def worth(batch: int, noise_scale: float) -> float:
-    """The part of its rows' worth, 0 to 1, that a batch has beside batches that are far below the
-    noise scale.
+    """Return the efficiency of a batch's rows, 0 to 1, relative to batches far below
+    the noise scale.
     """
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Rows to the same loss in batches of `other` rows, over those in batches of `batch` rows."""
+    """Return the ratio of rows to the same loss, in batches of `other` rows over batches
+    of `batch` rows.
+    """
     return (noise_scale + other) / (noise_scale + batch)
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """The factor for SGD's rate from `batch` rows a step to `other`: AdaScale's (arXiv
-    2007.05105).
+    """Return the factor for SGD's learning rate from `batch` rows a step to `other` rows.
+
+    It is AdaScale's factor (arXiv 2007.05105).
     """
     return other / batch / extra_rows(batch, other, noise_scale)
 
 
 class NoiseWindow:
-    """Averages noise and signal over the last samples; older ones count less, by `kept` for each
-    block since.
+    """Averages noise and signal over the last samples, with exponentially decaying weights.
 
-    The weights are divided by their sum, so the first samples count in full. With `kept` of 1 all
-    samples count alike.
+    The weight of a block of samples is multiplied by `kept` for each later block; with `kept` of
+    1 all samples have the same weight. Weights are divided by their sum, so the first samples
+    count in full.
     """
 
     def __init__(self, kept: float = KEPT) -> None:
         self._kept = kept
         most = None if kept == 1 else math.ceil(math.log(1e-3) / math.log(kept))
         self._blocks: deque[Sample] = deque(maxlen=most)  # sums over BLOCK samples
-        self._open: list[Sample] = []  # of the block to come
+        self._open: list[Sample] = []  # samples of the next block
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Take a step's sample; one that isn't finite, as of a step that overflowed, is left
-        out.
+        """Add a step's sample; a sample that isn't finite, such as after an overflow,
+        is left out.
         """
         if not all(map(math.isfinite, sample)):
             return
@@ -112,7 +119,7 @@ class NoiseWindow:
             self._open.clear()
 
     def scale(self) -> NoiseScale | None:
-        """The noise scale with its interval, or None before there are enough samples."""
+        """Return the noise scale with its interval, or None before there are enough samples."""
         if len(self._blocks) < FEWEST_BLOCKS:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]
@@ -132,10 +139,10 @@ def _mean(weights: Sequence[float], values: Sequence[float]) -> float:
 def _interval(
     weights: Sequence[float], noise: Sequence[float], signal: Sequence[float]
 ) -> tuple[float, float]:
-    """The 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
+    """Return the 95 % interval of mean(noise) / mean(signal), by Fieller's theorem.
 
-    A ratio r is in it if mean(noise) - r * mean(signal) is not surely different from 0. Where the
-    signal isn't surely above 0 the interval has no upper end.
+    A ratio r is in it if mean(noise) - r * mean(signal) isn't significantly different from 0. If
+    the signal isn't significantly above 0, the interval has no upper end.
     """
     a = _mean(weights, noise)
     b = _mean(weights, signal)
@@ -162,16 +169,18 @@ def _interval(
 
 
 def _student(freedom: float) -> float:
-    """Two-sided 95 % quantile of Student's t, by Cornish and Fisher; within 2 % from 4 degrees of
-    freedom on.
+    """Return the two-sided 95 % quantile of Student's t, by Cornish and Fisher.
+
+    It is within 2 % from 4 degrees of freedom on.
     """
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """A sentence without its period: the noise scale after some steps, and what batches of `batch`
-    rows are worth.
+    """Return the noise scale after some steps, and the efficiency of batches of `batch` rows.
+
+    The message has no period.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:
@@ -185,10 +194,10 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
 
 
 def write_scale(found: NoiseScale) -> str:
-    """3,900 rows, or at least 2,700 rows where the batch was too small to tell."""
+    """Return "3,900 rows", or "at least 2,700 rows" if the batch was too small to measure it."""
     return f"{'at least ' * (found.high >= ENDLESS)}{write_rows(found.safe_rows)} rows"
 
 
 def write_rows(rows: float) -> str:
-    """Rows in two digits, as more aren't known: 3,900."""
+    """Return rows with two significant digits, as more aren't known: 3,900."""
     return f"{rows:.1f}" if rows < 10 else f"{round(rows, 1 - math.floor(math.log10(rows))):,.0f}"

@@ -1,15 +1,17 @@
-"""The rule by which a training's shares change, from the ranks' own work, window by window. Pure.
+"""Change a training's shares by the ranks' compute time (own work), window by window. Pure.
 
-Own work is a rank's time up to its last gradient; what it waits for the others isn't in it. A
-window's medians say how many times as long as by its curve each device takes, and one slow step
-isn't seen in them. New shares are proposed where steps of the last windows together would have been
-enough faster by them, and most of these windows, with each of the last two, a little: a large
-change shows in two windows, a small one in up to 64. The shares that a training begins with are
-left for a larger gain only. A change that the next one reverses soon was a mistake: then 32 windows
-are needed, and twice as many after each further mistake, until a change lasts. Where nothing says
-how own work goes by rows, it is taken to be in proportion to them; what a change of rows does to it
-then tells which part of it is fixed. A pass costs the host about as much however few rows it has:
-what one more costs is seen when a rank takes more or fewer of them.
+Own work is a rank's time up to its last gradient, without the time that it waits for other ranks. A
+window's medians show how many times as long as its curve predicts each device takes; a single slow
+step doesn't affect them. New shares are proposed if the steps of the last windows together would
+have been enough faster by them, and most of these windows, including each of the last two, a little
+faster: a large change shows in two windows, a small one in up to 64. The shares that a training
+begins with are changed only for a larger gain.
+
+A change that the next one soon reverses was a mistake: then 32 windows are needed, and twice as
+many after each further mistake, until a change lasts. If nothing shows how own work depends on
+rows, it is assumed to be proportional to rows; the effect of a change of rows then shows which part
+of it is fixed. A pass costs the host about the same time however few rows it has: the cost of a
+further pass is measured when a rank takes more or fewer passes.
 """
 
 from __future__ import annotations
@@ -28,16 +30,16 @@ from ..plan.solver import pass_rows, scale, solve_shares
 from ..shares.curves import Curve, step_in_passes
 
 LEAST_SHIFT = 0.02  # of a step's rate; smaller gains aren't worth new shapes
-FIRST_SHIFT = 0.04  # for the first change: equal devices differ by a few per cent
+FIRST_SHIFT = 0.04  # for the first change: equal devices differ by some per cent
 FIRST_SURE = 0.3  # over the root of the windows: for a first change before that is known
 NOISE_ERRORS = 3.0  # and this many standard errors of the windows
 DRIFT_WINDOWS = 8  # that go up or down together, where a device's speed drifts
 FEWEST_DRIFT = 16  # windows that show how it drifts
-FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are looked back on
+FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are considered
 PATIENT_WINDOWS = 32  # the fewest, after a mistake
 SOON = 8  # times the fewest windows: a change that is reversed before was a mistake
 REVERSED = 0.5  # of the change before: so much of it is undone in a reversal
-AGREEING = 0.75  # of the windows that are looked back on gain by themselves
+AGREEING = 0.75  # of the considered windows must gain by themselves
 GROWTH = 1.25  # times the first rows of a pass: the most, where nobody measures memory
 LARGEST_QUANTUM = 8  # rows that shares stay multiples of, if they were
 FINE = 64  # quanta in a mean share, or more
@@ -58,13 +60,13 @@ class Change(msgspec.Struct, frozen=True):
     gain: float  # 0.12: 12 % more steps a second, by own work
 
     def describe(self, before: Sequence[int]) -> str:
-        """The reason, and the shares before and after."""
+        """Return the reason, and the shares before and after."""
         shown = " -> ".join("+".join(map(str, shares)) for shares in (before, self.shares))
         return f"{self.reason}: {shown}"
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Shares that would be faster than those in force."""
+    """Shares that would be faster than the current ones."""
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
@@ -74,7 +76,7 @@ class Advice(msgspec.Struct, frozen=True):
 
 
 class Window(NamedTuple):
-    """A window of steps with the shares in force."""
+    """A window of steps with the current shares."""
 
     start: int  # its first step
     factors: tuple[float, ...]  # how many times as long as by its curve each rank took
@@ -82,14 +84,13 @@ class Window(NamedTuple):
 
 
 class Rebalancer:
-    """Proposes new shares; fed with the same figures it decides the same, so each rank can have its
-    own.
+    """Proposes new shares; it is deterministic, so each rank can have its own with the same input.
 
-    `shares` are the rows of each rank, `curves` its device's seconds of rows, `most` the rows of
-    one pass that its memory holds (0: unknown). Without `passes` each share is one pass. `names`
-    are the devices', for the reasons. Where `most` is unknown, one change adds at most half of a
-    share's present rows, and no more than measured memory is predicted to hold (`fits`); where
-    nobody measures memory, a share stays below 1.25 times its first rows.
+    `shares` are the rows of each rank, `curves` map rows to seconds on its device, `most` are the
+    rows of one pass that its memory holds (0: unknown). Without `passes`, each share is one pass.
+    `names` are the devices' names, for the reasons. If `most` is unknown, one change adds at most
+    half of a share's current rows, and no more than measured memory is predicted to hold (`fits`);
+    if memory isn't measured, a share stays below 1.25 times its first rows.
     """
 
     def __init__(
@@ -133,7 +134,7 @@ class Rebalancer:
 
     @property
     def windows_seen(self) -> int:
-        """The windows of steps that were seen with the shares in force."""
+        """The number of windows that were observed with the current shares."""
         return self._seen
 
     @property
@@ -160,8 +161,8 @@ class Rebalancer:
         ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Seconds of each rank's share by its curve, with what further passes cost beside their
-        rows.
+        """Return the seconds of each rank's share by its curve, including the cost
+        of further passes.
         """
         given = zip(
             self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
@@ -169,7 +170,9 @@ class Rebalancer:
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """The passes of each share, where memory holds as many rows of one as it did last."""
+        """Return the number of passes of each share, if memory holds as many rows as
+        it did last.
+        """
         if not self._passes:
             return [1] * len(shares)
         return [
@@ -190,15 +193,15 @@ class Rebalancer:
         step_s: float = 0.0,
         fewest: int = FEWEST_WINDOWS,
     ) -> Change | None:
-        """A window that ended at `step`: medians of each rank's own work, and the rows that they
-        were of.
+        """Observe a window that ended at `step`; return new shares if a change is worthwhile.
 
-        `limits` are the rows of a pass that didn't run out of memory, 0 where none did; `fits` the
-        rows that memory is predicted to hold, 0 where that isn't measured. `step_s` is the median
-        of a whole step: a change has to pay in it (0: own work is all of it). A change needs at
-        least the `fewest` windows (0: own work isn't what limits steps, so the window is passed
-        over), and holds for the windows that follow. Windows of other rows than the shares in force
-        are passed over, too.
+        `own_work_s` are the medians of each rank's compute time (own work), `rows` the rows that it
+        was measured with. `limits` are the rows of a pass that didn't run out of memory, 0 if none
+        did; `fits` the rows that memory is predicted to hold, 0 if that isn't measured. `step_s` is
+        the median of a whole step, of which a change has to save enough (0: own work is the whole
+        step). A change needs at least `fewest` windows (0: own work doesn't limit the steps, so the
+        window is ignored), and applies to the following windows. Windows with other rows than the
+        current shares are ignored, too.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
@@ -226,8 +229,9 @@ class Rebalancer:
         return None
 
     def _bound(self, limits: Sequence[int], fits: Sequence[int]) -> None:
-        """Take the most rows of each pass from now on; if shares take other numbers of passes by
-        them, windows count anew.
+        """Set the most rows of each pass from now on.
+
+        If the number of passes of the current shares changes, windows are counted from the start.
         """
         walls = []
         for rank, (share, most) in enumerate(zip(self.shares, self._most, strict=True)):
@@ -245,18 +249,19 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _learn(self) -> bool:
-        """Learn from the last change what passes cost and which part of own work is fixed; True if
-        something was seen.
+        """Learn from the last change what passes cost and which part of own work is fixed.
+
+        Return True if anything was learned.
         """
         passes, fixed = self._learn_extras(), self._learn_fixed()
         self._before = []
         return passes or fixed
 
     def _learn_fixed(self) -> bool:
-        """Learn the part of own work that doesn't go by rows, where no curve was measured.
+        """Learn the part of own work that doesn't depend on rows, if no curve was measured.
 
-        By own work t before and after a change of rows n: t = a + b * n. What is measured counts
-        the less, the noisier it is beside the change.
+        It follows from own work t before and after a change of rows n: t = a + b * n. The noisier a
+        measurement is relative to the change, the less it counts.
         """
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
@@ -278,11 +283,11 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Learn what a further pass costs from a step in more or fewer of them than before; True if
-        that was seen.
+        """Learn the cost of a further pass from a change in the number of passes; True if
+        it was learned.
 
-        Own work is F * (t(rows in k passes) + (k - 1) * extra) before and after; F drops out of its
-        ratio.
+        Own work is F * (t(rows in k passes) + (k - 1) * extra) before and after the change; F
+        cancels out in their ratio.
         """
         learned, guess = (
             False,
@@ -303,8 +308,9 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Seconds of each rank's further passes by its curve; the mean of the others' where they
-        weren't seen.
+        """Return each rank's seconds of a further pass by its curve.
+
+        A rank's value that wasn't learned is the mean of the others.
         """
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
@@ -314,7 +320,9 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _note_noise(self, factors: tuple[float, ...]) -> None:
-        """Follow the standard deviation of each rank's windows by how much two in a row differ."""
+        """Update the standard deviation of each rank's windows by the difference of the
+        last two windows.
+        """
         if not self._windows:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
@@ -325,8 +333,9 @@ class Rebalancer:
             self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Shares that the last windows call for, with the factors behind them and the gain; None if
-        it is too small.
+        """Return the shares that the last windows call for, their factors and the gain.
+
+        None if the gain is too small.
         """
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
@@ -347,8 +356,9 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """The shares with which all ranks end together, if their curves are slower by these
-        factors; None if there are none.
+        """Return the shares with which all ranks finish together, or None if there are none.
+
+        `factors` are how many times slower than its curve each rank is.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -361,11 +371,10 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """The gain that this number of windows has to show, by how much windows vary: from one to
-        the next, and slowly.
+        """Return the gain that this number of windows has to show.
 
-        A rank's variation counts by the part of the step that its own work is: these seconds, times
-        its factor.
+        It depends on how much windows vary, from one to the next and slowly. A rank's variation
+        counts in proportion to its own work in the step: `seconds` times its factor.
         """
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
@@ -379,8 +388,10 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """How far each rank's first windows with these shares, beside the others', lie from their
-        median, where they are enough; else as seen with earlier shares.
+        """Return how much each rank's first windows with these shares vary, relative
+        to other ranks.
+
+        With too few windows, return the values from earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -388,8 +399,9 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """About the most that any shares gain in a step, by slopes at those in force; solving takes
-        far longer.
+        """Estimate the largest gain of any shares in a step, by the slopes at the current shares.
+
+        Solving for the shares takes far longer.
         """
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
@@ -403,16 +415,16 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a share that is to give rows has none to give, or one that is to take some is at
-        its wall.
-        """
+        """True if a share can't change: it can't give rows, or its memory limit allows no more."""
         if gives:
             return share <= self._quantum
         bounded = not self._passes or self._guessed[rank]
         return bounded and share + self._quantum > self._walls[rank]
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """The gain in these windows' steps if each rank's curve had given it these seconds."""
+        """Return the gain in these windows' steps if each rank's curve had
+        predicted these seconds.
+        """
         rest = math.fsum(each.rest_s for each in windows)
         before, after = (
             rest + math.fsum(max(map(mul, each.factors, some)) for each in windows)
@@ -436,7 +448,7 @@ class Rebalancer:
         return Change(shares, pass_rows(shares, self._walls), reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """The device that got slower, or faster, than in earlier windows, in words: by how much,
+        """Return a message that names the device that got slower or faster, by how much,
         and since when.
         """
         windows = list(self._windows)
@@ -474,11 +486,10 @@ def advise(
     most: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """The shares that these medians call for, and the gain in a step of `step_s`; None where it is
-    below 2 %.
+    """Return the shares that these medians call for, with the gain in a step of `step_s`.
 
-    `most` are the rows of one pass that each memory holds, 0 where that is unknown; without
-    `passes` no share is above.
+    None if the gain is below 2 %. `most` are the rows of one pass that each rank's memory holds, 0
+    if unknown; without `passes`, no share exceeds its memory.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -497,7 +508,7 @@ def advise(
 
 
 def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
-    """The devices' names in the monitor; none where shares don't tell devices apart."""
+    """Return the devices' names in the monitor; empty if shares don't identify devices."""
     if len({(share.host, share.device) for share in shares}) < len(shares):
         return ()
     names = [share.gpu_label or share.device for share in shares]
@@ -508,8 +519,8 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """The quantum of new shares, which divides these too: up to 8, and fine enough for small
-    shares.
+    """Return the quantum of new shares: up to 8, a divisor of these shares, and fine
+    for small shares.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -518,13 +529,14 @@ def choose_quantum(shares: Sequence[int]) -> int:
 
 
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Each rank's median; nothing without windows."""
+    """Return each rank's median; empty without windows."""
     return tuple(map(median, zip(*windows, strict=True)))
 
 
 def _beside_others(factors: Sequence[float]) -> list[float]:
-    """Each factor beside the geometric mean of the others: what slows all ranks alike is no reason
-    to move rows, and none against it.
+    """Return each factor divided by the geometric mean of the others.
+
+    Something that slows all ranks alike is no reason for or against moving rows.
     """
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -532,29 +544,28 @@ def _beside_others(factors: Sequence[float]) -> list[float]:
 
 
 def _deviation(ratios: Sequence[float]) -> float:
-    """The standard deviation of logarithms, by the median of their distances: few outliers don't
-    count.
-    """
+    """Return a robust standard deviation of logarithms, from the median of their distances."""
     middle = median(ratios)
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """The time at which all are done together, if each rank does this many rows a second more or
-    less.
+    """Return the time at which all ranks finish together, if rows can be moved between them.
+
+    `rates` are the rows per second that each rank takes on or gives up.
     """
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Seconds a row, below a share; above 0 for a level curve too."""
+    """Return the seconds per row just below a share; positive for a level curve, too."""
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if the change from `now` to `then` undoes half or more of that from `before` to `now`,
-    or goes beyond.
+    """True if the change from `now` to `then` undoes at least half of that from
+    `before` to `now`.
     """
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
@@ -562,14 +573,14 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor is nearer to the one that is this shift (a logarithm) away than to the usual
-    one.
+    """True if a factor is nearer to the usual one shifted by `shift` (a logarithm) than to
+    the usual one.
     """
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True for a curve through 0: nobody measured it."""
+    """True for a curve proportional to rows, which was never measured."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

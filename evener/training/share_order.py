@@ -1,5 +1,4 @@
-"""The owners of shares: a process finds its own in a plan by its host and device, never by its
-rank. Pure.
+"""Assign shares to processes: each finds its own in a plan by host and device, not by rank. Pure.
 
 Without a plan, ratios divide the global batch in the order of ranks.
 """
@@ -18,7 +17,7 @@ from ..shares.whole_rows import apportion, check_ratios
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """A process' host and device among those of the plan, as it names itself before a training."""
+    """What a process reports before a training: its host, its device and its options."""
 
     machine: str  # its host name, for messages
     # as the plan names it; empty if the plan has no hosts, or the machine is none of them
@@ -33,8 +32,9 @@ class RankInfo(msgspec.Struct, frozen=True):
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
-    """PlanError or RequestError, the same on every rank, if one can't train, or would train
-    otherwise than rank 0.
+    """Check that every rank can train, and trains like rank 0.
+
+    Raises PlanError or RequestError, the same on every rank.
     """
     for rank, info in enumerate(ranks):
         if info.fault:
@@ -60,7 +60,10 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
-    """The place in `active` of each rank's share; PlanError if not each has one of its own."""
+    """Return the place in `active` of each rank's share.
+
+    Raises PlanError unless each rank has a share of its own.
+    """
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
         return check_places(active, by_device)
@@ -70,8 +73,9 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """The places of all ranks' shares; PlanError, the same on every rank, if one is missing or
-    taken twice.
+    """Return the places of all ranks' shares.
+
+    Raises PlanError, the same on every rank, if a place is missing or taken twice.
     """
     for rank, place in enumerate(places):
         if place is None:
@@ -93,8 +97,9 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """The share of a process by its settled device, else by the GPU of the plan that its local rank
-    counts to.
+    """Return the share of a process by its known device, else by its local rank.
+
+    The local rank counts the plan's GPUs among those that are visible to the process.
     """
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:
@@ -102,13 +107,15 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
     found = sorted(here[device] for device in info.visible if device in here)
     number = (
         0 if len(info.visible) == 1 else info.local_rank
-    )  # a launcher may show each process its own
+    )  # a launcher may make only one GPU visible to each process
     return found[number] if number < len(found) else None
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """The share of a process by its order on its host, where devices have no names for the
-    framework.
+    """Return the share of a process by its order on its host, if the framework
+    doesn't name devices.
+
+    Raises PlanError if the host isn't in the plan.
     """
     if not any(share.host == info.host for share in active):
         hosts = ", ".join(dict.fromkeys(share.host for share in active))
@@ -123,8 +130,9 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
 def divide_by_ratios(
     ratios: Sequence[float] | None, global_batch: int | None, world: int
 ) -> tuple[int, ...]:
-    """Each process' rows of a global batch, by the ratios, or as even as can be; RequestError if
-    they don't fit.
+    """Return each process's rows of a global batch, by the ratios or as evenly as possible.
+
+    Raises RequestError if global batch or ratios are missing or don't fit the processes.
     """
     if global_batch is None:
         raise RequestError(

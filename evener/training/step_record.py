@@ -1,10 +1,10 @@
-"""What a training's steps took by its first shares and by its last ones, and what that shows. Pure.
+"""Compare a training's step times with its first and its last shares. Pure.
 
 Only undisturbed steps count: not the first ones with new shares, in which kernels are chosen and
-the allocator fills, nor those in which evener looks at the loss or memory runs out. A gain is clear
-where the intervals of both medians lie apart. Devices may have become faster or slower meanwhile:
-own work at the end says what the first shares would take then. If that isn't what they took, the
-two can't be compared.
+the allocator fills (warm-up), nor those in which evener checks the loss or memory runs out. A gain
+is clear if the intervals of both medians don't overlap. Devices may have become faster or slower
+meanwhile: compute time (own work) at the end shows what the first shares would take then. If that
+differs from what they took, the two can't be compared.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ TOGETHER = 4  # steps in a row that are slow or fast together
 ERRORS = 2.0  # standard errors on each side of an interval
 LEAST_ERROR = 1e-3  # relative: clocks, and what no two trainings have in common
 LEAST_GAIN = 0.02
-SAME_SPEED = 0.1  # relative: own work explains a step so far
+SAME_SPEED = 0.1  # relative: own work explains step times up to this difference
 
 Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"]
 
 
 class StepFigures(msgspec.Struct, frozen=True):
-    """Medians of a rank's steps by shares that they really had; 0 for what isn't known."""
+    """Medians of a rank's steps with the shares that were really used; 0 for unknown values."""
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float
@@ -39,7 +39,7 @@ class StepFigures(msgspec.Struct, frozen=True):
 
 
 class Comparison(msgspec.Struct, frozen=True):
-    """The steps by the last shares, beside those by the first."""
+    """The step times with the last shares, compared with the first shares."""
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
@@ -48,7 +48,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
 
 class _Stretch:
-    """Steps in a row with the same shares."""
+    """Consecutive steps with the same shares."""
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
         self.shares, self.steps = shares, steps
@@ -69,7 +69,7 @@ class _Stretch:
 
 
 class StepRecord:
-    """The steps of one rank by its first shares and by its last ones."""
+    """The step times of one rank with its first shares and with its last ones."""
 
     def __init__(self) -> None:
         self.changes = 0  # of shares that steps really had
@@ -80,7 +80,7 @@ class StepRecord:
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
     ) -> None:
-        """Add a step with whole shares; NaN for what isn't known."""
+        """Add a step and the shares that it used; NaN for unknown values."""
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None
             self._now = _Stretch(shares)
@@ -100,20 +100,21 @@ class StepRecord:
 
     @property
     def first(self) -> StepFigures | None:
-        """The figures by the first shares with enough steps; None without any step."""
+        """The medians with the first shares that have enough steps; None without any step."""
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> StepFigures | None:
-        """The figures by the last shares with enough steps; None without any step."""
+        """The medians with the last shares that have enough steps; None without any step."""
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 
 
 def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Comparison:
-    """Compare what every rank saw by the first and by the last shares; the first rank's steps
-    count.
+    """Compare every rank's medians with the first and with the last shares.
+
+    The gain is that of the first rank's steps.
     """
     before, after = first[0], last[0]
     expected = _gain_at_present_speed(first, last)
@@ -134,10 +135,10 @@ def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Compar
 def _gain_at_present_speed(
     first: Sequence[StepFigures], last: Sequence[StepFigures]
 ) -> float | None:
-    """The gain of the last shares over the first ones if both were trained at the speed that
-    devices had last.
+    """Return the gain of the last shares over the first, if both were trained at the
+    devices' last speed.
 
-    None where a rank's own work isn't known. What a step takes beside own work stays as it is.
+    None if a rank's own work is unknown. The time of a step beside own work is assumed unchanged.
     """
     now, then = [], []
     for rank, figures in enumerate(last):
@@ -150,8 +151,9 @@ def _gain_at_present_speed(
 
 
 def _error(steps: Sequence[float]) -> float:
-    """The standard error of the median of steps, of which some in a row are slow together; 0 where
-    that can't be known.
+    """Return the standard error of the median of steps, some of which are slow together in a row.
+
+    0 if there are too few steps.
     """
     if len(steps) < FEWEST_STEPS:
         return 0.0

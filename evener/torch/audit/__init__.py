@@ -1,4 +1,5 @@
 """The audit of a PyTorch training.
 
-The gradient of a few rows, as one device computes it, beside that of the way that trains.
+It compares the gradient of a few rows, as one device computes it, with that of the
+path that trains.
 """

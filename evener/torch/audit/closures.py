@@ -1,5 +1,7 @@
-"""What a function of the program's own may change as it runs: names of its module, variables around
-it, objects that it uses. An audit runs it several times, and puts that back.
+"""Restore what a function of the program's own may change while it runs.
+
+That is names of its module, variables of its closure and objects that it uses. An audit runs the
+function several times.
 """
 
 from __future__ import annotations
@@ -18,7 +20,7 @@ import torch
 from .state import MOST_ITEMS, copy_data, put_back
 
 DEPTH = 4  # of functions that call each other, and of objects in objects
-LARGE = 64 << 20  # bytes of a tensor that isn't copied: data, not figures
+LARGE = 64 << 20  # bytes of a tensor that isn't copied: data, not metrics
 _EMPTY = object()
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FOREIGN = {
@@ -30,7 +32,7 @@ _FOREIGN = {
 
 @contextmanager
 def kept_closure(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Put back what `function` may change outside itself, when the block ends."""
+    """A context that restores, at its end, what `function` may change outside itself."""
     kept = _Kept()
     kept.look_at(function, DEPTH)
     try:
@@ -40,7 +42,7 @@ def kept_closure(function: Callable[..., Any] | None) -> Iterator[None]:
 
 
 class _Kept:
-    """What was found, and what puts it back."""
+    """The values that were found, and what restores them."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -51,7 +53,7 @@ class _Kept:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Note a value, and what it refers to."""
+        """Save a value, and what it refers to."""
         if depth < 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -95,7 +97,7 @@ class _Kept:
             self.look_at(value, depth)
 
     def put_back(self) -> None:
-        """Put back all that was noted."""
+        """Restore everything that was saved."""
         for data, was in self._data:
             put_back(data, was)
         for names, name, value in self._names:
@@ -109,12 +111,14 @@ class _Kept:
 
 
 def is_foreign(module: str) -> bool:
-    """True for the name of a library's module, whose functions and classes aren't looked into."""
+    """True for the name of a library's module, whose functions and classes aren't inspected."""
     return module.partition(".")[0] in _FOREIGN
 
 
 def list_names(code: CodeType) -> set[str]:
-    """The names that a function's code may look up in its module, also in functions inside it."""
+    """Return the names that a function's code may look up in its module,
+    including nested functions.
+    """
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -123,10 +127,10 @@ def list_names(code: CodeType) -> set[str]:
 
 
 def read_cell(cell: CellType) -> Any:
-    """The value of a variable around a function; a sign of its own where it has none yet."""
+    """Return the value of a closure's variable; `_EMPTY` if it has none yet."""
     try:
         return cell.cell_contents
-    except ValueError:  # of a variable that has no value yet
+    except ValueError:  # the variable has no value yet
         return _EMPTY
 
 
@@ -135,11 +139,11 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """True for an object of the program's own: no module, no class, nothing of a library."""
+    """True for an object of the program's own: not a module, a class or an object of a library."""
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.utils.data.Dataset):
-        return False  # modules are looked after by themselves
+        return False  # modules are restored separately
     origin = type(value).__module__.partition(".")[0]
     own = origin not in _FOREIGN and origin not in sys.stdlib_module_names
     return hasattr(value, "__dict__") and (own or origin == "__main__")

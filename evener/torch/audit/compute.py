@@ -1,8 +1,8 @@
-"""The gradient of a few rows, computed in several ways without leaving a trace.
+"""Compute the gradient of a few rows in several ways, without side effects on the training.
 
-In the precision of the weights, without autocast. Every row draws the same random numbers wherever
-it is computed, and batch normalization takes its running statistics: by design, statistics of a
-device's own rows differ.
+Computation is in the precision of the weights, without autocast. Every row gets the same random
+numbers wherever it is computed. Batch normalization uses its running statistics, as statistics of a
+device's own rows differ by design.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from .randomness import SEED, EvenRandomness, digest_draws, seed_all, seed_torch
 from .sketch import SIGNS, GradientSums
 from .state import kept_attributes, kept_state
 
-MOVE = 0.01  # the deviation of what is added to weights that are all alike
+MOVE = 0.01  # the standard deviation of what is added to weights that are all equal
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
@@ -38,14 +38,16 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 class Bench:
     """Computes gradients of the models' weights and of `tensors`, by name, within `open`.
 
-    `holders` are other objects that computing a loss changes, such as a trainer, but for what they
-    have `apart`, such as its data, and `function` is code of the program's own that is called.
-    `around` are contexts in which nothing of a step happens, such as the exchange of gradients.
-    `losses_only`: gradients can't be taken, as they are sharded; a sketch is of the loss then.
-    `measures`: an audit says what rounding makes of the gradient, in any case.
-    `changed` are the names of buffers that a pass changes, `draws` how many random
-    numbers of PyTorch's count. `drawn` tells how many of Python's and NumPy's random numbers
-    each piece of the last sketch has drawn.
+    `holders` are other objects that computing a loss changes, such as a trainer; what they hold
+    in `apart`, such as its data, isn't restored. `function` is code of the program's own that
+    is called. `around` are contexts that suppress the effects of a step, such as the exchange
+    of gradients. `losses_only` is True if gradients can't be taken, as they are sharded; a
+    sketch has only the loss then. `measures` is True if an audit always measures how rounding
+    changes the gradient.
+
+    `changed` are the names of buffers that a pass changes, `draws` is the number of PyTorch's
+    random draws that affect the result. `drawn` are digests of the state of Python's and NumPy's
+    random numbers after each piece of the last sketch.
     """
 
     def __init__(
@@ -73,14 +75,14 @@ class Bench:
         self.changed: set[str] = set()
         self.draws = 0
         self.drawn: set[int] = set()
-        self._adds: Callable[..., None] | None = None  # within a piece
+        self._adds: Callable[..., None] | None = None  # set within a piece
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[Bench]:
-        """A context in which `sketch` leaves no trace.
+        """A context in which `sketch` has no side effects.
 
-        `moves`: weights that are all alike, such as a head that begins at zero, are moved a little
-        meanwhile, as they hide what other weights' gradients depend on.
+        With `moves`, weights whose values are all equal, such as a head that is initialized to
+        zero, are changed a little meanwhile, as they hide what other weights' gradients depend on.
         """
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -101,10 +103,11 @@ class Bench:
             yield self
 
     def sketch(self, way: Sequence[Piece], disturbance: int = 0, seed: int = SEED) -> Sketch:
-        """The gradient of a way to compute some rows; errors of the program's own code are raised.
+        """Return the gradient of some rows computed in this way; errors of the program's
+        own code propagate.
 
-        With a `disturbance`, a number, it differs by as much as rounding may make of it. Random
-        numbers begin at `seed` for each piece.
+        With a `disturbance`, a number, it differs by as much as rounding may cause. Random numbers
+        start from `seed` in each piece.
         """
         sums = GradientSums(self._tensors, SIGNS)
         computed: set[torch.dtype] = set()
@@ -128,14 +131,18 @@ class Bench:
         return sums.sketch(computed)
 
     def add(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add the gradient of a loss to that of the piece that is computed, as code does that takes
-        several backward passes; `options` are torch.autograd.grad's.
+        """Add the gradient of a loss to the piece that is being computed.
+
+        For code that takes several backward passes; `options` are those of torch.autograd.grad.
         """
         assert self._adds is not None
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """The identity and version of each buffer; batch normalization's don't change here."""
+        """Return the identity and version of each buffer.
+
+        Those of batch normalization don't change here.
+        """
         return {
             name: (id(buffer), buffer._version)
             for model in self._models
@@ -149,7 +156,10 @@ class Bench:
 
 @contextmanager
 def _bare(model: Any) -> Iterator[None]:
-    """A model in DistributedDataParallel, called without it: its reduction is the step's."""
+    """A context in which a model in DistributedDataParallel is called without the wrapper.
+
+    The wrapper's reduction belongs to the training step.
+    """
     inner = getattr(model, "_orig_mod", model)
     if not isinstance(inner, DistributedDataParallel):
         yield
@@ -166,7 +176,10 @@ def _bare(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _moved(tensors: Iterable[Any]) -> Iterator[None]:
-    """Weights that are all alike, moved; nothing is copied, as their value is a single number."""
+    """A context in which weights whose values are all equal are changed a little.
+
+    Nothing is copied, as a single number restores them.
+    """
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     seed_torch(SEED)
     try:

@@ -1,4 +1,4 @@
-"""The values in a call's nested arguments and results, and whether it computes with them."""
+"""The values in a call's nested arguments and results, and whether the call computes with them."""
 
 from __future__ import annotations
 
@@ -23,7 +23,9 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """The data with `function` of what lies in its tuples, lists, dicts and slices."""
+    """Apply `function` to each value in nested tuples, lists, dicts and slices; return
+    the same nesting.
+    """
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}
     if isinstance(data, slice):
@@ -41,20 +43,20 @@ def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def leaves_in(data: Any) -> list[Any]:
-    """What lies in nested tuples, lists, dicts and slices, in order."""
+    """Return the values in nested tuples, lists, dicts and slices, in order."""
     found: list[Any] = []
     map_nested(found.append, data)
     return found
 
 
 def is_arithmetic(function: Any) -> bool:
-    """True if the function is an operation on numbers, as `+` or `torch.mul_`."""
+    """True if the function is an operation on numbers, such as `+` or `torch.mul_`."""
     name = str(getattr(function, "__name__", "")).strip("_").removeprefix("foreach_")
     return bool({name, name[1:]} & _ARITHMETIC)
 
 
 def nested_tensors(data: Any) -> list[torch.Tensor]:
-    """The tensors in nested data, also in the attributes of an object that is a model's output."""
+    """Return the tensors in nested data, including the attributes of a dataclass."""
     if hasattr(data, "__dataclass_fields__"):
         data = {name: getattr(data, name) for name in data.__dataclass_fields__}
     return [each for each in leaves_in(data) if isinstance(each, torch.Tensor)]

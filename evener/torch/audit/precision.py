@@ -11,7 +11,9 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """A context in which products of float32 are computed in float32, whatever the program asks."""
+    """A context in which products of float32 are computed in float32, whatever the
+    program has set.
+    """
     with ExitStack() as stack:
         stack.enter_context(_without_autocast())
         stack.enter_context(_without_tf32())
@@ -20,7 +22,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """No autocast, also where code enters it meanwhile."""
+    """A context without autocast, even if code enters autocast inside it."""
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
     with ExitStack() as stack:
@@ -37,10 +39,10 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """No coarser products.
+    """A context without TF32 or other reduced-precision products.
 
-    PyTorch has two ways to ask for them, and raises an error where the older one is read and the
-    newer one (`fp32_precision`, since 2.9) says something else.
+    PyTorch has two ways to set them, and raises an error if the older one is read after the newer
+    one (`fp32_precision`, since 2.9) was set to something else.
     """
     backends = torch.backends
     places = [backends.cuda.matmul, backends.mkldnn.matmul]
@@ -69,7 +71,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """A setting of the older way; None where the program has said it in the newer one."""
+    """Return a setting of the older way; None if the program has set it in the newer way."""
     try:
         return setting()
     except RuntimeError:

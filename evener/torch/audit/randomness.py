@@ -1,5 +1,5 @@
-"""Random numbers while a few rows are computed several times: the same for a row wherever it is
-computed.
+"""Random numbers for computing a few rows several times: the same for a row wherever
+it is computed.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ SUM_TERMS = 32  # which are added up in pairs, so the error hardly grows with th
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Draws the same random numbers for every row, by `seed`.
+    """Draws the same random numbers for every row, from `seed`.
 
-    `draws` counts them in a pass, and `random` those of them that aren't the same whatever is
-    drawn, as dropout's are, which keeps all; `kinds` are the types of what was computed, single
-    figures apart. With a `disturbance`, a seed, sums of many terms differ as they might if they
-    were added up in another order.
+    `draws` counts the draws in a pass, and `random` those that depend on random numbers; dropout
+    doesn't, as it keeps all values here. `kinds` are the types of computed tensors with more than
+    one value. With a `disturbance`, a seed, sums of many terms differ as they might if they were
+    added in another order.
     """
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
@@ -54,7 +54,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         if places:
             arguments = _turn_dropout_off(places, arguments, given)
         if function.overloadpacket is torch.ops.aten.native_dropout_backward:
-            result = arguments[0].clone()  # all were kept, and none multiplied
+            result = arguments[0].clone()  # all values were kept, and none was scaled
         elif torch.Tag.nondeterministic_seeded not in function.tags:
             result = function(*arguments, **given)
         else:
@@ -68,10 +68,10 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _disturb(self, name: str, arguments: Any, result: Any) -> None:
-        """Change each row of a result by the rounding errors that sums of this length have.
+        """Change each row of a result by the rounding errors of sums of this length.
 
-        Where n terms of any sign are added up one after the other, each addition rounds a partial
-        sum by half a unit u; the errors' deviation is u * sqrt(n / 2) of the sums' own (Higham,
+        If n terms of any sign are added one after the other, each addition rounds a partial sum by
+        half a unit u; the errors' standard deviation is u * sqrt(n / 2) of the sums' own (Higham,
         Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
         """
         for place, each in enumerate(_each(result)):
@@ -84,8 +84,9 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 self._add_errors(each, terms, apart=1 if name in _CONVOLUTIONS else each.dim() - 1)
 
     def _add_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add rounding errors, by the size of each row: of what shares its place in the axes before
-        `apart`.
+        """Add rounding errors in proportion to the size of each row.
+
+        A row has all values with the same place in the axes before `apart`.
         """
         device = result.device
         if device not in self._generators:
@@ -100,14 +101,14 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
 
 def _each(result: Any) -> Sequence[Any]:
-    """The results of an operation, of which there may be several."""
+    """Return the results of an operation as a sequence."""
     return result if isinstance(result, tuple | list) else (result,)
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """How many terms each value of an operation's result adds up; 0 for others.
+    """Return how many terms each value of an operation's result sums; 0 for other operations.
 
-    `place`: which of the operation's results.
+    `place` is the index of the result if the operation has several.
     """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
@@ -124,7 +125,7 @@ def _count_terms(name: str, arguments: Any, place: int) -> int:
 
 
 _RATES = {"dropout", "dropout_p"}
-_CUDNN = "_cudnn_init_dropout_state"  # which no layer uses without dropout
+_CUDNN = "_cudnn_init_dropout_state"  # its result isn't used without dropout
 
 
 class _Draw(msgspec.Struct, frozen=True, eq=False):
@@ -136,11 +137,11 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def name(self) -> str:
-        """The operation's name, whichever overload."""
+        """The operation's name, without its overload."""
         return str(self.function.overloadpacket.__name__)
 
     def names(self) -> list[str]:
-        """The names of its arguments."""
+        """Return the names of the operation's arguments."""
         return [each.name for each in self.function._schema.arguments]
 
     def call(self) -> Any:
@@ -149,13 +150,14 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
 
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
-    """The result of a draw, the same for every row, and whether anything was drawn: nothing is for
-    dropout, which keeps all.
+    """Return the result of a draw, the same for every row, and whether random numbers were drawn.
+
+    None are drawn for dropout, which keeps all values.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
         return draw.call(), False
-    keywords.pop("generator", None)  # the user's own stays where it is
+    keywords.pop("generator", None)  # the user's own generator isn't advanced
     made = _draw_nothing(draw)
     if made is not None:
         return made, False
@@ -170,10 +172,11 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
 
 
 def _draw_nothing(draw: _Draw) -> Any:
-    """What needs no random number: an order is kept, and dropout keeps all.
+    """Return the result of a draw that is replaced by a constant; None for other draws.
 
-    Layers that drop with a probability of p multiply what is left by 1 / (1 - p); a mask of 1 - p
-    makes that 1, as where kernels drop nothing.
+    Permutations keep the order, and dropout keeps all values. Layers that drop with a probability
+    of p multiply what is left by 1 / (1 - p); a mask with the value 1 - p cancels that factor, as
+    in kernels that drop nothing.
     """
     arguments = draw.arguments
     if draw.name == "randperm":
@@ -195,7 +198,7 @@ def _draw_by_arguments(draw: _Draw) -> Any:
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor of a size that is given."""
+    """Draw a tensor whose size is an argument."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -209,7 +212,7 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _draw_like(draw: _Draw) -> Any:
-    """Draw into a tensor, or one like it, if nothing else decides what is drawn."""
+    """Draw into a tensor, or one like it, if nothing else affects what is drawn."""
     arguments = draw.arguments
     if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
         return None
@@ -222,8 +225,9 @@ def _draw_like(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """The arguments of an operation that are a rate of dropout, by place and name: those of fused
-    attention and recurrent layers, of the backward pass too.
+    """Return the place and name of an operation's arguments that are dropout rates.
+
+    Fused attention and recurrent layers have them, also in the backward pass.
     """
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -234,7 +238,7 @@ def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
 def _turn_dropout_off(
     places: Sequence[tuple[int, str]], arguments: Sequence[Any], keywords: dict[str, Any]
 ) -> list[Any]:
-    """The arguments with rates of 0."""
+    """Return the arguments with dropout rates of 0."""
     own = list(arguments)
     for place, name in places:
         if place < len(own):
@@ -245,7 +249,7 @@ def _turn_dropout_off(
 
 
 def _needs_generator(function: Any) -> bool:
-    """True for an overload such as randn.generator, which can't be called without the argument."""
+    """True for an overload such as randn.generator, which can't be called without a generator."""
     for each in function._schema.arguments:
         if each.name == "generator":
             return not each.has_default_value()
@@ -253,14 +257,18 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """What one row gets: values of its last axis, which begin alike however long it is."""
+    """Return the random values of one row, along its last axis.
+
+    Their first values are the same for any length.
+    """
     like, *others = draw.arguments
     return _shorten(draw.function(_one_line(like), *others, **draw.keywords), like)
 
 
 def _one_line(like: Any) -> Any:
-    """An empty tensor for the last axis of one with two axes or more, as many values as all such
-    axes get; for one value of another.
+    """Return an empty tensor for the values that all rows of `like` share.
+
+    With two axes or more, it has as many values as are drawn for any last axis; else it has one.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
@@ -272,8 +280,10 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """How many values are drawn where so many are needed: the same number of a shorter and a longer
-    row up to LONGEST, so that they begin alike.
+    """Return the number of values to draw for a row of this length.
+
+    It is the same for all rows up to LONGEST, so that shorter and longer rows start with
+    the same values.
     """
     return max(LONGEST, length)
 
@@ -284,7 +294,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """The middle slope for all; the backward pass goes by `slopes`."""
+    """Use the middle slope for all values; the backward pass uses `slopes`."""
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))
     return leaky_relu(inputs, middle)
@@ -303,8 +313,9 @@ _DISTRIBUTIONS: dict[
 
 
 class RandomState:
-    """The state of Python's, NumPy's and PyTorch's random numbers, of the current GPU too if one is
-    in use.
+    """The state of Python's, NumPy's and PyTorch's random numbers.
+
+    It includes the current GPU's if CUDA is in use.
     """
 
     def __init__(self) -> None:
@@ -313,7 +324,7 @@ class RandomState:
         self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def has_changed(self) -> bool:
-        """True if some were drawn since."""
+        """True if random numbers were drawn since."""
         now = RandomState()
         same = torch.equal(self._torch, now._torch) and (
             self._gpu is None or torch.equal(self._gpu, now._gpu)
@@ -322,7 +333,7 @@ class RandomState:
         return not same or self._python != now._python or places[0] != places[1]
 
     def restore(self) -> None:
-        """Put the state back."""
+        """Restore the state."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)
@@ -331,21 +342,22 @@ class RandomState:
 
 
 def digest_draws() -> int:
-    """A number for how far Python's and NumPy's random numbers have come."""
+    """Return a digest of the state of Python's and NumPy's random numbers."""
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 
 
 def seed_all(seed: int) -> None:
-    """Seed what a RandomState keeps."""
+    """Seed everything that a RandomState saves."""
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
     seed_torch(seed)
 
 
 def seed_torch(seed: int) -> None:
-    """Seed PyTorch's random numbers of the CPU and of the current GPU; torch.manual_seed takes all
-    GPUs.
+    """Seed PyTorch's random numbers on the CPU and the current GPU.
+
+    torch.manual_seed would seed all GPUs.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

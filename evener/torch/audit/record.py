@@ -1,7 +1,7 @@
-"""A record of a batch's way to its loss: the functions that a program calls with tensors, to be
-called again with other rows.
+"""Record the functions that a program calls with tensors, from a batch to its loss.
 
-Nothing of the program's own code runs twice, and nothing of it is left behind.
+The calls can be repeated with other rows. None of the program's own code runs twice, and nothing of
+the recording remains.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ _READS = {
     torch.Tensor.__float__,
     torch.Tensor.__array__,
 }
-# that make tensors of Python's numbers, whose rows are then no batch's
+# functions that make tensors of Python numbers, whose rows belong to no batch
 _MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
 # the part of a loss by which it may differ when it is computed again
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_AGAIN = 3e-2
-# whose lines are no program's
+# folders whose code isn't the program's
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, evener.__file__))
 NOT_THIS_BATCH = "its loss isn't computed from the batch that its loader gave last"
 FEW_NUMBERS = 64  # in a tensor that ranks compare
@@ -45,7 +45,7 @@ AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers of a record count 
 
 
 class RowNumber(int):
-    """A number that the program asked a tensor for: as many rows as the batch has, times `each`."""
+    """A number that the program read from a tensor: the batch's number of rows, times `each`."""
 
     each = 1
 
@@ -67,14 +67,15 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
     state: torch.Tensor
 
     def restore(self) -> None:
-        """Put the generator into that state."""
+        """Set the generator to that state."""
         self.generator.set_state(self.state)
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A function that was called with tensors, what it returned, and whether under autocast.
+    """A function that was called with tensors, what it returned, and whether it ran under autocast.
 
-    `draw` is the generator of the program's own that it drew from, and `place` the program's line.
+    `draw` is the generator of the program's own that it drew from, and `place` the line
+    of the program.
     """
 
     function: Callable[..., Any]
@@ -89,10 +90,11 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
-    """Writes down a batch's way to its losses; `after` is called after each backward pass, with the
-    loss that it began with.
+    """Records the calls from a batch to its losses.
 
-    `rows` are the batch's, unless its first tensor says so. The record goes on until `close`.
+    `after` is called after each backward pass, with the loss that it started from. `rows` is
+    the batch's number of rows, by default the length of its first tensor. Recording
+    continues until `close`.
     """
 
     def __init__(
@@ -106,11 +108,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.models = [each for each in models if each.training]
         self.batch = [each for each in tensors_in(batch) if each.ndim]
         self.rows = rows or (len(self.batch[0]) if self.batch else 0)
-        self.losses = 0  # from which a backward pass began
+        self.losses = 0  # losses from which a backward pass began
         # numbers that weights and gradients are used with after the backward pass
         self.uses: tuple[float, ...] = ()
         self.by_hand = False  # the caller of backward ends it itself, by `end_backward`
-        self.steps = False  # an optimizer, of which nothing is noted
+        self.steps = False  # an optimizer steps; the numbers that it uses aren't recorded
         # its models exchange gradients, as far as was seen until it was closed
         self.exchanges = False
         self.random = RandomState()
@@ -118,10 +120,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape: list[WrittenCall] = []
         self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
         self._from_model: set[int] = set()  # tensors that a model's output led to
-        # the entry before which a figure was first read: only entries after it can depend on it
+        # the entry before which a value was first read: only later entries can depend on it
         self._first_read: int | None = None
         self._inside = self._busy = False
-        self._given: Any = ((), {})  # to the model that computes
+        self._given: Any = ((), {})  # arguments of the model that computes
         self._handles = [
             each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self.models
         ]
@@ -131,7 +133,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.__enter__()
 
     def close(self) -> None:
-        """Write down no more."""
+        """Stop recording."""
         for handle in self._handles:
             handle.remove()
         self._handles, self._tape, self.batch = [], [], []
@@ -162,18 +164,20 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """A function, or a model, was called; for those who follow what is made of something."""
+        """Called after each call of a function or model; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """What computes again in a model's place: what is in a DistributedDataParallel."""
+        """Return what is called again instead of a model: the
+        module inside DistributedDataParallel.
+        """
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """The loss as it was computed."""
+        """Return the loss as it was computed."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """The backward pass of a loss is over."""
+        """Note that the backward pass of a loss has ended."""
         self.losses += 1
         self._busy = True
         try:
@@ -228,8 +232,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(entry)
 
     def _mark(self, tensor: Any, result: Any) -> Any:
-        """The size as it was asked for; the number of rows of what comes from the batch as one that
-        is followed.
+        """Return the size that the program read; a number of rows that comes from the
+        batch is tracked.
         """
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
@@ -242,8 +246,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Note the numbers that weights or gradients are used with, as in an average of the weights
-        of all steps.
+        """Record the numbers that are used with weights or gradients.
+
+        An example is an average of the weights of all steps.
         """
         if not is_arithmetic(function):
             return
@@ -262,7 +267,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """What led to a loss; or why that isn't known, as a part of a sentence."""
+        """Return the record of what led to a loss; or why that is unknown, as a part
+        of a message.
+        """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
             return needed
@@ -276,7 +283,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """What led to the loss, in its order; or why that isn't known."""
+        """Return the entries that led to the loss, in order; or why they are unknown."""
         places, reached, is_known = self._walk(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
@@ -289,7 +296,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """The entries that led to a tensor, whether they begin with the batch, and whether nothing
+        """Return the entries that led to a tensor, and whether they are complete.
+
+        The second result is True if they start with the batch, the third if none
         between is missing.
         """
         places: set[int] = set()
@@ -314,7 +323,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call makes a tensor with a line for each row, of numbers of Python's."""
+        """True if the call makes a tensor with a line for each row from Python numbers."""
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
@@ -322,11 +331,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if a figure had been read from what a model computed, before this entry."""
+        """True if a value had been read from a model's result before this entry."""
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number of this call may be made of a figure that was read."""
+        """True if a number of this call may be derived from a value that was read."""
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
@@ -334,8 +343,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """The numbers that a call multiplies, divides or adds to what comes from a model, and
-        figures of the few that are in a tensor from before the batch, as weights of tasks are.
+        """Return the numbers that a call combines with what comes from a model.
+
+        They are factors, divisors and summands, and summaries of small tensors from before the
+        batch, such as weights of tasks.
         """
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(each) in self._from_model for each in arguments):
@@ -350,7 +361,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(each, entry.place) for each in figures]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor of a few numbers that neither the batch has nor a model."""
+        """True for a tensor of a few numbers that belongs neither to the batch nor to a model."""
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
         if not tensor.is_floating_point() or any(tensor is each for each in self.batch):
@@ -360,7 +371,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """A number itself; of several their sum, and their sum weighted by their places."""
+    """Return a single number itself; of several, their sum and their sum weighted
+    by their places.
+    """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -368,17 +381,18 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number that a loss is computed with, and the program's line where it is."""
+    """A number that a loss is computed with, and the program's line that contains it."""
 
     value: float
     place: str
 
 
 class LossRecord:
-    """The calls that led to a loss, which can be made again with other rows of the same kind.
+    """The calls that led to a loss, which can be repeated with other rows of the same kind.
 
-    `numbers` are those that the loss is computed with, beside the batch and the models; `reads`:
-    some of them may be made of figures that the program has read from the batch's own tensors.
+    `numbers` are those that the loss is computed with, beside the batch and the models. `reads`
+    is True if some of them may be derived from values that the program has read from the
+    batch's own tensors.
     """
 
     def __init__(
@@ -400,10 +414,11 @@ class LossRecord:
         self._random = random
 
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
-        """The loss of other rows. `counts` says which numbers of the record are taken to count its
-        rows: those that a tensor said, also those that are as many, or also their multiples.
+        """Return the loss of other rows.
 
-        ValueError for a batch of another structure.
+        `counts` selects which numbers of the record are treated as counts of its rows: those read
+        from a tensor, also those equal to the number of rows, or also their multiples. Raises
+        ValueError if the batch has another structure.
         """
         given = [each for each in tensors_in(batch) if each.ndim]
         if len(given) != len(self.batch):
@@ -415,8 +430,9 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """True if a factor or divisor of the loss is a multiple of its rows: the program may have
-        asked for len().
+        """True if a factor or divisor of the loss is a multiple of its rows.
+
+        The program may have got it from len().
         """
         return any(
             _scale(MULTIPLES, self.rows, 2 * self.rows, each.value) != each.value
@@ -424,7 +440,9 @@ class LossRecord:
         )
 
     def has_other_rows(self) -> bool:
-        """True if tensors with a line for each row are in it that come from elsewhere."""
+        """True if the record uses tensors with a line for each row that don't come
+        from the batch.
+        """
         known = {id(each) for each in self.batch}
         for model in self.models:
             known |= {id(each) for each in (*model.parameters(), *model.buffers())}
@@ -439,7 +457,9 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Why the loss of the same rows is another when it is computed again; empty if it isn't."""
+        """Return why recomputing the loss of the same rows changes it; empty if
+        it doesn't change.
+        """
         kinds = {
             each.dtype
             for entry in self._entries
@@ -458,7 +478,7 @@ class LossRecord:
         )
 
     def _compute_again(self) -> float:
-        """The loss of the same rows, with the same random numbers."""
+        """Return the loss of the same rows, with the same random numbers."""
         for enabled in (False, True):  # a loss of gradients, such as a gradient penalty, needs some
             self._random.restore()
             try:
@@ -472,7 +492,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """The line of the program that calls now."""
+    """Return the line of the program that makes the current call."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -483,7 +503,7 @@ def _find_place() -> str:
 
 
 def _scale(counts: int, was: int, now: int, number: Any) -> Any:
-    """A number of a record of `was` rows, as it is for `now` rows if it counts them."""
+    """Return a number from a record of `was` rows, converted for `now` rows if it counts rows."""
     plain = _is_number(number)
     if counts == AS_WRITTEN or not plain or not number or was < 2:
         return number
@@ -499,7 +519,9 @@ def _scale(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """The generator that a call is about to draw from, if the program gives one of its own."""
+    """Return the generator that a call is about to draw from, if the program passes one
+    of its own.
+    """
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -513,7 +535,7 @@ def replay(
     number: Callable[[Any], Any],
     wanted: int,
 ) -> Any:
-    """The wanted tensor as these functions make it of other rows."""
+    """Return the wanted tensor, computed by these functions from other rows."""
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
     try:
@@ -527,7 +549,7 @@ def replay(
 def _replay_entries(
     entries: Sequence[WrittenCall], known: dict[int, Any], rows: int, number: Callable[[Any], Any]
 ) -> None:
-    """Call these functions again, and add what they make of other rows to `known`."""
+    """Call these functions again, and add what they compute from other rows to `known`."""
     for entry in entries:
         if entry.draw is not None:
             entry.draw.restore()
@@ -564,8 +586,9 @@ def _now(
     changed: set[int],
     each: Any,
 ) -> Any:
-    """The value that stands for one of the batch's; what the program has changed in place stays as
-    it is.
+    """Return the value that replaces a value of the recorded batch.
+
+    Tensors that the call changes in place are cloned, so that the originals stay unchanged.
     """
     if isinstance(each, RowNumber):
         return each.each * rows

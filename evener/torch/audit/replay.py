@@ -1,4 +1,4 @@
-"""The audit of a recorded loss: its calls are made again for a few rows, both ways."""
+"""The audit of a recorded loss, whose calls are repeated for a few rows, both ways."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Compute = Callable[[Any, int], Any]  # of a batch and its rows
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The audit of a recorded loss, or why it couldn't be made, as a part of a sentence.
+    """The audit of a recorded loss, or why it failed, as a part of a message.
 
-    `cut`: its rows were cut from the batch, as the calls can't be made with rows that are padded
-    otherwise. `certain`: no number in the record may count its rows, unknown to anybody; `closed`:
-    all of its rows are those of the batch.
+    `cut` is True if the rows were cut from the batch, as the calls can't be repeated with rows of
+    other padding. `certain` is True if no number in the record can be an unrecognized count of its
+    rows. `closed` is True if all rows that it uses are those of the batch.
     """
 
     audited: Audited | None
@@ -46,10 +46,10 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a loss by the first of these rows with which it can be computed.
+    """Audit a loss with the first of these rows for which it can be computed.
 
-    Of the numbers in the record some may count its rows: those of `counts` are tried in turn, until
-    both ways agree. RequestError for a loss that meets other ranks.
+    Some of the numbers in the record may be counts of its rows: the interpretations in `counts` are
+    tried in turn until both ways agree. Raises RequestError if the loss meets other ranks.
     """
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
@@ -73,10 +73,10 @@ def audit_record(
 
 
 class _Tries:
-    """The audits of a record by some rows, with the numbers in it taken for counts of rows or not.
+    """The audits of a record with some rows, for different interpretations of its numbers.
 
-    `found` is the first that could be made, or one without a difference, else None and `fault` says
-    why; `certain` as in Replayed.
+    `found` is the first audit that succeeded, or a later one without a difference; if it is None,
+    `fault` says why. `certain` is that of Replayed.
     """
 
     def __init__(self, record: LossRecord, few: FewRows) -> None:
@@ -93,12 +93,12 @@ class _Tries:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit once more, with `count` for the numbers."""
+        """Audit once more, with the interpretation `count` of the record's numbers."""
         try:
             found = audit(bench(), ways(self._few, partial(_compute, self._record, count)), moves)
         except (RequestError, torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception as error:  # of calls that don't fit these rows
+        except Exception as error:  # the calls don't fit these rows
             if self.found is None:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self.fault = f"its loss can't be computed again to compare it ({text})"
@@ -115,7 +115,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _leaves_out(record: LossRecord, few: FewRows, bench: Bench) -> bool:
-    """True if the last row is without meaning for the loss: the record is of fewer rows."""
+    """True if the last row doesn't affect the loss, so that the record is of fewer rows."""
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
@@ -131,7 +131,7 @@ def _leaves_out(record: LossRecord, few: FewRows, bench: Bench) -> bool:
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """True if the rows that could be computed are padded to other lengths than those to compute."""
+    """True if the rows that were used are padded to other lengths than the first rows."""
     if first is used:
         return False
     shapes = [[each.shape[1:] for each in tensors_in(few.parts)] for few in (first, used)]

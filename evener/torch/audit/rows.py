@@ -1,4 +1,4 @@
-"""A few rows of the batch at hand, as one batch and as the parts of two devices."""
+"""Choose a few rows of the current batch, as one batch and as the parts of two devices."""
 
 from __future__ import annotations
 
@@ -16,16 +16,15 @@ from ..rows.structure import cut_rows, tensors_in
 from .randomness import SEED, seed_all
 from .state import kept_state
 
-ROWS, CANDIDATES = 8, 32  # that are computed, and those that they are chosen from
+ROWS, CANDIDATES = 8, 32  # rows that are computed, and rows that they are chosen from
 _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A few rows as one batch (`whole`), and in parts as two devices have them, each collated by
-    itself.
+    """A few rows as one batch (`whole`), and in the parts of two devices, each collated separately.
 
-    `cut` are the parts as cut from the whole batch, padded as it is; None where it can't be cut.
-    `even` are parts of equal size, as the program's own launcher has them.
+    `cut` are the parts cut from the whole batch, with its padding; None if it can't be cut. `even`
+    are parts of equal size, like the program's own launcher makes them.
     """
 
     whole: Any
@@ -38,12 +37,14 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def rows(self) -> int:
-        """The rows of the whole batch."""
+        """The number of rows of the whole batch."""
         return sum(self.sizes)
 
     @property
     def pads(self) -> bool:
-        """True if parts that are collated by themselves have other lengths than the whole."""
+        """True if parts that are collated separately are padded to other lengths than
+        the whole batch.
+        """
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [[each.shape for each in tensors_in(parts)] for parts in (self.cut, self.parts)]
@@ -53,8 +54,9 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 def fetch_rows(
     dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
 ) -> FewRows | None:
-    """Some of these rows of a data set, chosen to differ in class and length; None for fewer than
-    two.
+    """Return some of these rows of a data set, chosen to differ in class and length.
+
+    None if there are fewer than two.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -90,14 +92,15 @@ def fetch_rows(
 
 
 def copy_dataset(dataset: Any) -> Any:
-    """A copy of a data set, and of those in it, so that what they note down or draw isn't the
-    program's own.
+    """Return a copy of a data set and the data sets inside it.
+
+    Whatever a copy records or draws at random leaves the program's own state unchanged.
     """
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
         return dataset
     try:
         twin = copy.copy(dataset)
-    except Exception:  # of the program's own code
+    except Exception:  # an error of the program's own code
         return dataset
     for name, value in list(getattr(twin, "__dict__", {}).items()):
         if name == "dataset":
@@ -112,10 +115,10 @@ def copy_dataset(dataset: Any) -> Any:
 
 
 def cut_few(batch: Any, rows: int, in_order: bool = False) -> FewRows | None:
-    """Some rows of a collated batch; None where it has fewer than two, or can't be cut.
+    """Return some rows of a collated batch; None if it has fewer than two, or can't be cut.
 
-    Of 32 rows those that differ most are taken, in an order that makes parts differ, or `in_order`,
-    as the batch has them.
+    Of up to 32 rows, those that differ most are chosen, in an order that makes the parts differ;
+    with `in_order`, they keep the batch's order.
     """
     if rows < 2:
         return None
@@ -133,20 +136,20 @@ def cut_few(batch: Any, rows: int, in_order: bool = False) -> FewRows | None:
 
 
 def _first(rows: int) -> int:
-    """The rows of the first part."""
+    """Return the number of rows of the first part."""
     return max(1, rows * 3 // 8)
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]]) -> list[Any]:
-    """ROWS of the items, from all over their order by class and length; the others are dropped."""
+    """Return up to ROWS of the items, spread over their order by class and length."""
     places = spread_places(signs)
     return [items[place] for place in places]
 
 
 def spread_places(signs: Sequence[tuple[float, ...]]) -> list[int]:
-    """The places of up to ROWS rows: the first of them, if they differ; else from all of them.
+    """Return the places of up to ROWS rows: of the first rows if these differ, else of all rows.
 
-    They are sorted by what tells rows apart, so that parts of them differ too.
+    They are sorted by what distinguishes rows, so that parts of them differ too.
     """
     first = signs[:ROWS]
     differ = len(first[0]) > 0 and all(len(set(values)) > 1 for values in zip(*first, strict=True))
@@ -158,7 +161,11 @@ def spread_places(signs: Sequence[tuple[float, ...]]) -> list[int]:
 
 
 def _pick(batch: Any, rows: int, in_order: bool) -> Any:
-    """ROWS of a collated batch, in the order of `spread_places` where all of it is tensors."""
+    """Return up to ROWS rows of a collated batch.
+
+    They are chosen by `spread_places` if each tensor of the batch has all its rows; else the first
+    rows are used.
+    """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(each) != rows for each in tensors):
         return cut_rows(batch, 0, min(ROWS, rows) // 2 * 2, rows)
@@ -172,7 +179,7 @@ def _pick(batch: Any, rows: int, in_order: bool) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """One batch of these rows, each of which is a batch of one."""
+    """Return one batch of these rows, each of which is a batch of one row."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
@@ -187,7 +194,10 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """One tuple or list of what each row has, or of all their items where those are no batches."""
+    """Return one tuple or list of the rows' joined elements.
+
+    If the elements aren't batches themselves, the result contains all of them.
+    """
     first = rows[0]
     kind = type(first)
     nested = any(isinstance(each, torch.Tensor | tuple | list | dict) for each in first)
@@ -198,7 +208,7 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Two parts of a collated batch; None for one that has no row for each sample."""
+    """Return two parts of a collated batch; None if the batch can't be cut by rows."""
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
@@ -206,7 +216,9 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """The class and length of a row; nothing if it can't be collated alone, as in pairs."""
+    """Return the class and length of a row; empty if it can't be collated alone, for
+    example in pairs.
+    """
     try:
         return tuple(_sign(each) for each in tensors_in(collated([item])))
     except Exception:
@@ -218,7 +230,9 @@ def _sign_rows(tensor: torch.Tensor) -> list[float]:
 
 
 def _sign(row: torch.Tensor) -> float:
-    """A number that tells rows apart: of a class itself, else how many values say something."""
+    """Return a number that distinguishes rows: a class itself, else the number
+    of meaningful values.
+    """
     exact = not row.is_floating_point() and not row.is_complex()
     if row.numel() == 1 and exact:
         return float(row)
@@ -228,7 +242,7 @@ def _sign(row: torch.Tensor) -> float:
 
 
 def digest_rows(batch: Any) -> int:
-    """A digest of the numbers in a batch."""
+    """Return a digest of the numbers in a batch."""
     found = 0
     for each in tensors_in(batch):
         if not each.is_sparse:

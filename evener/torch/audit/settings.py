@@ -1,8 +1,9 @@
-"""The settings that a loss is computed with: numbers, flags and objects that modules of the
-program's own have, and the variables and objects that its functions use.
+"""The settings that a loss is computed with: attributes of the program's own modules and functions.
 
-A setting that changes after it was the same for a while, as a flag does that a later epoch sets, is
-a reason to audit. Counters change in every step, and say nothing.
+Settings are numbers, flags and objects in modules of the program's own classes, and the
+variables and objects that its functions use. If a setting changes after it was the same for a
+while, such as a flag that a later epoch sets, that is a reason to audit. Counters change in
+every step, and are ignored.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ import torch
 
 from .closures import is_foreign, is_own_object, list_names, read_cell
 
-STILL = 3  # looks in which a setting has to have been the same
+STILL = 3  # checks in which a setting must have been the same
 DEPTH = 3  # of objects in objects
-MOST = 400  # settings that are looked at, and entries of a dict
+MOST = 400  # settings that are checked, and entries of a dict
 _PLAIN = (bool, int, float, str, type(None))
 Code = tuple[CodeType, Mapping[str, Any]]  # of a function or a script, and its module's variables
 Key = tuple[int, Any]  # the id of what has the setting, and its name
 
 
 class LossSettings:
-    """The settings at the last look, and for how many looks each has been so."""
+    """The settings at the last check, and the number of checks for which each has been the same."""
 
     def __init__(self) -> None:
         self._known: dict[Key, tuple[Any, int]] = {}
         self._models: tuple[int, ...] = ()
-        self._modules: list[Any] = []  # of the program's own classes
+        self._modules: list[Any] = []  # modules of the program's own classes
 
     def have_changed(
         self,
@@ -39,10 +40,10 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """True if a setting has changed that had been the same for STILL looks.
+        """True if a setting has changed that had been the same for STILL checks.
 
-        `function` computes the loss; `code` is the program's, with its module's variables;
-        `holders` are other objects, whose attributes are settings.
+        `function` computes the loss; `code` is the program's code with its module's variables;
+        `holders` are other objects whose attributes are settings.
         """
         found: dict[Key, Any] = {}
         for each in holders:
@@ -73,7 +74,7 @@ class LossSettings:
 
 
 def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add a value's settings, which a holder has by this name."""
+    """Add the settings of a value that a holder has under this name."""
     if len(found) >= MOST or depth < 0:
         return
     if isinstance(value, _PLAIN):
@@ -98,7 +99,7 @@ def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, An
 
 
 def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add what an object has, and what the program's own classes of it have."""
+    """Add the settings of an object and of its class, if that is the program's own."""
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
             _collect_held(kind, vars(kind), depth, found)
@@ -106,7 +107,7 @@ def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
 
 
 def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of what an object, a class or a dict has."""
+    """Add the settings in the attributes or items of an object, a class or a dict."""
     for name, each in list(held.items()):
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")

@@ -1,8 +1,9 @@
-"""A sketch of a loss's gradient: a few random sums of each tensor's, taken as the gradient comes.
+"""Sketches of a loss's gradient: a few random sums of each tensor's gradient.
 
-Gradients are taken by torch.autograd.grad, which runs none of the hooks by which gradients are
-accumulated: those of the step stay as they are, and no exchange between ranks hears of it. A hook
-on each tensor makes the sums and gives nothing on, so a gradient is freed as soon as it was seen.
+Gradients are taken by torch.autograd.grad, which runs none of the hooks that accumulate gradients:
+the step's own gradients stay unchanged, and no exchange between ranks is triggered. A hook on each
+tensor computes the sums as soon as the gradient arrives and returns an empty gradient, so that the
+memory is freed at once.
 """
 
 from __future__ import annotations
@@ -18,22 +19,24 @@ import torch
 from ...training.audit import LOSS, MIXED, PROJECTIONS, Sketch
 from .randomness import SEED
 
-WIDTH = 4096  # of the lines into which a gradient is cut
+WIDTH = 4096  # values in each of the lines into which a gradient is cut
 BLOCK = 1 << 24  # values that are converted at once
 
 
 class Signs:
-    """Random signs: that of a value is the product of its line's and its column's.
+    """Random signs: the sign of a value is the product of its line's sign and its column's sign.
 
-    Sums with such signs have the gradient's norm as standard deviation, as sums with a sign of its
-    own for each value have, and take one product of a matrix with a few columns.
+    Sums with such signs have the gradient's norm as standard deviation, like sums with an
+    independent sign for each value, but only need the product of a matrix with a few columns.
     """
 
     def __init__(self) -> None:
         self._pools: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Signs of `count` lines (which = 0) or columns (1), as (count, PROJECTIONS)."""
+        """Return signs of `count` lines (which = 0) or columns (1), of
+        shape (count, PROJECTIONS).
+        """
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype
         if key not in self._pools:
@@ -43,11 +46,11 @@ class Signs:
         return self._pools[key][:count]
 
 
-SIGNS = Signs()  # of all sketches, which can be compared with each other
+SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
 
 def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """PROJECTIONS random sums of a gradient, as float64."""
+    """Return PROJECTIONS random sums of a gradient, as float64."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
     if gradient.is_complex():
@@ -73,7 +76,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Sums of the lines that are there, each with its own sign."""
+    """Return the sums over the stored lines of a sparse gradient, each line with its own sign."""
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
     for index, size in zip(gradient.indices(), gradient.shape, strict=False):
         lines = lines * size + index
@@ -84,7 +87,7 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """The random sums of the gradients of these tensors, over as many losses as are added."""
+    """The random sums of these tensors' gradients, over all losses that are added."""
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], signs: Signs) -> None:
         self._tensors = tensors
@@ -100,7 +103,7 @@ class GradientSums:
         loss_only: bool = False,
         retain_graph: bool | None = None,
     ) -> None:
-        """Add the gradient of a loss, times its weight; with `loss_only`, the loss itself."""
+        """Add the gradient of a loss, times its weight; with `loss_only`, add the loss itself."""
         scaled = loss * weight
         value = scaled.detach().double().sum()
         self._loss += float(value)
@@ -129,8 +132,9 @@ class GradientSums:
             return gradient.new_zeros(()).expand(gradient.shape)
 
     def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
-        """The sums so far, on the host; `computed` are the types of what the losses were made
-        of.
+        """Return the sums so far, on the host.
+
+        `computed` are the types that the losses were computed in.
         """
         made = Sketch(loss=self._loss)
         names = sorted(self._sums)
@@ -144,8 +148,9 @@ class GradientSums:
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """The type by whose precision a gradient is judged: that of its tensor, or a coarser one that
-    the loss was computed in.
+    """Return the type by whose precision a gradient is judged.
+
+    It is the type of its tensor, or a coarser one that the loss was computed in.
     """
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:
@@ -157,7 +162,9 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which a tensor's gradient goes to `function`, and to no hook of the step's."""
+    """A context in which a tensor's gradient is passed to `function`, and to none of
+    the step's hooks.
+    """
     own = dict(tensor._backward_hooks or {})
     if own:
         tensor._backward_hooks.clear()
@@ -171,14 +178,14 @@ def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Iterator
 
 
 def _plain(name: str) -> str:
-    """A weight's name in the model itself, without what wrappers put before it."""
+    """Return a weight's name in the model itself, without the prefixes of wrappers."""
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         name = name.removeprefix(wrapper)
     return name
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """The tensors that are trained: of the models by their names, and other ones by a number."""
+    """Return the trained tensors: those of the models by name, other tensors by number."""
     found: dict[str, Any] = {}
     known: set[int] = set()
     several = list(models)

@@ -1,6 +1,6 @@
-"""What computing a loss changes beside gradients, put back afterwards.
+"""Save what computing a loss changes beside gradients, and restore it afterwards.
 
-Attributes, buffers, counters, metrics, random numbers.
+That is attributes, buffers, counters, metrics and random numbers.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import torch
 
 from .randomness import RandomState
 
-MOST_ITEMS = 10_000  # of a list or dict that is looked into; longer ones are data, not counters
+MOST_ITEMS = 10_000  # of a list or dict that is inspected; longer ones are data, not counters
 _CONTAINERS = (dict, list, deque, set)
 
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Put back what all holders have, in place, when the block ends: counters, lists of figures,
-    buffers, metrics. What they have `apart` isn't looked into.
+    """A context that restores the attributes of all holders, in place, at its end.
 
-    Parameters aren't copied, but for those that a model moves itself, as a momentum encoder's.
+    Examples are counters, lists of values, buffers and metrics. Objects in `apart` are left out.
+    Parameters aren't copied, except those that a model moves itself, such as a momentum encoder's.
     """
     restore = keep_attributes(*holders, apart=apart)
     frozen = _copy_frozen(holders)
@@ -37,8 +37,8 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Weights that nothing trains, and what puts each back; none where they are more than those
-    that are trained.
+    """Return the frozen weights, each with what restores it; none if they outnumber
+    the trained weights.
     """
     every = [
         each
@@ -52,10 +52,11 @@ def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
 
 
 def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Note what all holders have, but for what `apart` refers to; the function that puts it back,
-    in place.
+    """Save the attributes of all holders; return the function that restores them in place.
+
+    Objects in `apart` are left out.
     """
-    memo: dict[int, Any] = {id(each): None for each in apart}  # what needn't be looked into
+    memo: dict[int, Any] = {id(each): None for each in apart}  # what isn't inspected
     for each in holders:
         memo |= {
             id(vars(each).get(name)): None for name in ("_parameters", "_modules")
@@ -71,8 +72,9 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Put back the attributes of all holders and of their modules, but for what they have `apart`,
-    and the random state, when the block ends.
+    """A context that restores the attributes of holders and their modules, and the random state.
+
+    Objects in `apart` are left out.
     """
     modules = [
         part
@@ -88,7 +90,7 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 
 
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """The data that put a value back in place; None for a value that is only referred to.
+    """Return the data that restore a value in place; None for a value that is only referenced.
 
     Tensors of more than `most_bytes` aren't copied.
     """
@@ -99,7 +101,7 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
     if not isinstance(value, _CONTAINERS) or len(value) > MOST_ITEMS:
         return None
     memo[id(value)] = value
-    if not value:  # as most of a module's are
+    if not value:  # like most containers of a module
         return ()
     if isinstance(value, set):
         return set(value)
@@ -107,7 +109,7 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """A tensor's version and a copy of it; None for one that is trained, or is too large."""
+    """Return a tensor's version and a copy; None if the tensor is trained or too large."""
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
         return None
     if value.nbytes > most_bytes:
@@ -121,12 +123,12 @@ def _list_items(value: Any) -> list[tuple[Any, Any]]:
 
 
 def put_back(value: Any, was: Any) -> None:
-    """Put back what `copy_data` has noted of a value."""
+    """Restore a value from what `copy_data` returned for it."""
     if was is None or (was == () and not value):
         return
     if isinstance(value, torch.Tensor):
         version, copied = was
-        with torch.no_grad():  # one that was changed by its data alone has its version still
+        with torch.no_grad():  # a tensor changed through .data alone still has its version
             (value.data if value._version == version else value).copy_(copied)
     elif isinstance(value, set):
         value.clear()

@@ -23,19 +23,20 @@ from .compute import Bench, Piece
 from .randomness import SEED
 
 Way = Sequence[Piece]
-REENTRANT = "use_reentrant=True"  # in PyTorch's words for such a checkpoint
+REENTRANT = "use_reentrant=True"  # names such a checkpoint in PyTorch's messages
 # why a gradient can't be compared, as a part of a sentence
 UNREPEATABLE = "the same rows give another one each time that they are computed"
 DRAWN = (
     "it goes by random numbers of Python or NumPy that are drawn for each row, and are other ones"
     " in a part; torch's would do"
 )
-NEAR = 1e-5  # of two losses that are the same but for rounding
+NEAR = 1e-5  # relative difference of two losses that are equal except for rounding
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """The way that trains with one thing changed, and the reference with the same thing changed, if
-    that is another.
+    """The path that trains with one thing changed.
+
+    `reference` is the reference with the same change, if that makes a difference.
     """
 
     trained: Way
@@ -43,8 +44,10 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 
 
 class Ways(msgspec.Struct, frozen=True, eq=False):
-    """The ways to compute a few rows: as they should be, as they are trained, and, by the cause of
-    a difference, as they are trained with one thing changed.
+    """The ways to compute a few rows.
+
+    `reference` is the correct way, `trained` the path that trains. `changes` are, by the cause of a
+    difference, the path that trains with one thing changed.
     """
 
     reference: Way
@@ -58,10 +61,11 @@ class Ways(msgspec.Struct, frozen=True, eq=False):
 class Audited(msgspec.Struct, frozen=True):
     """The result of an audit: a difference with its cause, or none.
 
-    `fault` is why nothing can be said, as a part of a sentence; nothing can be said either where
-    the reference isn't `finite`. `sketch` is that of the reference, `noises` what rounding makes of
-    it where the bench measures that, and `changed` the buffers that a pass changes. A difference is
-    `explained` by random numbers that go by the length to which rows are padded.
+    `fault` is why the audit shows nothing, as a part of a message; it shows nothing either if the
+    reference isn't `finite`. `sketch` is that of the reference, `noises` its differences by
+    rounding if the bench measures them, and `changed` the buffers that a pass changes. A
+    difference is `explained` if it comes from random numbers that depend on the length to which
+    rows are padded.
     """
 
     difference: GradientDifference | None
@@ -77,10 +81,10 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
-    """Compute a few rows both ways; `moves` as in `Bench.open`.
+    """Compute a few rows both ways and compare them; `moves` is that of `Bench.open`.
 
-    Where gradients can't be taken, as reentrant checkpoints don't let autograd.grad, the losses are
-    compared alone.
+    If gradients can't be taken, only the losses are compared; reentrant checkpoints, for example,
+    don't support autograd.grad.
     """
     try:
         found = _audit(bench, ways, moves)
@@ -114,7 +118,7 @@ class _Comparison:
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:
-        """The difference with its cause, or why there is none."""
+        """Return the difference with its cause, or why there is none."""
         bench, way = self._bench, self._ways.reference
         if compare(self._reference, self._trained) is None and not bench.measures:
             return self._result()
@@ -127,7 +131,7 @@ class _Comparison:
         return self._result() if difference is None else self._explain(difference)
 
     def _explain(self, difference: GradientDifference) -> Audited:
-        """The difference with its cause, unless random numbers account for it."""
+        """Return the difference with its cause, unless random numbers account for it."""
         changes = self._ways.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
         if self._draws_by_row and self._do_draws_matter():
@@ -141,12 +145,12 @@ class _Comparison:
         return self._result(difference, cause)
 
     def _do_draws_matter(self) -> bool:
-        """True if other random numbers give another gradient."""
+        """True if other random numbers lead to another gradient."""
         others = self._bench.sketch(self._ways.reference, seed=SEED + 1)
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """True if there is no difference once this is changed."""
+        """True if this change removes the difference."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._bench.sketch(change.reference)
@@ -175,8 +179,10 @@ class _Comparison:
 
 
 def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] | None:
-    """The difference between the losses of both ways, and its likeliest cause, by one pass of each
-    piece whatever they give; None where there is none.
+    """Return the difference between the losses of both ways, and its likeliest cause.
+
+    None if there is no difference. Each piece is computed once, without repeats
+    that measure rounding.
     """
     with bench.open():
         reference = [bench.sketch([each]) for each in ways.reference]
