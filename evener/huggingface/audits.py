@@ -168,7 +168,7 @@ class TrainerWays:
     def count_items(self, batches: Sequence[Any]) -> Any:
         """Return the number of items that a loss of all these batches is a mean over.
 
-        None if the trainer doesn't count items.
+        Return None if the trainer doesn't count items.
         """
         trainer = self._trainer
         with processes(trainer.accelerator, 1):

@@ -38,7 +38,7 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of a pass's labels that the loss is a mean over; 0 if it isn't
+        """Return the number of a pass's labels that the loss is a mean over, or 0 if it isn't
         one over labels.
         """
         return count_labels(batch).get(self.mean_over, 0.0)

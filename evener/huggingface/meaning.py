@@ -111,7 +111,7 @@ class LossFinder:
         self._nearest = ROWS  # the name with the smallest difference
 
     def find(self) -> TrainerLoss | None:
-        """Return what the loss is a mean over; None if these rows don't show it, or ranks meet
+        """Return what the loss is a mean over, or None if these rows don't show it, or ranks meet
         in the loss.
 
         Raises RequestError if ranks would meet in the loss in different numbers of passes.
@@ -224,7 +224,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Return the difference in gradients, or else in losses, and its cause; None if
+        """Return the difference in gradients, or else in losses, and its cause, or None if
         there is none.
         """
         ways = self._ways.make(self._few, loss)

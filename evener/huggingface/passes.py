@@ -73,7 +73,7 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return the labels that count in each pass, by global batch; 0 for a pass that
+    """Return the labels that count in each pass, by global batch, or 0 for a pass that
     only keeps step.
     """
     counts = []

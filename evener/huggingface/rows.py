@@ -214,7 +214,7 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 def find_lengths(trainer: Any) -> list[int] | None:
     """Return the tokens of each training row, found like the trainer does to group rows by length.
 
-    None if rows have no token ids.
+    Return None if rows have no token ids.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -281,8 +281,8 @@ def make_sampler(
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
     """Return the order in which the bare trainer draws each epoch's rows in one process.
 
-    None if rows are drawn in their own order. The seed of a random order is `data_seed`, else the
-    seed that the first rank's process was last seeded with.
+    Return None if rows are drawn in their own order. The seed of a random order is `data_seed`,
+    else the seed that the first rank's process was last seeded with.
     """
     if type(sampler) is SequentialSampler:
         return None

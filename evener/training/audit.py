@@ -83,7 +83,7 @@ class Sketch(msgspec.Struct):
         self.kinds[name] = kind
 
     def size(self, name: str) -> float:
-        """Return the norm of a tensor's gradient, estimated from its sums; 0 if it
+        """Return the norm of a tensor's gradient, estimated from its sums, or 0 if it
         has no gradient.
         """
         return _size(self.sums.get(name, ()))
@@ -107,10 +107,11 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the difference that exceeds its allowed rounding most; None if none exceeds it.
+    """Return the difference that exceeds its allowed rounding most, or None if none exceeds it.
 
-    Without `repeats`, the allowed rounding is the floor of the tensor's type; with them, it is at
-    least the rounding that they show, times SAFETY. Also None if the reference itself isn't finite.
+    Without `repeats`, the allowed rounding is the floor of the tensor's type; with them, it is
+    at least the rounding that they show, times SAFETY. Return None also if the reference
+    itself isn't finite.
     """
     return _compare(reference, trained, find_noises(reference, repeats))
 
@@ -137,7 +138,8 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference that is largest in proportion to what rounding allows.
 
-    `noises` are those of `find_noises`. None if the reference isn't finite, or has no gradient.
+    `noises` are those of `find_noises`. Return None if the reference isn't finite, or
+    has no gradient.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
@@ -155,7 +157,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference of one tensor; None if its gradient is 0 both ways."""
+    """Return the difference of one tensor, or None if its gradient is 0 both ways."""
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -386,7 +388,7 @@ def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
     that is true.
 
     A question computes the path that trains with one thing changed; it is true if that removes the
-    difference. "rows" if no question is true.
+    difference. Return "rows" if no question is true.
     """
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -443,7 +445,7 @@ def find_unequal(
     """Return the first name whose values differ between ranks, with the two values farthest apart.
 
     `every` has, for each rank, a few values for each buffer and for each number that enters the
-    loss. Names that not all ranks have aren't compared. None if all values are alike.
+    loss. Names that not all ranks have aren't compared. Return None if all values are alike.
     """
     names = [name for name in every[0] if all(name in each for each in every)]
     for name in names:

@@ -49,7 +49,7 @@ def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows of this length a change needs; 0 if shares don't change."""
+    """Return how many windows of this length a change needs, or 0 if shares don't change."""
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:
         return 0

@@ -81,7 +81,7 @@ def launched_run() -> str:
 
 
 def launched_records() -> Path | None:
-    """Return the launcher's folder for this process's last record; None if nobody reads it."""
+    """Return the launcher's folder for this process's last record, or None if nobody reads it."""
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 

@@ -39,7 +39,7 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the bytes that a pass of `rows` rows takes; 0 before any peak was noted."""
+        """Return the bytes that a pass of `rows` rows takes, or 0 before any peak was noted."""
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
@@ -48,7 +48,7 @@ class MemoryPeaks:
     def most_rows(self, capacity_bytes: float, left: float) -> int:
         """Return the most rows of a pass that leave the fraction `left` of the capacity free.
 
-        0 before any peak was noted; never fewer than the largest pass so far, which did fit.
+        Return 0 before any peak was noted; never fewer than the largest pass so far, which did fit.
         """
         if not self._peaks:
             return 0

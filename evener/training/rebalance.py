@@ -335,7 +335,7 @@ class Rebalancer:
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
         """Return the shares that the last windows call for, their factors and the gain.
 
-        None if the gain is too small.
+        Return None if the gain is too small.
         """
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
@@ -488,8 +488,8 @@ def advise(
 ) -> Advice | None:
     """Return the shares that these medians call for, with the gain in a step of `step_s`.
 
-    None if the gain is below 2 %. `most` are the rows of one pass that each rank's memory holds, 0
-    if unknown; without `passes`, no share exceeds its memory.
+    Return None if the gain is below 2 %. `most` are the rows of one pass that each rank's memory
+    holds, 0 if unknown; without `passes`, no share exceeds its memory.
     """
     scaled = [
         scale(c, own / c.seconds(share))

@@ -214,7 +214,7 @@ def _find_host(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the slowest rank's compute time (own work) beyond equal times; None if it
+    """Return the slowest rank's compute time (own work) beyond equal times, or None if it
     is only noise.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
@@ -260,7 +260,7 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
     """Return the shares that the ranks' compute times call for.
 
-    None if the measurements are insufficient, or the gain isn't clear.
+    Return None if the measurements are insufficient, or the gain isn't clear.
     """
     shares, own_work_s = [each.share for each in ranks], [each.own_work_s for each in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:

@@ -138,7 +138,8 @@ def _gain_at_present_speed(
     """Return the gain of the last shares over the first, if both were trained at the
     devices' last speed.
 
-    None if a rank's own work is unknown. The time of a step beside own work is assumed unchanged.
+    Return None if a rank's own work is unknown. The time of a step beside own work
+    is assumed unchanged.
     """
     now, then = [], []
     for rank, figures in enumerate(last):
@@ -153,7 +154,7 @@ def _gain_at_present_speed(
 def _error(steps: Sequence[float]) -> float:
     """Return the standard error of the median of steps, some of which are slow together in a row.
 
-    0 if there are too few steps.
+    Return 0 if there are too few steps.
     """
     if len(steps) < FEWEST_STEPS:
         return 0.0

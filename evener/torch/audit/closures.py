@@ -19,7 +19,7 @@ import torch
 
 from .state import MOST_ITEMS, copy_data, put_back
 
-DEPTH = 4  # of functions that call each other, and of objects in objects
+DEPTH = 4  # levels of functions that call each other, and of objects in objects
 LARGE = 64 << 20  # bytes of a tensor that isn't copied: data, not metrics
 _EMPTY = object()
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
@@ -116,9 +116,7 @@ def is_foreign(module: str) -> bool:
 
 
 def list_names(code: CodeType) -> set[str]:
-    """Return the names that a function's code may look up in its module,
-    including nested functions.
-    """
+    """Return the names that a function's code, and functions nested in it, may look up globally."""
     found = set(code.co_names)
     for each in code.co_consts:
         if isinstance(each, CodeType):
@@ -127,7 +125,7 @@ def list_names(code: CodeType) -> set[str]:
 
 
 def read_cell(cell: CellType) -> Any:
-    """Return the value of a closure's variable; `_EMPTY` if it has none yet."""
+    """Return the value of a closure's variable, or `_EMPTY` if it has none yet."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet

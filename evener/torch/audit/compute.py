@@ -103,11 +103,10 @@ class Bench:
             yield self
 
     def sketch(self, way: Sequence[Piece], disturbance: int = 0, seed: int = SEED) -> Sketch:
-        """Return the gradient of some rows computed in this way; errors of the program's
-        own code propagate.
+        """Return the gradient of some rows, computed in this way.
 
-        With a `disturbance`, a number, it differs by as much as rounding may cause. Random numbers
-        start from `seed` in each piece.
+        Errors of the program's own code propagate. With a `disturbance`, a number, the gradient
+        differs by as much as rounding may cause. Random numbers start from `seed` in each piece.
         """
         sums = GradientSums(self._tensors, SIGNS)
         computed: set[torch.dtype] = set()

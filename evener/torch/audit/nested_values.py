@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# functions, also in place, whose numbers are part of what they compute
+# functions, or their in-place variants, that compute with the numbers passed to them
 _ARITHMETIC = {
     "mul",
     "multiply",
@@ -23,8 +23,8 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to each value in nested tuples, lists, dicts and slices; return
-    the same nesting.
+    """Return the data with `function` applied to each value in its tuples, lists,
+    dicts and slices.
     """
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}

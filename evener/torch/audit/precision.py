@@ -11,9 +11,7 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """A context in which products of float32 are computed in float32, whatever the
-    program has set.
-    """
+    """A context in which float32 products are computed in float32, whatever the program has set."""
     with ExitStack() as stack:
         stack.enter_context(_without_autocast())
         stack.enter_context(_without_tf32())
@@ -71,7 +69,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return a setting of the older way; None if the program has set it in the newer way."""
+    """Return a setting of the older way, or None if the program has set it in the newer way."""
     try:
         return setting()
     except RuntimeError:

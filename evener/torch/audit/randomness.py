@@ -1,5 +1,6 @@
-"""Random numbers for computing a few rows several times: the same for a row wherever
-it is computed.
+"""Random numbers that are the same for a row wherever it is computed.
+
+An audit computes a few rows several times, in batches of different sizes.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from torch.nn.functional import leaky_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEED = 20_260_923
-LONGEST = 4096  # rows, whose shorter ones begin with the same random numbers
+LONGEST = 4096  # rows up to this length start with the same random numbers
 
 
 # Operations whose results a disturbance changes: those that add up many terms, by the place of the
@@ -26,7 +27,7 @@ _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 _CONVOLUTIONS = {"convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product"  # how the names of fused attention begin
 _SUMS = {"native_layer_norm_backward", "native_group_norm_backward", "embedding_dense_backward"}
-SUM_TERMS = 32  # which are added up in pairs, so the error hardly grows with their number
+SUM_TERMS = 32  # they are added in pairs, so the error hardly grows with their number
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
@@ -106,7 +107,7 @@ def _each(result: Any) -> Sequence[Any]:
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return how many terms each value of an operation's result sums; 0 for other operations.
+    """Return how many terms each value of an operation's result sums, or 0 for other operations.
 
     `place` is the index of the result if the operation has several.
     """
@@ -172,7 +173,7 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
 
 
 def _draw_nothing(draw: _Draw) -> Any:
-    """Return the result of a draw that is replaced by a constant; None for other draws.
+    """Return the result of a draw that is replaced by a constant, or None for other draws.
 
     Permutations keep the order, and dropout keeps all values. Layers that drop with a probability
     of p multiply what is left by 1 / (1 - p); a mask with the value 1 - p cancels that factor, as

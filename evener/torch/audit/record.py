@@ -34,14 +34,14 @@ _READS = {
 }
 # functions that make tensors of Python numbers, whose rows belong to no batch
 _MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
-# the part of a loss by which it may differ when it is computed again
+# the relative difference of a loss that is allowed when it is computed again
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_AGAIN = 3e-2
 # folders whose code isn't the program's
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, evener.__file__))
 NOT_THIS_BATCH = "its loss isn't computed from the batch that its loader gave last"
 FEW_NUMBERS = 64  # in a tensor that ranks compare
-AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers of a record count its rows
+AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers of a record are counts of its rows
 
 
 class RowNumber(int):
@@ -85,8 +85,8 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     autocast: tuple[str, Any] | None
     draw: GeneratorState | None = None
     place: str = ""
-    from_model: bool = False  # a whole model
-    gradients: bool = True  # were enabled
+    from_model: bool = False  # the function is a whole model
+    gradients: bool = True  # gradients were enabled
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
@@ -109,17 +109,17 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.batch = [each for each in tensors_in(batch) if each.ndim]
         self.rows = rows or (len(self.batch[0]) if self.batch else 0)
         self.losses = 0  # losses from which a backward pass began
-        # numbers that weights and gradients are used with after the backward pass
+        # numbers that are used with weights and gradients after the backward pass
         self.uses: tuple[float, ...] = ()
         self.by_hand = False  # the caller of backward ends it itself, by `end_backward`
         self.steps = False  # an optimizer steps; the numbers that it uses aren't recorded
-        # its models exchange gradients, as far as was seen until it was closed
+        # the models exchange gradients, as far as was seen until `close`
         self.exchanges = False
         self.random = RandomState()
         self._after = after
         self._tape: list[WrittenCall] = []
         self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
-        self._from_model: set[int] = set()  # tensors that a model's output led to
+        self._from_model: set[int] = set()  # ids of tensors computed from a model's output
         # the entry before which a value was first read: only later entries can depend on it
         self._first_read: int | None = None
         self._inside = self._busy = False
@@ -167,8 +167,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return what is called again instead of a model: the
-        module inside DistributedDataParallel.
+        """Return the module to call again instead of a model: the
+        one inside DistributedDataParallel.
         """
         return getattr(model, "module", model)
 
@@ -232,8 +232,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self._tape.append(entry)
 
     def _mark(self, tensor: Any, result: Any) -> Any:
-        """Return the size that the program read; a number of rows that comes from the
-        batch is tracked.
+        """Return the size that the program read from a tensor.
+
+        A number of rows that comes from the batch is returned as a RowNumber, so that
+        it is tracked.
         """
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
@@ -267,7 +269,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of what led to a loss; or why that is unknown, as a part
+        """Return the record of what led to a loss, or why that is unknown, as a part
         of a message.
         """
         needed = self._find_needed(loss)
@@ -283,13 +285,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the entries that led to the loss, in order; or why they are unknown."""
+        """Return the entries that led to the loss, in order, or why they are unknown."""
         places, reached, is_known = self._walk(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
         if id(loss) not in self._from_model:
             return "its loss isn't computed from the output of a wrapped model"
-        if not reached:  # the loop fetches its batches ahead of their turn
+        if not reached:  # the loop prefetches its batches
             return NOT_THIS_BATCH
         if any(self._is_made_of_rows(self._tape[place]) for place in places):
             return "its loss is computed with rows that aren't tensors of its batch"
@@ -371,9 +373,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a single number itself; of several, their sum and their sum weighted
-    by their places.
-    """
+    """Return a single number itself, or the sum and the place-weighted sum of several numbers."""
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -440,9 +440,7 @@ class LossRecord:
         )
 
     def has_other_rows(self) -> bool:
-        """True if the record uses tensors with a line for each row that don't come
-        from the batch.
-        """
+        """True if the record uses tensors with a line for each row that aren't from the batch."""
         known = {id(each) for each in self.batch}
         for model in self.models:
             known |= {id(each) for each in (*model.parameters(), *model.buffers())}
@@ -457,7 +455,7 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Return why recomputing the loss of the same rows changes it; empty if
+        """Return why recomputing the loss of the same rows changes it, or "" if
         it doesn't change.
         """
         kinds = {
@@ -479,7 +477,10 @@ class LossRecord:
 
     def _compute_again(self) -> float:
         """Return the loss of the same rows, with the same random numbers."""
-        for enabled in (False, True):  # a loss of gradients, such as a gradient penalty, needs some
+        for enabled in (
+            False,
+            True,
+        ):  # a loss that uses gradients, such as a gradient penalty, needs them
             self._random.restore()
             try:
                 with torch.set_grad_enabled(enabled):
@@ -519,9 +520,7 @@ def _scale(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the generator that a call is about to draw from, if the program passes one
-    of its own.
-    """
+    """Return the program's own generator that a call is about to draw from, if it is passed one."""
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None

@@ -20,7 +20,7 @@ from .step import Audited, Ways, audit
 EVERY_COUNT = (AS_WRITTEN, ROW_COUNTS, MULTIPLES)
 ROW_BY_ROW = "its loss is made row by row, of as many rows as its batch has"
 NOT_A_NUMBER = "its loss isn't a number when it is computed again for some rows"
-Compute = Callable[[Any, int], Any]  # of a batch and its rows
+Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its number of rows
 
 
 class Replayed(msgspec.Struct, frozen=True):
@@ -102,7 +102,7 @@ class _Tries:
             if self.found is None:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self.fault = f"its loss can't be computed again to compare it ({text})"
-                self.certain = True  # a shape that is the number of rows says what that number is
+                self.certain = True  # a shape that equals the number of rows identifies it
             return
         if not found.finite:
             self.fault = NOT_A_NUMBER
@@ -125,7 +125,7 @@ def _leaves_out(record: LossRecord, few: FewRows, bench: Bench) -> bool:
         with bench.open():
             one = bench.sketch([Piece(partial(record.compute, few.whole, few.rows))])
             two = bench.sketch([Piece(partial(record.compute, other, few.rows))])
-    except Exception:  # rows that aren't in the order of their lengths, say: they are used
+    except Exception:  # for example, rows must be sorted by length: the last row is used
         return False
     return one.loss == two.loss and one.sums == two.sums
 

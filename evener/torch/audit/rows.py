@@ -33,7 +33,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
     cut: tuple[Any, ...] | None
     even: tuple[Any, ...]
     even_sizes: tuple[int, ...]
-    even_cut: tuple[Any, ...] | None = None  # those as cut from the whole batch
+    even_cut: tuple[Any, ...] | None = None  # the even parts, cut from the whole batch
 
     @property
     def rows(self) -> int:
@@ -42,9 +42,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def pads(self) -> bool:
-        """True if parts that are collated separately are padded to other lengths than
-        the whole batch.
-        """
+        """True if parts that are collated separately have other lengths than the whole batch."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [[each.shape for each in tensors_in(parts)] for parts in (self.cut, self.parts)]
@@ -56,7 +54,7 @@ def fetch_rows(
 ) -> FewRows | None:
     """Return some of these rows of a data set, chosen to differ in class and length.
 
-    None if there are fewer than two.
+    Return None if there are fewer than two.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -115,7 +113,7 @@ def copy_dataset(dataset: Any) -> Any:
 
 
 def cut_few(batch: Any, rows: int, in_order: bool = False) -> FewRows | None:
-    """Return some rows of a collated batch; None if it has fewer than two, or can't be cut.
+    """Return some rows of a collated batch, or None if it has fewer than two, or can't be cut.
 
     Of up to 32 rows, those that differ most are chosen, in an order that makes the parts differ;
     with `in_order`, they keep the batch's order.
@@ -208,7 +206,7 @@ def _join_sequences(rows: Sequence[Any]) -> Any:
 
 
 def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
-    """Return two parts of a collated batch; None if the batch can't be cut by rows."""
+    """Return two parts of a collated batch, or None if the batch can't be cut by rows."""
     try:
         return cut_rows(whole, 0, first, rows), cut_rows(whole, first, rows, rows)
     except RequestError:
@@ -216,8 +214,8 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return the class and length of a row; empty if it can't be collated alone, for
-    example in pairs.
+    """Return the class and length of a row, or () if it can't be collated alone, such
+    as in pairs.
     """
     try:
         return tuple(_sign(each) for each in tensors_in(collated([item])))
@@ -230,9 +228,7 @@ def _sign_rows(tensor: torch.Tensor) -> list[float]:
 
 
 def _sign(row: torch.Tensor) -> float:
-    """Return a number that distinguishes rows: a class itself, else the number
-    of meaningful values.
-    """
+    """Return a number that distinguishes rows: the class, else the number of meaningful values."""
     exact = not row.is_floating_point() and not row.is_complex()
     if row.numel() == 1 and exact:
         return float(row)

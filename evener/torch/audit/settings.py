@@ -18,11 +18,13 @@ import torch
 from .closures import is_foreign, is_own_object, list_names, read_cell
 
 STILL = 3  # checks in which a setting must have been the same
-DEPTH = 3  # of objects in objects
+DEPTH = 3  # levels of objects in objects
 MOST = 400  # settings that are checked, and entries of a dict
 _PLAIN = (bool, int, float, str, type(None))
-Code = tuple[CodeType, Mapping[str, Any]]  # of a function or a script, and its module's variables
-Key = tuple[int, Any]  # the id of what has the setting, and its name
+Code = tuple[
+    CodeType, Mapping[str, Any]
+]  # code of a function or script, and its module's variables
+Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
@@ -123,7 +125,7 @@ def _collect_function(
         return
     names = function.__code__.co_freevars
     for own, cell in zip(names, function.__closure__ or (), strict=True):
-        # a function of the loop's own is made anew in each step, its variables aren't
+        # a function defined in the loop is created in each step, its variables aren't
         _collect(id(cell), own, read_cell(cell), depth - 1, found)
     _collect_globals(function.__code__, function.__globals__, depth - 1, found)
 

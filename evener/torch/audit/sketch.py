@@ -34,13 +34,14 @@ class Signs:
         self._pools: dict[tuple[Any, ...], torch.Tensor] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return signs of `count` lines (which = 0) or columns (1), of
-        shape (count, PROJECTIONS).
+        """Return signs for `count` lines (which = 0) or columns (1).
+
+        Their shape is (count, PROJECTIONS).
         """
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype
         if key not in self._pools:
-            # by NumPy, as PyTorch's draws are other ones while rows are computed
+            # drawn by NumPy, as PyTorch's draws are replaced while rows are computed
             drawn = numpy.random.default_rng(SEED + which).integers(0, 2, (length, PROJECTIONS))
             self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like)
         return self._pools[key][:count]
@@ -93,7 +94,7 @@ class GradientSums:
         self._tensors = tensors
         self._signs = signs
         self._sums: dict[str, torch.Tensor] = {}
-        self._kinds: dict[str, torch.dtype] = {}  # of what is no tensor's gradient
+        self._kinds: dict[str, torch.dtype] = {}  # types of sums that aren't a tensor's gradient
         self._loss = 0.0
 
     def add(
@@ -162,9 +163,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which a tensor's gradient is passed to `function`, and to none of
-    the step's hooks.
-    """
+    """A context in which a tensor's gradient goes to `function` and to none of the step's hooks."""
     own = dict(tensor._backward_hooks or {})
     if own:
         tensor._backward_hooks.clear()

@@ -37,8 +37,9 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
-    """Return the frozen weights, each with what restores it; none if they outnumber
-    the trained weights.
+    """Return the frozen weights, each with the data that restore it.
+
+    Return none if they outnumber the trained weights.
     """
     every = [
         each
@@ -90,7 +91,7 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 
 
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """Return the data that restore a value in place; None for a value that is only referenced.
+    """Return the data that restore a value in place, or None for a value that is only referenced.
 
     Tensors of more than `most_bytes` aren't copied.
     """
@@ -109,7 +110,7 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return a tensor's version and a copy; None if the tensor is trained or too large."""
+    """Return a tensor's version and a copy, or None if the tensor is trained or too large."""
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
         return None
     if value.nbytes > most_bytes:

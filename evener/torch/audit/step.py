@@ -24,7 +24,7 @@ from .randomness import SEED
 
 Way = Sequence[Piece]
 REENTRANT = "use_reentrant=True"  # names such a checkpoint in PyTorch's messages
-# why a gradient can't be compared, as a part of a sentence
+# why a gradient can't be compared, as a part of a message
 UNREPEATABLE = "the same rows give another one each time that they are computed"
 DRAWN = (
     "it goes by random numbers of Python or NumPy that are drawn for each row, and are other ones"
@@ -54,8 +54,8 @@ class Ways(msgspec.Struct, frozen=True, eq=False):
     trained: Way
     changes: Mapping[str, AuditChange] = {}
     sizes: tuple[int, ...] = ()  # the rows of the parts
-    digest: int = 0  # of all that is in the rows
-    pads: bool = False  # parts that are collated by themselves have other lengths
+    digest: int = 0  # digest of all numbers in the rows
+    pads: bool = False  # parts that are collated separately have other lengths
 
 
 class Audited(msgspec.Struct, frozen=True):
@@ -89,7 +89,7 @@ def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
     try:
         found = _audit(bench, ways, moves)
         if found.sketch.sums or bench.losses_only:
-            return found  # else no weight's gradient was to be had
+            return found  # else no weight had a gradient
     except RuntimeError as error:
         if REENTRANT not in str(error):
             raise
@@ -181,7 +181,7 @@ class _Comparison:
 def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] | None:
     """Return the difference between the losses of both ways, and its likeliest cause.
 
-    None if there is no difference. Each piece is computed once, without repeats
+    Return None if there is no difference. Each piece is computed once, without repeats
     that measure rounding.
     """
     with bench.open():

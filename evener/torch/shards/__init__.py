@@ -1,3 +1,4 @@
-"""Train a PyTorch model whose state doesn't fit each device: state by memory, rows by speed; see
-`Split.shard`.
+"""Train a PyTorch model whose state doesn't fit each device; see `Split.shard`.
+
+State is divided by memory, rows by speed.
 """

@@ -1,9 +1,8 @@
-"""Checkpoints of a sharded model: whole tensors, which any shares, any number of ranks or plain
-PyTorch can load.
+"""Checkpoints of a sharded model: whole tensors, which any number of ranks or PyTorch can load.
 
 A folder has safetensors files, written one unit at a time, and an index that transformers reads,
-too. The index is replaced atomically once all files that it names are on disk: if a process ends
-before that, the old checkpoint stays whole.
+too. Any shares can load it. The index is replaced atomically once all files that it names are on
+disk: if a process ends before that, the old checkpoint stays whole.
 
 For a model with PEFT's adapters, the folder has what is trained, and PEFT's own files beside it.
 Packed weights (4 bits) aren't written: they are frozen, and the program makes them again.
@@ -112,10 +111,10 @@ def _whole_slots(sharded: Sharded) -> list[Slot]:
 
 
 def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield the whole parameters by name, one flat at a time, in host memory; empty except
-    on rank 0.
+    """Yield the whole parameters by name, one flat at a time, in host memory.
 
-    Flats that have none of the `wanted` names are left out; without `wanted`, none is.
+    They are empty except on rank 0. With `wanted`, only flats that have one of these
+    names are included.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
@@ -208,9 +207,7 @@ def _names(sharded: Sharded, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, with numbers instead of tensors and the
-    number of parameters.
-    """
+    """Return the optimizer's groups, without tensors: scalars, and the number of parameters."""
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
         | {"params": len(group["params"])}
@@ -261,8 +258,9 @@ def save(
 
 
 class _Writer:
-    """Writes files that no index names yet, and finally the index; `fault`
-    describes what failed.
+    """Writes files that no index names yet, and finally the index.
+
+    If something fails, `fault` describes it.
     """
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
@@ -414,8 +412,7 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Read the index, check that it belongs to this model, and return evener's own
-        entries in it.
+        """Read the index, and check that it belongs to this model; return evener's own entries.
 
         Raises RequestError on every rank if the checkpoint can't be loaded.
         """
@@ -481,8 +478,9 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the flats whose parameters the checkpoint has; for adapters that isn't
-        all of them.
+        """Return the flats whose parameters the checkpoint has.
+
+        A checkpoint of adapters has only some of the parameters.
         """
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]

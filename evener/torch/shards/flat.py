@@ -16,11 +16,11 @@ from ..sums.collectives import own_collectives
 
 
 class ShardPlace(msgspec.Struct, frozen=True):
-    """A rank's place among the ranks that shard a model: each rank's part of the state,
-    this rank's device.
+    """A rank's device, and its place among the ranks that shard a model.
 
-    With `alone`, the rank is measured without others: it gathers copies of its own shard instead of
-    theirs, and sums with no other rank.
+    `parts` are the fractions of the state that the ranks hold. With `alone`, the rank is
+    measured without others: it gathers copies of its own shard instead of theirs, and sums with
+    no other rank.
     """
 
     rank: int
@@ -48,17 +48,19 @@ class Slot:
     """A parameter: its names in the model, its whole tensor in a flat, and this rank's piece."""
 
     def __init__(self, tensor: Any) -> None:
-        self.tensor, self.shape = tensor, tensor.shape  # as it was made, until it is cut
+        self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
         self.names: list[str] = []
-        self.owners: list[tuple[Any, str]] = []  # the modules that have it, and its name in each
+        self.owners: list[
+            tuple[Any, str]
+        ] = []  # the modules that have the parameter, and its name in each
         self.units: set[str] = set()
-        self.start = 0  # in the flat
+        self.start = 0  # its first element in the flat
         # a Parameter of one dimension, which the optimizer trains; it may be empty
         self.piece: Any = None
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # the gradient's piece
         self.fired = False  # a gradient came since the last sum
-        self.kept = -1  # the version of the piece's gradient, while others wait for their sum
+        self.kept = -1  # the version of the piece's gradient while gradients wait for their sum
         # there is a sum in this backward pass; there was a gradient before it
         self.received = self.before = False
 
@@ -68,9 +70,7 @@ class Slot:
         return int(self.shape.numel())
 
     def is_kept(self) -> bool:
-        """True unless the piece's gradient was cleared or replaced since a pass kept
-        its gradient there.
-        """
+        """True unless the piece's gradient was cleared or replaced since a pass kept it."""
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
@@ -192,7 +192,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add the gradient that a backward pass left at a whole parameter, times `weight`,
+        """Add `weight` times the gradient that a backward pass left at a whole parameter
         to the buffer.
         """
         gradients = self._open()
@@ -284,9 +284,7 @@ class Flat:
                 )
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those
-        accumulated before it.
-        """
+        """Drop the gradients of a backward pass that didn't end, and accumulated ones."""
         for work in self._work:
             work.wait()
         if self._grads is not None:

@@ -58,9 +58,7 @@ ELEMENTWISE = (
     optim.SGD,
 )
 _all: weakref.WeakSet[Sharded] = weakref.WeakSet()
-_replaced: WeakIdKeyDictionary = (
-    WeakIdKeyDictionary()
-)  # parameters that pieces have taken the place of
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that were replaced by pieces
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 _counted: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose state the ledger counts
 
@@ -74,8 +72,7 @@ def shard(
     dtype: Any,
     casts: Any = None,
 ) -> Any:
-    """Return the model, sharded over the ranks of a training; arguments like
-    those of `Split.shard`.
+    """Return the model, sharded over the ranks of a training, like `Split.shard`.
 
     `casts` is the type of an autocast around each of the model's forward passes.
     """
@@ -120,9 +117,7 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Shard a model over the ranks of `place`: from now on its parameters are
-    this rank's pieces.
-    """
+    """Shard a model over the ranks of `place`; its parameters become this rank's pieces."""
     if place.device.type == "cpu":
         return_memory()
     for module in model.modules():
@@ -143,9 +138,7 @@ def cut_model(
 
 
 def _check(training: PlannedTraining, model: Any) -> None:
-    """Raises RequestError if the model or training uses something that can't be
-    combined with shards.
-    """
+    """Raises RequestError if the model or training can't be combined with shards."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or hasattr(model, "_orig_mod"):
@@ -194,8 +187,9 @@ def _parts(
 
 
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return the bytes of each GPU that are left for state; equal parts on CPUs,
-    which share memory.
+    """Return the bytes of each GPU that are left for state; equal parts on CPUs.
+
+    Ranks on CPUs share their memory.
     """
     own = 1.0
     if training.device.type == "cuda":

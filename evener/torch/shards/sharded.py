@@ -1,9 +1,8 @@
-"""A sharded model's passes: units are gathered one ahead and freed after use, and their gradients
-are summed to their owners.
+"""A sharded model's passes: units are gathered one ahead, then freed, and their gradients summed.
 
-Each backward pass through the model's outputs ends with a sum, also if it is one of several before
-the optimizer's step, as a rank holds only its shard of a gradient. All ranks compute the same units
-in the same order.
+The sum of a gradient goes to the owners of its shards. Each backward pass through the model's
+outputs ends with a sum, also if it is one of several before the optimizer's step, as a rank holds
+only its shard of a gradient. All ranks compute the same units in the same order.
 """
 
 from __future__ import annotations
@@ -90,14 +89,14 @@ class Sharded:
             Unit, Unit
         ] = {}  # the unit that was computed next in the last forward pass
         self._precedes: dict[Unit, Unit] = {}
-        self._last: Unit | None = None  # that was computed in this forward pass
-        self._final: Unit | None = None  # of the last forward pass: the first of the backward pass
+        self._last: Unit | None = None  # the last unit computed in this forward pass
+        self._final: Unit | None = None  # last in the last forward pass: first in the backward pass
         self._task: int | None = None  # the backward pass that is under way
-        self._batch: Any = None  # of the last forward pass
-        self._passing: Any = None  # of the backward pass
+        self._batch: Any = None  # batch of the last forward pass
+        self._passing: Any = None  # batch of the backward pass
         self._sending: Unit | None = None
-        self._flags: Any = None  # which parameters any rank used, on its way
-        self._computes = False  # the model's forward pass
+        self._flags: Any = None  # which parameters any rank used, while that is exchanged
+        self._computes = False  # the model's forward pass is running
         self._outside: list[Unit] = []  # used in this pass outside their modules' forward passes
         self._hook()
         self._spread_buffers()
@@ -121,9 +120,7 @@ class Sharded:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
     def _place_statistics(self, place: ShardPlace) -> None:
-        """Put the statistics that unpack packed weights on each rank's device, copied from
-        the first rank.
-        """
+        """Copy the first rank's statistics of packed weights to each rank's device."""
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
             each.quant_state.to(place.device)
@@ -134,9 +131,7 @@ class Sharded:
                 spread(statistics)
 
     def has_any(self, parameters: set[int]) -> bool:
-        """Return False; raises RequestError if another exchange would handle
-        these parameters, too.
-        """
+        """Return False, or raise RequestError if another exchange would handle these parameters."""
         if not parameters.isdisjoint(map(id, self.parameters)):
             raise RequestError(
                 "The model is sharded, and its gradients are summed already.",
@@ -245,10 +240,10 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a layer whose parameters are read outside its forward pass, until the
-        backward pass ends.
+        """Gather a layer whose parameters are read outside its forward pass.
 
-        An example is a loss that multiplies by the head's weight itself.
+        An example is a loss that multiplies by the head's weight itself. The layer stays gathered
+        until the backward pass ends.
         """
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
             return
@@ -284,9 +279,7 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit whose gradients are computed now, and start to gather the
-        one expected next.
-        """
+        """Gather a unit whose gradients are computed now, and start to gather the next one."""
         if self._task is None:
             self.arm(self._batch)
         unit.unsent = True
@@ -337,9 +330,7 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """Keep the gradients of a pass for a later sum, and the whole parameters for
-        that later pass.
-        """
+        """Keep a pass's gradients for a later sum, and the whole parameters for the later pass."""
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
         for flat in self.root.trained:
@@ -373,8 +364,9 @@ class Sharded:
             whole.settle(list(used))
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return whether any rank used each parameter; also copy the first rank's buffers
-        to all ranks.
+        """Return whether any rank used each parameter.
+
+        Also copies the first rank's buffers to all ranks.
         """
         if self.place.alone:
             return fired

@@ -57,8 +57,8 @@ def _find(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return a model's repeated blocks and the layers that are as large, or else modules of up to
-    an eighth of the model.
+    """Return a model's repeated blocks and equally large layers, or modules of up to an
+    eighth of it.
     """
 
     def is_called(module: Any) -> bool:
@@ -148,7 +148,7 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the type in which a parameter is gathered; None for its own type.
+    """Return the type in which a parameter is gathered, or None for its own type.
 
     It is `dtype` if specified. An autocast casts the parameters of linear layers to `casts` each
     time that they compute, so they are gathered in that type: the result is the same in half the
@@ -213,7 +213,7 @@ class Unit:
             slot.point_to(slot.whole)
 
     def hide(self) -> None:
-        """Make the model's parameters this rank's pieces, but keep the whole ones for
+        """Make the modules use this rank's pieces, but keep the whole parameters for
         the backward pass.
         """
         if self.gathered:
@@ -254,17 +254,13 @@ class Unit:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those
-        accumulated before it.
-        """
+        """Drop the gradients of a backward pass that didn't end, and accumulated ones."""
         self.unsent = False
         for flat in self.trained:
             flat.forget()
 
     def check_unchanged(self) -> None:
-        """Raises RequestError if a parameter was frozen, unfrozen or converted since the
-        model was sharded.
-        """
+        """Raises RequestError if a parameter was frozen, unfrozen or converted after sharding."""
         for flat in self.flats:
             for slot in flat.slots:
                 if (

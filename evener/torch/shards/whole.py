@@ -1,9 +1,8 @@
-"""Parameters that every rank holds whole beside shards: adapters, whose gradients are summed once
-for each batch.
+"""Parameters that every rank holds whole beside shards, such as adapters.
 
-If a small part of a model is trained and the rest is frozen, holding that part whole on each device
-costs less than gathering it in every pass. The parameters stay the model's own, so that any
-optimizer can train them and any library can save them.
+Their gradients are summed once for each batch. If a small part of a model is trained and the rest
+is frozen, holding that part whole on each device costs less than gathering it in every pass. The
+parameters stay the model's own, so that any optimizer can train them and any library can save them.
 """
 
 from __future__ import annotations
@@ -72,7 +71,7 @@ class WholeParameters:
         self.slots = list(slots)
         self._place, self._held = place, held
         self._sums: dict[torch.dtype, torch.Tensor] = {}  # this rank's gradients, until the sum
-        self._views: dict[Slot, torch.Tensor] = {}  # of them
+        self._views: dict[Slot, torch.Tensor] = {}  # each parameter's view of its sum
         self._earlier: dict[Slot, torch.Tensor | None] | None = None  # gradients summed before
         self.waits = False  # passes have left gradients for a later sum
         self._counted = False  # the gradients are in the ledger
@@ -88,9 +87,7 @@ class WholeParameters:
                 spread(self.parameters)
 
     def hook(self, begin: Callable[[], None], weight: Callable[[], float]) -> None:
-        """Register hooks that take each gradient times `weight()`; `begin` is called before
-        the first one.
-        """
+        """Register hooks that take each gradient times `weight()`, after calling `begin`."""
         for slot in self.slots:
             slot.piece.register_hook(lambda _: begin())
             slot.piece.register_post_accumulate_grad_hook(
