@@ -1,5 +1,6 @@
-"""Train any `transformers.Trainer` by a plan: uneven shares of each batch, the
-same learning result.
+"""Train any `transformers.Trainer` by a plan, with uneven shares of each batch.
+
+What is learned stays the same.
 
     trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
 

@@ -79,9 +79,7 @@ class TrainerWays:
         self._gathering = gathering
 
     def bench(self) -> Bench:
-        """Return a bench for the trainer's model, whose computations have no effect
-        on the training.
-        """
+        """Return a bench for the trainer's model, whose computations don't affect the training."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -98,8 +96,7 @@ class TrainerWays:
         return bench
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Ways:
-        """Return the ways to compute the reference gradient of a few rows and the
-        gradient by shares.
+        """Return the ways to compute a few rows' gradient: the reference, and by shares.
 
         The reference is one process's gradient, or, with `follows_launcher`, that of equal parts as
         the program's own launcher computes them. Passes of the shares are weighted by what the loss
@@ -119,8 +116,9 @@ class TrainerWays:
         return Ways(reference, trained, changes, few.sizes, digest, few.pads)
 
     def at_once(self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0) -> Way:
-        """Compute all rows at once, like one of `world` processes; `times` multiplies the
-        number of items.
+        """Compute all rows at once, like one of `world` processes.
+
+        `times` multiplies the number of items.
         """
         items = self.count_items([few.whole])
         return [
@@ -135,8 +133,7 @@ class TrainerWays:
         micro: int = 0,
         excess: bool = False,
     ) -> Way:
-        """Compute the parts as shares do, in passes of up to `micro` rows (0: one pass
-        for each part).
+        """Compute the parts like shares do, in passes of up to `micro` rows (0: one pass each).
 
         With `excess`, the loss keeps the factor by which the trainer's own loss is too large.
         """
@@ -175,7 +172,7 @@ class TrainerWays:
             return trainer._get_num_items_in_batch(list(batches), trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's own loss of a batch like one
+        """Return a function that computes the trainer's loss of a batch like one
         of `world` processes.
         """
         return refuse_meeting(partial(self._compute, batch, items, world))

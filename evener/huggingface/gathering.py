@@ -34,14 +34,13 @@ def processes(accelerator: Any, number: int) -> Iterator[None]:
 
 
 class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """One value of each rank and pass; its mean is weighted by `rows`, its sum is the
-    sum of `sums`.
+    """One value of each rank and pass.
+
+    The mean is weighted by `rows`; the sum is the sum of `sums`.
     """
 
     rows: torch.Tensor
-    sums: (
-        torch.Tensor
-    )  # each figure, added up over the pieces of a pass that was computed in several
+    sums: torch.Tensor  # each value, summed over the pieces of a pass
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
         """Return the sum over all pieces."""
@@ -74,14 +73,14 @@ class Gathering:
         self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
         self._world, self._alone, self._shift = accelerator.num_processes, False, 0.0
         self.calls = 0  # number of calls to gather in `alone`
-        self._rows: int | None = None  # that count in the current batch; None: all
+        self._rows: int | None = None  # rows that count in the current batch; None: all
         self._repeats = 0  # rows for which evaluation repeats a loss
         self._call = 0
         self._ends = True  # no other piece of the pass follows
         self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
         self._pieces: list[
             list[tuple[torch.Tensor, int]]
-        ] = []  # what each call had of those before, with their rows
+        ] = []  # what each call was given in earlier pieces of the pass, with their rows
         self._met: list[Any] = []  # what each call gathered in the pass: other ranks gather once
         accelerator.gather = self.gather
 
@@ -176,8 +175,9 @@ class Gathering:
         )
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the values of the pass so far; with those of other ranks once its last
-        piece is computed.
+        """Return the values of the pass so far.
+
+        Those of other ranks are included once the last piece is computed.
         """
         gather = self._gather if self._ends else lambda own: own
         figures = [figure for figure, _ in pieces]

@@ -38,14 +38,15 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of a pass's labels that the loss is a mean over, or 0 if it isn't
+        """Return how many of a pass's labels the loss is a mean over, or 0 if it isn't
         one over labels.
         """
         return count_labels(batch).get(self.mean_over, 0.0)
 
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
-        """Return the weight of a piece's loss in that of its pass; `own` of `rows` rows
-        are its own.
+        """Return the weight of a piece's loss in the loss of its pass.
+
+        `rows` are the rows of the pass, `own` those of the piece.
         """
         if (
             own == rows or self.mean_over == ITEMS
@@ -94,9 +95,7 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """True if some labels of the batch are ignored, which shows that the loss
-    allows ignored labels.
-    """
+    """True if some labels of the batch are ignored, which shows that the loss supports that."""
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 

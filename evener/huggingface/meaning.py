@@ -36,9 +36,9 @@ from .loss import IGNORED, ITEMS, ROWS, TrainerLoss, assume_loss, count_labels
 
 SHIFT = 1e4  # added to gathered values: a loss that depends on them changes
 GROSS = 0.25  # relative difference of gradients that needs no repeats to be certain
-MASKED = 2  # rows of which most labels are ignored, to tell labels from rows
+MASKED = 2  # rows whose labels are mostly ignored, to distinguish labels from rows
 LEFT = 4  # one of this many labels is kept in a masked row
-TELLING = 0.25  # as much less than rows do labels have to weigh in a part, to tell them apart
+TELLING = 0.25  # relative difference of weights by labels and by rows that distinguishes them
 PARTIAL = (
     "Leave out what is added for each batch, such as an auxiliary loss of experts"
     " (model.config.output_router_logits=False). " + REMEDIES["rows"]
@@ -53,15 +53,14 @@ def find_loss(
     ignores: bool,
     in_parts: bool = False,
 ) -> TrainerLoss:
-    """Return the meaning of the trainer's loss; what transformers assumes if the rows
-    don't show it.
+    """Return the meaning of the trainer's loss.
 
-    Every rank calls this, and raises RequestError if the loss isn't a mean over anything known.
-    `make` returns a few rows of the trainer's data. `ignores` is True if some labels of the data
-    are ignored: then more labels may be ignored, to distinguish means over rows from means over
-    labels. On a CPU that is tried in any case; on a GPU a loss that doesn't support ignored labels
-    would end the process. `in_parts` is True if a single process asks because it needs smaller
-    passes; then errors are raised.
+    If the rows don't show it, return what transformers assumes. Every rank calls this, and raises
+    RequestError if the loss isn't a mean over anything known. `make` returns a few rows of the
+    trainer's data. `ignores` is True if some labels of the data are ignored: then more labels may
+    be ignored, to distinguish means over rows from means over labels. On a CPU that is tried in any
+    case; on a GPU a loss that doesn't support ignored labels would end the process. `in_parts` is
+    True if a single process asks because it needs smaller passes; then errors are raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -111,10 +110,10 @@ class LossFinder:
         self._nearest = ROWS  # the name with the smallest difference
 
     def find(self) -> TrainerLoss | None:
-        """Return what the loss is a mean over, or None if these rows don't show it, or ranks meet
-        in the loss.
+        """Return what the loss is a mean over.
 
-        Raises RequestError if ranks would meet in the loss in different numbers of passes.
+        Return None if these rows don't show it, or ranks meet in the loss. Raises RequestError if
+        ranks would meet in the loss in different numbers of passes.
         """
         try:
             return self._find()
@@ -143,9 +142,7 @@ class LossFinder:
         return None
 
     def _find_multiplied(self, reference: Sketch) -> int:
-        """Return the factor by which the trainer multiplies its loss when
-        several processes train.
-        """
+        """Return the factor by which the trainer multiplies its loss for several processes."""
         if self._world == 1 and self._meets is None:
             return 1
         calls = 0 if self._meets is None else self._meets.calls
@@ -180,7 +177,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names whose weights make the parts' gradients add up to the gradient
+        """Return the names whose weights make the parts' gradients sum to the gradient
         of all rows.
         """
         few = self._few
@@ -224,8 +221,9 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Return the difference in gradients, or else in losses, and its cause, or None if
-        there is none.
+        """Return the difference in gradients, or else in losses, and its cause.
+
+        Return None if there is no difference.
         """
         ways = self._ways.make(self._few, loss)
         found = audit(self._ways.bench(), ways, moves=True)

@@ -1,4 +1,4 @@
-"""The passes of a Trainer: the weight of each one's loss, and the retry when memory runs out."""
+"""The passes of a Trainer: the weights of their losses, and the retry when memory runs out."""
 
 from __future__ import annotations
 
@@ -73,8 +73,9 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return the labels that count in each pass, by global batch, or 0 for a pass that
-    only keeps step.
+    """Return the labels that count in each pass, by global batch.
+
+    A pass that only keeps step has 0.
     """
     counts = []
     first = 0
@@ -93,9 +94,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Return the tokens of a pass: all of them, or without padding if the
-    trainer counts "non_padding".
-    """
+    """Return the tokens of a pass, without padding if the trainer counts "non_padding"."""
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0
@@ -105,9 +104,7 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Computes the passes of a Trainer's batches; a pass that ran out of memory is
-    retried in pieces.
-    """
+    """Computes the passes of a Trainer's batches, and retries in pieces if memory runs out."""
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes

@@ -12,12 +12,12 @@ from ..live.step_clock import ClockedReports
 
 
 def report(trainer: Trainer) -> None:
-    """Report a trainer's steps to the monitor, and its speed metrics to the
-    trackers in `report_to`.
+    """Report a trainer's steps to the monitor, and its speed metrics to its trackers.
 
-    The metrics are compute time (own work), waiting time, shares and samples/s. Call it once,
-    before `train`. Under a plan or `evener run` the steps are reported anyway; without either, the
-    metrics are samples/s, the time of a step, and the wait for data. Nothing else changes.
+    The trackers are those in `report_to`; the metrics are compute time (own work), waiting time,
+    shares and samples/s. Call this function once, before `train`. Under a plan or `evener run` the
+    steps are reported anyway; without either, the metrics are samples/s, the time of a step, and
+    the wait for data. Nothing else changes.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(
@@ -51,8 +51,9 @@ class _Figures(TrainerCallback):  # type: ignore[misc]  # transformers has no co
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step, with the rows of a full one; an epoch's last step
-        may have fewer.
+        """Report an optimizer step, with the rows of a full one.
+
+        The last step of an epoch may have fewer rows.
         """
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps

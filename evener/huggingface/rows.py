@@ -115,8 +115,9 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """True if ranks meet in every pass: FSDP gathers weights there, and TRL's
-    trainers their metrics.
+    """True if ranks meet in every pass.
+
+    FSDP gathers weights in each pass, and TRL's trainers gather metrics.
     """
     if trainer.is_fsdp_enabled or is_sharded(trainer.model):
         return True
@@ -185,9 +186,7 @@ class PassSampler(StepSampler):
         ]
 
     def pass_sizes(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows that count in each pass of the epoch's global
-        batch number `step`.
-        """
+        """Return the number of rows that count in each pass of the epoch's batch number `step`."""
         rows = self.sampler
         if isinstance(rows, LengthSampler):
             return rows.pass_sizes(step * rows.global_batch, rows.epoch)
@@ -232,9 +231,7 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """True if the loader of the trainer's class makes its batches itself, with its
-    own batch sampler.
-    """
+    """True if the loader of the trainer's class makes its batches by its own batch sampler."""
     loader = make_whole(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))

@@ -21,8 +21,9 @@ ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Placed before a Trainer class whose plan shards the model; `Split.save`
-    writes its checkpoints.
+    """Placed before a Trainer class whose plan shards the model.
+
+    `Split.save` writes its checkpoints.
     """
 
     args: Any

@@ -1,6 +1,4 @@
-"""A Trainer under a plan: the rows that it loads, the weights of its passes and the
-metrics it logs.
-"""
+"""A Trainer under a plan: its rows, the weights of its passes and the metrics that it logs."""
 
 from __future__ import annotations
 
@@ -110,8 +108,8 @@ def with_plan(
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
     """Placed before a Trainer class, whose own methods do everything that isn't overridden here."""
 
-    _given: SimpleNamespace  # to with_plan
-    # train by the loss of the program's own launcher, where that is another than one process's
+    _given: SimpleNamespace  # the arguments of with_plan
+    # train by the loss of the program's own launcher, if that differs from one process's loss
     keeps_launcher = False
     args: Any
     state: Any
@@ -122,8 +120,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Train by the plan from now on; also for a trainer that was created before it
-        got this class.
+        """Train by the plan from now on.
+
+        Also called on a trainer that was created before it got this class.
         """
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
@@ -154,7 +153,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._is_last = True  # the part that runs is its batch's last
         self._factor: Any = None  # factor of the loss of the pass that runs
         self._evaluates = False  # a batch of an evaluation
-        self._newest = 0  # global batch of the epoch
+        self._newest = 0  # newest global batch of the epoch
         self._tokens = 0
         self._logged: list[tuple[Any, ...]] = []  # in a pass
         self._planned.timer.has_own_work = not self.is_fsdp_enabled and has_own_work(
@@ -247,9 +246,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _weigh(
         self, passes: list[Any], sizes: list[Any], totals: list[int], device: torch.device
     ) -> Any:
-        """Store the weight of each pass in its global batch; return the step's items
-        over all ranks.
-        """
+        """Store the weight of each pass in its global batch; return the items over all ranks."""
         rows = [own for step in sizes for own in step]
         with self._gathering.alone():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
@@ -262,7 +259,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         )
         if (
             ignored and not self._loss.certain
-        ):  # rows don't tell labels from rows as long as all labels count
+        ):  # means over labels and rows can't be distinguished while all labels count
             self._loss = self._find_loss(True)
             weights, _, _ = weigh_passes(
                 self._loss, passes, sizes, totals, None, self._gathering, device
@@ -336,8 +333,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log like the trainer does: a pass once it is complete, and only the last pass
-        of a batch.
+        """Log like the trainer does, but a pass once it is complete, and only a
+        batch's last pass.
         """
         if self._factor is None:
             super().log(*logged, **options)
@@ -350,9 +347,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the trainer's own loss is too large and which is kept; 1
-        if none is.
-        """
+        """The factor by which the trainer's own loss is too large, if that is kept; else 1."""
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -419,8 +414,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Average the losses that aren't logged yet over ranks; the trainer takes the
-        first rank's losses.
+        """Average the losses that aren't logged yet over ranks.
+
+        The trainer would take the first rank's losses.
         """
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)

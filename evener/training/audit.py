@@ -39,7 +39,7 @@ from statistics import median
 
 import msgspec
 
-FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # that are audited; then every EVERY-th
+FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # audited steps; after them every EVERY-th
 EVERY = 2000
 EARLY = 64  # up to this step one difference ends the training; later it is confirmed first
 AGAIN_AFTER = 3  # steps after a change until another batch is audited
@@ -53,7 +53,7 @@ MIXED = "float64 by float32"  # models of float64 often compute norms and softma
 # 25 steps; 2e-5 with 100 million); the mildest wrong losses that were tried differ by 2.4e-4 and
 # 1.2e-3.
 FLOORS = {"float64": 1e-10, MIXED: 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-LOSS_SAFETY = 0.1  # of a gradient's floor may a loss differ by rounding
+LOSS_SAFETY = 0.1  # times a gradient's floor: the rounding allowed in a loss
 # A difference counts where it is as many times the largest one by rounding; on an H200 a decoder of
 # a billion parameters came to 12 times what disturbed sums show.
 SAFETY = 30.0
@@ -83,8 +83,8 @@ class Sketch(msgspec.Struct):
         self.kinds[name] = kind
 
     def size(self, name: str) -> float:
-        """Return the norm of a tensor's gradient, estimated from its sums, or 0 if it
-        has no gradient.
+        """Return the norm of a tensor's gradient, estimated from its sums, or 0
+        without a gradient.
         """
         return _size(self.sums.get(name, ()))
 
@@ -124,8 +124,8 @@ def _compare(
 
 
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
-    """True if the losses of two sketches differ by no more than rounding, allowed
-    like in `compare`.
+    """True if the losses of two sketches differ by no more than the rounding
+    that `compare` allows.
     """
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
@@ -138,7 +138,7 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference that is largest in proportion to what rounding allows.
 
-    `noises` are those of `find_noises`. Return None if the reference isn't finite, or
+    `noises` are those of `find_noises`. Return None if the reference isn't finite, or if it
     has no gradient.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
@@ -175,8 +175,7 @@ def floor(kind: str) -> float:
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return the relative differences by rounding alone, by tensor, as repeats of the
-    reference show them.
+    """Return the relative differences by rounding alone, by tensor, as repeats show them.
 
     Each is estimated from a few random sums, which may be small by chance, so none is taken to be
     less than the median over all tensors.
@@ -247,7 +246,7 @@ class Action(Enum):
     """What follows from an audit."""
 
     GO_ON = "go on"
-    CONFIRM = "confirm"  # audit the next step too: nothing is said yet
+    CONFIRM = "confirm"  # audit the next step too, without a message yet
     REFUSE = "refuse"  # end the training with an error
     GO_EVEN = "go even"  # only `evener run`: shares are even from now on
     WARN = "warn"  # on every rank and in the app; the training goes on
@@ -262,7 +261,7 @@ class Audits:
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:
         self.step = 0  # steps that have begun
-        self.over = False  # a difference was acted on, and nothing is left to look for
+        self.over = False  # a difference was acted on, so that nothing is left to audit
         self._evens = evens
         self._strict = strict
         self._signatures: set[Hashable] = set()
@@ -288,9 +287,7 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Note that something else has changed; return True if the current step is
-        to be audited.
-        """
+        """Note that something else has changed; return True if this step is to be audited."""
         return self.sees(("change", len(self._signatures)))
 
     @property
@@ -303,8 +300,9 @@ class Audits:
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return what follows from the audit of this step; `differs` is True if any rank
-        saw a difference.
+        """Return what follows from the audit of this step.
+
+        `differs` is True if any rank saw a difference.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:
@@ -384,11 +382,10 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the name of the likeliest cause: the first question, in the order of CAUSES,
-    that is true.
+    """Return the name of the likeliest cause: the first true question, in the order of CAUSES.
 
     A question computes the path that trains with one thing changed; it is true if that removes the
-    difference. Return "rows" if no question is true.
+    difference. If no question is true, "rows" is returned.
     """
     for name in CAUSES:
         if name in answers and answers[name]():

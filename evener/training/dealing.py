@@ -20,7 +20,7 @@ _DEARER = (
     2,
     4,
 )  # prices of a further pass, in its fixed seconds: several ranks may open one for the same run
-_BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # of the batch that is dealt in blocks
+_BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are dealt in blocks
 
 
 class Hands:
@@ -64,8 +64,9 @@ class DealWays:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return each rank's seconds if it computes the first `rows` rows alone, in runs that
-        end at `stops`.
+        """Return each rank's seconds if it computes the first rows alone.
+
+        `rows` is the number of rows, `stops` are the ends of the runs that are passes.
         """
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -139,8 +140,9 @@ class DealWays:
         yield len(self._lengths)
 
     def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
-        """Deal the first rows as one block for each rank, with the earliest finish; None if a
-        row doesn't fit.
+        """Deal the first rows as one block for each rank, with the earliest possible finish.
+
+        Return None if a row doesn't fit.
         """
         if not rows:
             return Hands(len(self._ranks))
@@ -156,8 +158,9 @@ class DealWays:
         return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """Lay blocks one after the other, each as large as `limit` seconds allow; None if
-        rows are left.
+        """Lay blocks one after the other, each as large as `limit` seconds allow.
+
+        Return None if rows are left.
         """
         hands, row, run = Hands(len(self._ranks)), 0, 0
         for rank in self._by_speed:
@@ -207,8 +210,8 @@ class DealWays:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return the finish time of a pass that the rank begins with `row`; infinite if the
-        row doesn't fit.
+        """Return the finish time of a pass that the rank begins with `row`; infinite if
+        it doesn't fit.
         """
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
@@ -228,13 +231,13 @@ def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
     )
 
 
-# over the lower bound, and this for each rank: no further way to deal is tried
+# relative to the lower bound, plus a part for each rank: no further way to deal is tried
 CLOSE_ENOUGH = 0.005
 CLOSE_PER_RANK = 0.0025
 
 Passes = tuple[
     tuple[tuple[int, ...], ...], ...
-]  # of each rank, the places in the batch of each pass's rows
+]  # for each rank and pass, the places of its rows in the batch
 
 
 class Deal(msgspec.Struct, frozen=True):
@@ -266,7 +269,7 @@ class Dealer(msgspec.Struct, frozen=True):
     """
 
     ranks: tuple[RankCost, ...]
-    ratios: tuple[float, ...]  # of rows to ranks where all rows are equally long
+    ratios: tuple[float, ...]  # of the ranks' rows if all rows are equally long
     saves_padding: bool = True  # by further passes; else there are only those that limits require
 
     def deal(self, lengths: Sequence[int]) -> Deal:

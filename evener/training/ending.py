@@ -1,6 +1,4 @@
-"""End a process whose main thread can't end it, as it waits in a library call
-that never returns.
-"""
+"""End a process whose main thread is stuck in a library call that never returns."""
 
 from __future__ import annotations
 
@@ -81,7 +79,7 @@ def end_when_stuck() -> None:
             if number[0] != signal.SIGINT or not is_ours():  # another handler takes it
                 continue
             time.sleep(STUCK_SECONDS)
-            if heard[0] < came - 1.0 and is_ours():  # one call may stand for two signals
+            if heard[0] < came - 1.0 and is_ours():  # one handler call may cover two signals
                 say(
                     f"evener: ended, as a call didn't come back for {STUCK_SECONDS:g} s after "
                     f"Ctrl-C."

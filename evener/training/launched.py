@@ -13,21 +13,21 @@ from pathlib import Path
 from .first_rank import is_in_other_run
 
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
-# the file that was launched, where PLAN is one for the devices that are left
+# the plan that was launched, if PLAN is the one for the remaining devices
 REPLACED_PLAN = "EVENER_REPLACED_PLAN"
 RUN = "EVENER_RUN"  # the name under which a training may keep a journal
 # a folder of the launcher, in which each process keeps its last record
 RECORDS = "EVENER_RECORDS"
-RESTART = "EVENER_RESTART"  # why the launcher has started it again
+RESTART = "EVENER_RESTART"  # why the launcher restarted the training
 PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener run
-# JSON of its words, where evener run --balance measures its trainer
+# JSON of the command's arguments, if evener run --balance measures its trainer
 PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"
 
-# HOST:PORT of PyTorch's MASTER_ADDR and MASTER_PORT, and the file that is their store in its place
+# HOST:PORT of PyTorch's MASTER_ADDR and MASTER_PORT, and the rendezvous file that replaces them
 MEETING = "EVENER_MEETING"
 GROUPS = "EVENER_GROUPS"  # process groups that met in it before, in this process and its parents
 
-# set where one process trains on all devices, and there may be one for each
+# set if one process trains on all devices, and evener launch can start one for each instead
 ONE_PROCESS = "EVENER_ONE_PROCESS"
 WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
 
@@ -62,10 +62,9 @@ def launched_device() -> str:
 
 
 def meeting_file(address: str) -> str | None:
-    """Return the rendezvous file that replaces HOST:PORT for this host's processes; None
-    for a port.
+    """Return the rendezvous file that this host's processes use instead of HOST:PORT, or None.
 
-    It is None in a run of another launcher, too, which may use the same address.
+    It is None if a port is used, and in a run of another launcher, which may use the same address.
     """
     named, _, path = os.environ.get(MEETING, "").partition(" ")
     if is_in_other_run():
@@ -74,9 +73,7 @@ def meeting_file(address: str) -> str | None:
 
 
 def launched_run() -> str:
-    """Return the name that evener launch gave to this training; empty if it didn't
-    start the training.
-    """
+    """Return the name that evener launch gave to this training; empty without evener launch."""
     return os.environ.get(RUN, "")
 
 

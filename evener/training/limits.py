@@ -12,14 +12,12 @@ from enum import StrEnum
 
 import msgspec
 
-LEAST_SHARE = 0.05  # of a step, for a part to be named
-LEAST_STEP_LEFT = 1e-3  # of a step: no remedy leaves less than this
+LEAST_SHARE = 0.05  # fraction of a step from which a part is a limit
+LEAST_STEP_LEFT = 1e-3  # fraction of a step: no remedy leaves less than this
 
 
 class LimitKind(StrEnum):
-    """The kinds of limits; `meaning` describes what happens, `usual_remedy` how to
-    remove the limit.
-    """
+    """The kinds of limits: `meaning` describes one, `usual_remedy` is how to remove it."""
 
     meaning: str
     usual_remedy: str
@@ -120,13 +118,13 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     kind: LimitKind
     milliseconds: float  # of a step
     share: float  # of a step, 0 to 1
-    remedy: str  # a sentence or a command
+    remedy: str  # a message or a command
     gain: float
     gain_low: float  # 95 % interval
     gain_high: float
     by: str = ""
     measured: bool = False  # the gain is of a step that ran without the limit
-    # the plan does so already: milliseconds and share are of a step without the plan
+    # the plan removes the limit: milliseconds and share are of a step without the plan
     taken_away: bool = False
 
 
@@ -196,8 +194,9 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return unequal work without what heat, power or a neighbour explain;
-    other parts unchanged.
+    """Return unequal work without what heat, power or a neighbour explain.
+
+    Other parts are returned unchanged.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part

@@ -61,10 +61,10 @@ def judge(figures: LossFigures) -> LossMeaning:
 
 
 def mean_by(figures: LossFigures, name: str) -> float:
-    """Return the mean of the parts' losses, weighted by their counts of `name`; infinite if
-    all are 0.
+    """Return the mean of the parts' losses, weighted by their counts of `name`.
 
-    The loss of a part with count 0 is ignored, as a mean over nothing is NaN.
+    The loss of a part with count 0 is ignored, as a mean over nothing is NaN. If all counts are 0,
+    the mean is infinite.
     """
     counts = figures.counts[name]
     total = sum(counts)

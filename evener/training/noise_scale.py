@@ -1,10 +1,9 @@
-"""The noise scale of a training's gradient, from squared norms: the batch size beyond which more
-rows gain little.
+"""The noise scale of a training's gradient: beyond it, more rows in a batch gain little.
 
-A gradient of n rows is the true gradient G plus noise of variance tr(S) / n, where S is the
-covariance of one row's gradient. The noise scale is tr(S) / |G|^2, in rows (McCandlish et al.
-2018, arXiv 1812.06162): a step of B rows gains B / (B + noise scale) of what a step of infinitely
-many rows would.
+It is computed from squared norms. A gradient of n rows is the true gradient G plus noise of
+variance tr(S) / n, where S is the covariance of one row's gradient. The noise scale is tr(S) /
+|G|^2, in rows (McCandlish et al. 2018, arXiv 1812.06162): a step of B rows gains B / (B + noise
+scale) of what a step of infinitely many rows would.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import msgspec
 EVERY = 8  # one of this many steps is measured: two norms cost about 1 % of a step
 BLOCK = 8  # samples whose mean is one value for the interval
 FEWEST_BLOCKS = 6  # for an interval
-KEPT = 0.97  # of a block's weight as the next one comes: about 33 blocks count
+KEPT = 0.97  # factor of a block's weight for each later block: about 33 blocks count
 ENDLESS = 1e18  # rows; JSON has no infinity
 
 Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
@@ -70,14 +69,15 @@ def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
 
 
 def worth(batch: int, noise_scale: float) -> float:
-    """Return the efficiency of a batch's rows, 0 to 1, relative to batches far below
-    the noise scale.
+    """Return the efficiency of a batch's rows, 0 to 1, relative to very small batches.
+
+    Batches far below the noise scale have the efficiency 1.
     """
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the ratio of rows to the same loss, in batches of `other` rows over batches
+    """Return how many times as many rows reach the same loss in batches of `other` as
     of `batch` rows.
     """
     return (noise_scale + other) / (noise_scale + batch)
@@ -107,9 +107,7 @@ class NoiseWindow:
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Add a step's sample; a sample that isn't finite, such as after an overflow,
-        is left out.
-        """
+        """Add a step's sample, unless it isn't finite, such as after an overflow."""
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1

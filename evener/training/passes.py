@@ -1,5 +1,4 @@
-"""The passes of a rank's batch: their rows, their weights, and the retry of one that ran out of
-memory. Pure, and the same for every trainer and framework.
+"""The passes of a rank's batch: their rows, their weights, and retries when memory runs out. Pure.
 
 A pass is one forward and backward pass (a micro-batch). A rank whose rows don't fit into memory at
 once computes them in several passes; the sum of the passes' gradients, each times its weight, is
@@ -12,8 +11,9 @@ the same rows:
         ...                                    # compute turn.rows rows of pass turn.number
         queue.complete()                       # or limit.halve(turn.rows) and queue.retry()
 
-Each framework's adapter undoes the failed attempt itself before the retry. Callers are the user's
-own training loops (`evener/torch/step`), transformers' Trainer, Lightning and Keras.
+The rules are the same for every trainer and framework: the user's own training loops
+(`evener/torch/step`), transformers' Trainer, Lightning and Keras. Each of their adapters undoes the
+failed attempt itself before the retry.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..errors import DeviceError
 from ..shares.whole_rows import bounds, count_passes, even, split_passes
 
 CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
-LOOK_STEPS = 10  # between looks whether other processes have given memory back
+LOOK_STEPS = 10  # between checks whether other processes have freed memory
 MOST_FAILURES = 20  # failures in a row of a pass that can't be smaller
 
 
@@ -70,9 +70,9 @@ def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float,
 class Pass(NamedTuple):
     """A pass of the plan, or a piece of one that ran out of memory."""
 
-    number: int  # of the plan's pass in the batch, from 0
+    number: int  # index of the plan's pass in the batch, from 0
     start: int  # its first row in that pass
-    rows: int  # that count; 0 where the rank only keeps step
+    rows: int  # rows that count; 0 if the rank only keeps step
     planned: int  # rows of the plan's pass
     ends: bool  # no piece of the plan's pass is left after it
     last: bool  # nothing of the batch is left after it
@@ -100,7 +100,7 @@ class PassLimit:
         self.most: int | None = None  # rows of a pass; None: the plan's
         self._clean_steps = 0  # since a pass ran out of memory
         self._failures = 0  # of passes that can't be smaller, in a row
-        self._others_bytes = 0  # that other processes held when memory ran out last
+        self._others_bytes = 0  # bytes that other processes held when memory last ran out
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
         """Start a batch, and raise the limit if that is due.
@@ -119,10 +119,9 @@ class PassLimit:
             self._clean_steps = 0
 
     def count(self, rows: int, most: int, least: int = 1) -> int:
-        """Return the number of passes that `rows` rows take now, if the plan has `most` rows
-        in a pass.
+        """Return the number of passes that `rows` rows take now.
 
-        `least` is that of `count_smaller_passes`.
+        `most` are the rows of a pass in the plan; `least` is that of `count_smaller_passes`.
         """
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)

@@ -79,7 +79,7 @@ class Window(NamedTuple):
     """A window of steps with the current shares."""
 
     start: int  # its first step
-    factors: tuple[float, ...]  # how many times as long as by its curve each rank took
+    factors: tuple[float, ...]  # each rank's own work divided by its curve's seconds
     rest_s: float  # of a step: what isn't the slowest rank's own work; 0 where that is unknown
 
 
@@ -103,7 +103,7 @@ class Rebalancer:
     ) -> None:
         self._curves = list(curves)
         self._proportional = [_is_proportional(curve) for curve in curves]
-        # nobody knew more of the devices when the training began
+        # nothing was known about the devices' speed when the training began
         self._even = all(self._proportional) and len(set(shares)) == 1
         self._most = tuple(most)
         self._unmeasured = tuple(math.ceil(GROWTH * share) for share in shares)
@@ -161,18 +161,14 @@ class Rebalancer:
         ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Return the seconds of each rank's share by its curve, including the cost
-        of further passes.
-        """
+        """Return the seconds of each rank's share by its curve, with the cost of further passes."""
         given = zip(
             self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
         )
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return the number of passes of each share, if memory holds as many rows as
-        it did last.
-        """
+        """Return the number of passes of each share, if memory holds as many rows as before."""
         if not self._passes:
             return [1] * len(shares)
         return [
@@ -283,11 +279,10 @@ class Rebalancer:
         return learned
 
     def _learn_extras(self) -> bool:
-        """Learn the cost of a further pass from a change in the number of passes; True if
-        it was learned.
+        """Learn the cost of a further pass from a change in the number of passes.
 
-        Own work is F * (t(rows in k passes) + (k - 1) * extra) before and after the change; F
-        cancels out in their ratio.
+        Return True if it was learned. Own work is F * (t(rows in k passes) + (k - 1) * extra)
+        before and after the change; F cancels out in their ratio.
         """
         learned, guess = (
             False,
@@ -320,9 +315,7 @@ class Rebalancer:
         return tuple(own / planned for own, planned in zip(own_work_s, self._planned, strict=True))
 
     def _note_noise(self, factors: tuple[float, ...]) -> None:
-        """Update the standard deviation of each rank's windows by the difference of the
-        last two windows.
-        """
+        """Update the standard deviation of each rank's windows from the last two windows."""
         if not self._windows:
             return
         for rank, (now, before) in enumerate(zip(factors, self._windows[-1].factors, strict=True)):
@@ -342,7 +335,7 @@ class Rebalancer:
         rest_s = median(each.rest_s for each in recent)
         least = self._needed_gain(span, factors, self._planned, rest_s)
         if max(self._counts) == 1 and self._most_gain(factors, rest_s) < least:
-            return None  # passes come and go by leaps
+            return None  # one pass more or less would make the gain jump
         shares = self._solve(factors)
         if shares is None or shares == self.shares:
             return None
@@ -388,8 +381,7 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much each rank's first windows with these shares vary, relative
-        to other ranks.
+        """Return how much each rank's first windows with these shares vary beside the other ranks'.
 
         With too few windows, return the values from earlier shares.
         """
@@ -422,9 +414,7 @@ class Rebalancer:
         return bounded and share + self._quantum > self._walls[rank]
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return the gain in these windows' steps if each rank's curve had
-        predicted these seconds.
-        """
+        """Return the gain in these windows' steps if each rank's curve had the given seconds."""
         rest = math.fsum(each.rest_s for each in windows)
         before, after = (
             rest + math.fsum(max(map(mul, each.factors, some)) for each in windows)
@@ -448,15 +438,13 @@ class Rebalancer:
         return Change(shares, pass_rows(shares, self._walls), reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message that names the device that got slower or faster, by how much,
-        and since when.
-        """
+        """Return a message: which device got slower or faster, by how much, and since when."""
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
         rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
         apart = math.log(max(factors) / min(factors))
-        if abs(shifts[rank]) < max(LEAST_SHIFT, apart / 2):  # it was so from the beginning
+        if abs(shifts[rank]) < max(LEAST_SHIFT, apart / 2):  # so since the beginning
             rank = max(range(len(factors)), key=factors.__getitem__)
             percent = 100 * (factors[rank] / min(factors) - 1)
             if percent < 100 * LEAST_SHIFT and max(self._counts) > 1:
@@ -519,7 +507,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum of new shares: up to 8, a divisor of these shares, and fine
+    """Return the quantum of new shares: a divisor of these shares, up to 8, smaller
     for small shares.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
@@ -564,8 +552,9 @@ def _slope(curve: Curve, share: int) -> float:
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if the change from `now` to `then` undoes at least half of that from
-    `before` to `now`.
+    """True if a change of shares undoes at least half of the change before.
+
+    The changes are from `before` to `now` and from `now` to `then`.
     """
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
@@ -573,9 +562,7 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor is nearer to the usual one shifted by `shift` (a logarithm) than to
-    the usual one.
-    """
+    """True if a factor has moved by more than half of `shift`, a logarithm, from the usual one."""
     return math.log(factor / usual) / shift > 0.5
 
 

@@ -43,8 +43,7 @@ def main() -> None:
 
 
 def _count_starts(folder: str) -> dict[str, str]:
-    """Count restarts on every host, if PyTorch's agents on several hosts restart
-    all ranks themselves.
+    """Count restarts on every host, if PyTorch's agents restart all ranks themselves.
 
     An agent only counts restarts that a process of its own host has caused.
     """

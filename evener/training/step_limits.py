@@ -214,8 +214,9 @@ def _find_host(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the slowest rank's compute time (own work) beyond equal times, or None if it
-    is only noise.
+    """Return the slowest rank's compute time (own work) beyond equal times.
+
+    Return None if it is no more than noise.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
@@ -232,9 +233,7 @@ def _find_unequal(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time of each rank if all took equally long, by the ranks'
-    rows per second.
-    """
+    """Return the compute time of each rank if rows were divided by the ranks' rows per second."""
     shares = [each.share or 1 for each in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)

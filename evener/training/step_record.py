@@ -17,9 +17,9 @@ from typing import Literal
 
 import msgspec
 
-WARM_STEPS = 3  # with new shares
-FEWEST_STEPS = 5  # undisturbed, for shares to count
-KEPT_STEPS = 200  # of the first shares, and of the last ones
+WARM_STEPS = 3  # first steps with new shares, which don't count
+FEWEST_STEPS = 5  # undisturbed steps that shares need to count
+KEPT_STEPS = 200  # steps kept for the first shares, and for the last ones
 TOGETHER = 4  # steps in a row that are slow or fast together
 ERRORS = 2.0  # standard errors on each side of an interval
 LEAST_ERROR = 1e-3  # relative: clocks, and what no two trainings have in common

@@ -480,7 +480,7 @@ class LossRecord:
         for enabled in (
             False,
             True,
-        ):  # a loss that uses gradients, such as a gradient penalty, needs them
+        ):  # a loss with a gradient penalty needs gradients
             self._random.restore()
             try:
                 with torch.set_grad_enabled(enabled):

@@ -21,9 +21,7 @@ STILL = 3  # checks in which a setting must have been the same
 DEPTH = 3  # levels of objects in objects
 MOST = 400  # settings that are checked, and entries of a dict
 _PLAIN = (bool, int, float, str, type(None))
-Code = tuple[
-    CodeType, Mapping[str, Any]
-]  # code of a function or script, and its module's variables
+Code = tuple[CodeType, Mapping[str, Any]]  # code, and its module's variables
 Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 

@@ -50,9 +50,7 @@ class Slot:
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
         self.names: list[str] = []
-        self.owners: list[
-            tuple[Any, str]
-        ] = []  # the modules that have the parameter, and its name in each
+        self.owners: list[tuple[Any, str]] = []  # modules that have it, and its name in each
         self.units: set[str] = set()
         self.start = 0  # its first element in the flat
         # a Parameter of one dimension, which the optimizer trains; it may be empty

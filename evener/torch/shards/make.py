@@ -230,7 +230,7 @@ def _patch() -> None:
 
     def unscale_on_all(scaler: Any, optimizer: Any, *arguments: Any) -> Any:
         found = unscale(scaler, optimizer, *arguments)
-        if find(optimizer) is not None:  # a rank sees overflows in its shard alone
+        if find(optimizer) is not None:  # a rank sees overflows only in its shard
             for each in found.values():
                 _reduce(each, dist.ReduceOp.MAX)
         return found
