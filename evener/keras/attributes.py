@@ -90,7 +90,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace tensors that the last call left by those of the same name in `leaves`."""
+        """Replace each tensor that the last call left by the one of the same name in `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)

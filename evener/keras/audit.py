@@ -338,10 +338,10 @@ class StepAudit:
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Compare the outputs of rows with those of the same rows in parts.
+        """Compare the outputs of rows that are computed together and in parts.
 
-        Returns a finding if they differ. The parts are two of unequal size, which needn't be the
-        shares', and each row alone, if the model can compute single rows.
+        Returns a finding if they differ. The rows are computed in two parts of unequal size, which
+        needn't match the shares, and one by one, if the model can compute single rows.
         """
         few = min(int(count_rows(rows)), FEW)
         first = max(1, 3 * few // 8)
@@ -498,8 +498,7 @@ class StepAudit:
     ) -> GradientDifference | None:
         """Return a difference of gradients, or of losses, which gradients of 0 may hide.
 
-        `repeats` are results of the reference step with rounding errors, which determine the
-        tolerance.
+        The tolerance comes from `repeats`, results of the reference step with rounding errors.
         """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)

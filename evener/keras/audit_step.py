@@ -62,8 +62,8 @@ class StepVariable(NamedTuple):
 class TracedStep:
     """The graph of a step for batches (x, y, weight) of this type with any number of rows.
 
-    `variables` are those that the step reads or assigns, by key; `assigned` are the keys of
-    those that it may assign. With `shifted`, its decisions can be forced to either side. A
+    `variables` are the variables that the step reads or assigns, by key; `assigned` has the keys of
+    the variables that it may assign. With `shifted`, its decisions can be forced to either side. A
     `plain` step computes one loss, and its results contain the outputs from which that loss is
     computed. `draws` is True if the step draws random numbers that can't be made independent of
     where a row is computed.
@@ -295,7 +295,7 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """Return the keys of variables that a graph may assign: those with uses other than reading."""
+    """Return the keys of variables that a graph may assign: it doesn't just read them."""
     found = set()
     for outer, inner in graph.captures:
         uses = {operation.type for operation in inner.consumers()}

@@ -60,7 +60,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """Return the callbacks of this process, the last of which is `Together`.
+    """Return the callbacks of this process, with `Together` as the last one.
 
     Callbacks that write files are kept only in the first process.
     """

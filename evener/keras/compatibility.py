@@ -275,7 +275,7 @@ OTHER = ""  # none of them
 
 
 class PartKinds(msgspec.Struct, frozen=True):
-    """How quantities of parts of a batch combine into those of the whole batch.
+    """How losses, states and attributes of parts of a batch combine into the whole batch's.
 
     By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
     ROWS, SUM, one of COUNTS, or OTHER. `states` gives the kind (ROWS, SUM, SAME or OTHER) of each

@@ -101,7 +101,10 @@ def cut_pieces(x: Tensors, dealt: DealtArrays) -> list[tuple[Tensors, Any]]:
 
 
 def cut_steps(x: Tensors, steps: Any) -> Tensors:
-    """Cut the second axis of tensors to `steps` where it is as long as the first tensor's."""
+    """Cut the second axis of the tensors to `steps`.
+
+    Tensors whose second axis isn't as long as the first tensor's are returned unchanged.
+    """
     whole = _count_steps(x)
     return keras.tree.map_structure(
         lambda each: each[:, :steps] if each.shape.rank > 1 and each.shape[1] == whole else each, x
@@ -401,7 +404,7 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if these shapes are those of the model's inputs without the batch axis.
+    """True if these shapes equal the shapes of the model's inputs without the batch axis.
 
     Each shape then has one axis less than its input. If an input has as many axes as a batch of
     another input would, an open axis of the inputs or a known first axis of the samples decides.

@@ -101,9 +101,9 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return, by place, how far the margins of parts of a batch are from those of the whole.
+    """Return, by place, how far the margins of parts of a batch are from the whole batch's.
 
-    `others` has all margins of the parts at a place. Places where all margins agree are left out.
+    `others` has all margins of the parts at a place. A place is left out if all its margins agree.
     """
     found = {}
     for place, margins in whole.items():

@@ -31,7 +31,7 @@ class OwnRows(NamedTuple):
 
 
 def from_frame(leaf: Any) -> Any:
-    """Return the array of a pandas table or column; any other leaf is returned as it is.
+    """Return the array of a pandas table or column; any other leaf is returned unchanged.
 
     Like in Keras, a column gets a second axis.
     """
@@ -255,7 +255,7 @@ def call_in_scope(model: Any, x: Tensors, training: bool) -> tuple[Tensors, list
 
 
 def split_losses(model: Any, losses: Sequence[Any]) -> tuple[list[Any], list[Any]]:
-    """Split the losses of a call into those that layers added and the regularizers of weights.
+    """Split the losses of a call into the losses that layers added and the weights' regularizers.
 
     Keras lists the regularizers last.
     """
@@ -336,7 +336,7 @@ def scale_loss(model: Any, loss: Any) -> Any:
 def apply_gradients(model: Any, gradients: Sequence[Any]) -> None:
     """Update the trainable weights with the summed gradients of `scale_loss`.
 
-    The sums overflow exactly where the gradients of one device would.
+    The sums overflow exactly if the gradients of one device would.
     """
     headroom, weights = _headroom(model), model.trainable_weights
     if headroom > 1:
@@ -355,7 +355,7 @@ def _headroom(model: Any) -> float:
 
 
 def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Multiply by the headroom; the result is NaN where float16 would be infinite."""
+    """Multiply by the headroom; the result is NaN if it would be infinite in float16."""
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):

@@ -109,7 +109,7 @@ class PartCalls(NamedTuple):
     def judge(
         self, data: Tensors, edges: Sequence[int], training: bool, partial: bool, batch: int
     ) -> PartKinds:
-        """Return how the losses, states and attributes of the parts make up those of the whole."""
+        """Return how losses, states and attributes of the parts combine into the whole batch's."""
         model = self.call.model
         loss, seen = ROWS, ""
         added = _judge_added(self.call, self.every, self.results, self.sizes)
@@ -134,8 +134,8 @@ class PartCalls(NamedTuple):
     def _find_states(self) -> dict[int, str]:
         """Return the kinds of states, judged by calls from two different values of the states.
 
-        These are the current values and those after this call: a sum that decays can't be
-        distinguished from a plain sum while it is 0.
+        The first calls start from the current values, the second ones from the values after this
+        call: a sum that decays can't be distinguished from a plain sum while it is 0.
         """
         whole, *parts = self.results
         states = _judge_states(self.call.model, {}, whole, parts, self.sizes)
@@ -358,7 +358,7 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 def check_batch(engine: Engine, first: Tensors, training: bool = True) -> None:
     """Measure a batch, store the result in the engine, and create variables.
 
-    Raises RequestError if the loss can't be put together from those of parts.
+    Raises RequestError if the batch's loss can't be computed from its parts' losses.
     """
     with tf.device(engine.device):
         batch = _read_triple(first)

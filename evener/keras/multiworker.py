@@ -1,4 +1,4 @@
-"""Engine multiworker: one process per device, each of which computes its own rows.
+"""Engine multiworker: one process per device, and each process computes its own rows.
 
 Gradients are summed over the group (all-reduce). Model and optimizer live outside TensorFlow's
 strategy, so that clipping, loss scaling and gradient accumulation act on the gradient of the whole
@@ -78,7 +78,7 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 class Workers:
     """The engine of one process of a group.
 
-    Its steps take the process's `OwnRows`, or a whole batch of which they use those rows.
+    Its steps take the process's `OwnRows`, or a whole batch, from which they cut these rows.
     """
 
     name = "multiworker"
@@ -349,8 +349,8 @@ class Workers:
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
         """Run forward and backward on own rows.
 
-        Returns the results and, for each state that the rows of all processes change, its previous
-        value.
+        Returns the results and the previous values of all states that the rows of all processes
+        change.
         """
         model = self.model
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -369,10 +369,7 @@ class Workers:
         ]
 
     def _shared_states(self) -> list[tuple[Any, str]]:
-        """Return the kinds of states that a call assigns and the rows of all processes change.
-
-        Each item is (state, kind).
-        """
+        """Return the states that a call assigns from the rows of all processes, and their kinds."""
         found, states = self.kinds[True], self.model.non_trainable_variables
         kinds = kinds_of_states(self.model, found)
         every = [(states[place], kinds[id(states[place])]) for place in found.states]

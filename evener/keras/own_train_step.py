@@ -1,4 +1,4 @@
-"""Runs an overridden `train_step` around an engine's step, as it runs around Keras' own.
+"""Runs an overridden `train_step` around an engine's step instead of around Keras' own.
 
 It must call `super().train_step(data)`; typically it adds a value to the logs.
 """

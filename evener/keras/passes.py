@@ -205,8 +205,8 @@ class PassSums(NamedTuple):
 class DevicePasses:
     """The passes of one device, the `number`-th of its process.
 
-    `data` is its (x, y, weight), of which `size` rows count; `rows` is the number of rows
-    in the whole batch.
+    `data` is the device's (x, y, weight), `size` the number of its rows that count, and `rows` the
+    number of rows in the whole batch.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""Sparse gradients, for example of an embedding table of which a batch uses some rows.
+"""Sparse gradients, such as the gradient of an embedding table when a batch uses only some rows.
 
 Keras' optimizers square and clip each slice separately, so summing the slices of a row that occurs
 several times would change the training. Passes and processes therefore concatenate their slices, as

@@ -1,4 +1,4 @@
-"""A step with passes that goes on if memory runs out in one of them.
+"""A step that continues if memory runs out in one of its passes.
 
 The passes are one graph; summing over the processes and updating the weights is another. If memory
 runs out in the first graph, the states are restored and it runs again with more passes, while the
