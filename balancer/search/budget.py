@@ -1,10 +1,11 @@
-"""The least a probe should cost, how long it may measure, and whether it still fits the budget.
+"""How long a probe may measure, what it costs at least, and whether it still fits the budget.
 
-Exploration has a part of the budget, so that the race can measure every candidate once: all of it
-where only solo, even and split are asked for, less where packs, placements and other knobs follow,
-as each needs children of its own, which take time to start. Before the first split, a round alone
-that a plan can do without takes at most half of `EXPLORES` of what is left of that part, and keeps
-the time of that split. Other probes need only to fit.
+Exploration gets a part of the budget, so that the race can measure every candidate once: nearly all
+of it if only solo, even and split layouts are requested, and less if packs, placements and other
+knobs follow, since each of these starts child processes of its own, which takes time. Before the
+first split, a round of devices alone that the plan doesn't depend on may take at most half of
+`EXPLORES` of what is left of that part, and must leave the time for the first split. Any other
+probe only has to fit.
 """
 
 from __future__ import annotations
@@ -31,17 +32,17 @@ from .time_left import (
     untimed_seconds,
 )
 
-BASE_SECONDS: dict[Stage, float] = {  # a probe of quick steps
+BASE_SECONDS: dict[Stage, float] = {  # of a probe whose steps are quick
     "solo": 3.0, "rest": 3.0, "split": 4.0, "part": 4.0, "shard": 6.0,
     "pack": 2.0, "race": 3.0, "knobs": 3.0, "check": 4.0,
 }  # fmt: skip
-# a probe of slow steps should have time for this many: fewer say little of their noise
+# steps that a probe of slow steps should have time for: fewer tell little about their noise
 STEPS_A_PROBE = 12
-WARM_UP_STEPS = 2  # that have to agree before steps are timed; a lone step has none
-PRICE = 0.05  # relative gain that all the time that is left should bring
-# of the budget: packs grow until then, as knobs follow whose children have to start
+WARM_UP_STEPS = 2  # warm-up steps that have to agree before steps are timed; a lone step has none
+PRICE = 0.05  # relative gain that spending all of the remaining time should bring
+# fraction of the budget in which packs may grow: knobs follow, whose child processes have to start
 GROWS = 0.65
-# of what is left: a probe of the race that would take more to show its noise is of a lone step
+# fraction of the remaining time: a race probe that needs more to show its noise times a lone step
 CERTAIN_TURN = 0.5
 
 
@@ -56,8 +57,10 @@ class Budget:
         machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
-        """The steps of layouts that never ran are as the `machine` predicts them, else as the
-        devices alone promise.
+        """Read what the probes in `seen` have spent.
+
+        Steps of layouts that never ran are predicted by `machine`; without it, they are estimated
+        from the devices' speeds alone.
         """
         self._options = options
         self._seen = seen
@@ -67,14 +70,14 @@ class Budget:
         self.starts = Starts(seen)
         self.time = TimeLeft(problem, options, seen)
         self.seconds = self.time.seconds
-        # without a budget, once the race is over: would a search that is over go on?
+        # no budget, and the race is over: used to ask whether a finished search would go on
         self._endless = race_is_over and math.isinf(self.seconds)
         # the least relative gain that is worth a probe
         self.least_gain = max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN
 
     @property
     def spent(self) -> float:
-        """Seconds of all probes so far."""
+        """The seconds that all probes have taken so far."""
         return self.time.spent
 
     def probe_seconds(
@@ -85,11 +88,12 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """The seconds that the next probe may measure, if `reserved` seconds follow.
+        """Return the seconds that the next probe may measure, if `reserved` seconds follow it.
 
-        In exploration at most 1 / `SURPRISE` of what is left, in other stages 1 / `probes_left`;
-        two steps in any case. Where steps are too slow for that, less than one: the probe is then
-        of a lone step. A check makes the figure certain, and is never of one.
+        In exploration, that is at most 1 / `SURPRISE` of what is left, in other stages 1 /
+        `probes_left`, and always enough for two steps. If steps are too slow for that, the result
+        is less than one step: the probe then times a lone step. A check confirms the winner's
+        samples/s, so it never consists of a lone step.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -112,11 +116,11 @@ class Budget:
         reserved: float = 0.0,
         steps: int | None = None,
     ) -> bool:
-        """True if the shortest probe of this layout can end when the stage `ends_with` has to, in
-        its first turn.
+        """True if the layout's shortest probe can end before the stage `ends_with` has to end.
 
-        Usually the probe's own stage; "race", the whole budget, for a probe without which there
-        would be no result.
+        `ends_with` is usually the probe's own stage; for a probe without which there would be no
+        result, it is "race", which has the whole budget. With a `turn` after the first, the time of
+        later turns counts.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._end(ends_with, turn)
@@ -124,7 +128,7 @@ class Budget:
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
-        """The layout's probe in a turn, if the budget affords it; otherwise none."""
+        """Return the layout's probe in a turn if the budget affords it; empty otherwise."""
         fewest = FEWEST_STEPS if stage == "check" else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()
@@ -132,11 +136,11 @@ class Budget:
         return (Probe(layout, stage, seconds, turn),)
 
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
-        """True if exploration may take this long and leave the time for what comes after it, if
-        there is any.
+        """True if exploration may spend `seconds` now and still leave `after` seconds
+        for what follows.
 
-        Where steps are so slow that probes are of a lone one, there is no time for many: then any
-        that leaves the time for what comes after it may run.
+        If a step of `step_seconds` is so slow that probes time a lone step, there is no time for
+        many probes: then any probe that leaves `after` seconds may run.
         """
         left = self._end("solo") - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -145,14 +149,14 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_dear(self, seconds: float) -> bool:
-        """True if these seconds are more than a small part of what is left, so that a risk of
-        losing them isn't taken lightly.
+        """True if `seconds` are more than a small part of what is left, so that losing them is
+        a real risk.
         """
         return seconds > PRICE * (self.seconds - self.spent)
 
     def cheap(self, seconds: float) -> bool:
-        """True if these seconds are a small part of what is left: enough for a look where nothing
-        is expected.
+        """True if `seconds` are a small part of what is left, so that a probe without expected
+        gain may run.
         """
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
@@ -164,8 +168,9 @@ class Budget:
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Seconds of the shortest probe of a layout, with the start of its children if they don't
-        run yet.
+        """Return the seconds of a layout's shortest probe.
+
+        The start of the layout's child processes is included if they don't run yet.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
@@ -173,31 +178,33 @@ class Budget:
         return self.starts.seconds(layout) + self._warm_up(layout, step) + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """The number of turns of these layouts that still fit the budget; infinite without one."""
+        """Return how many turns of these layouts still fit the budget; infinite
+        without a budget.
+        """
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
         if not each:
             return 0.0
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def enough_for(self, missing_seconds: float) -> float:
-        """A budget that leaves `missing_seconds` more for first turns, after exploration has taken
-        its part of it.
+        """Return a budget with `missing_seconds` more for first turns, beside the
+        part for exploration.
         """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 
     def enough_to_grow(self, grown_seconds: float) -> float:
-        """A budget in which packs may take `grown_seconds` more, by what was spent up to the first
-        turns.
+        """Return a budget in which packs may take `grown_seconds` more, given what the search spent
+        up to the first turns.
         """
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS
 
     def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """The second of the budget at which a stage has to end."""
+        """Return when a stage has to end, in seconds of the budget."""
         later = turn > FIRST_TURN and stage in ("race", "knobs")
-        if self.race_is_over or later:  # once it is over, exploration may have the rest
+        if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
         if stage in EXPLORATION:
             return self.time.explore_seconds
@@ -208,7 +215,7 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
-        """What a probe takes besides its start and the time that it may measure."""
+        """Return what a probe takes beside its start and its timed steps."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
@@ -240,7 +247,7 @@ class Budget:
 
     @cached_property
     def _solo_rates(self) -> dict[int, float]:
-        """The most samples/s of each device alone."""
+        """The highest samples/s of each device alone."""
         rates: dict[int, float] = {}
         for seen in self._timed:
             layout = seen.probe.layout

@@ -1,4 +1,4 @@
-"""The next step of a search, and the reason for its end, in words."""
+"""Messages that explain a search's next step and why it ends."""
 
 from __future__ import annotations
 
@@ -17,8 +17,10 @@ WHY_SOLO = (
 
 
 def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
-    """The purpose of a probe, after a split or `split_before` any, and of how many `running`
-    layouts in the race.
+    """Return a message about the purpose of a probe.
+
+    `split_before` tells whether a split was measured already, and `running` is how many layouts
+    take part in the race.
     """
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
@@ -51,7 +53,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """What a round of devices alone is to show."""
+    """Return what a round of devices alone should show."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -61,7 +63,7 @@ def _explain_solo(probe: Probe) -> str:
 
 
 def _explain_split(layout: Layout, split_before: bool) -> str:
-    """The purpose of a real step over several devices."""
+    """Return the purpose of a real step over several devices."""
     devices = len(layout.active)
     if layout.costs:
         return f"Measures a real step, its rows assigned to {devices} devices by what they cost."
@@ -70,7 +72,9 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 
 
 def explain_nobody(model: MachineModel) -> End:
-    """Why no device can be used, each with its smallest failure."""
+    """Return the end of a search in which no device can be used, with each
+    device's smallest failure.
+    """
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"
         for i, device in enumerate(model.devices)
@@ -80,11 +84,10 @@ def explain_nobody(model: MachineModel) -> End:
 
 
 def find_doubt(model: MachineModel, chosen: Result) -> str:
-    """The doubt about a plan that nothing left to measure is expected to change, in words; empty if
-    there is none.
+    """Return a message if there is reason to doubt the plan, else an empty string.
 
-    Of plans without a doubt 1.3 of 100 are over 3 % off, of those with one of them 12 (4,740 hard
-    searches).
+    It is meant for a plan that no further measurement is expected to change. In 4,740 hard
+    searches, 1.3 % of the plans without a doubt were more than 3 % off, and 12 % of those with one.
     """
     layout, rate = chosen.layout, chosen.throughput
     if not layout.traits.by_shares or layout.traits.sharded or layout.knobs:
@@ -111,6 +114,6 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
 
 
 def explain_too_long(problem: Problem) -> End:
-    """Why rows of unequal length can't be trained."""
+    """Return the end of a search whose longest row doesn't fit on any device."""
     row = "it" if problem.longest_row < 0 else f"row {problem.longest_row}"
     return End(Stop.ROW_TOO_LONG, f"{row} has {problem.lengths[-1]} tokens")

@@ -1,7 +1,7 @@
-"""What the observations say: which probes come next, which layout is best, and why the search ends.
+"""Conclusions from the observations: the next probes, the best layout, and why the search ends.
 
-An evaluation is made anew after each observation; everything in it is computed once, when it is
-first asked for.
+A new evaluation is created after each observation; each of its values is computed once,
+on first access.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ from .time_left import TimeLeft
 
 
 class Evaluation:
-    """What one set of observations says about a problem."""
+    """The conclusions from one set of observations of a problem."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self.problem = problem
@@ -61,23 +61,23 @@ class Evaluation:
     def next_probes(self) -> tuple[Probe, ...]:
         """The probes to run now, at the same time; empty when the search is over.
 
-        What failed by chance comes first.
+        Retries of probes that failed by chance come first.
         """
         retries = self._retries()
         if retries:
             return retries
         wished = next(filter(None, self._wishes()), ())
-        # a journal is read in any order: what comes after a check says so
+        # a journal may be read in any order, so each probe after a check records that check's turn
         turn = self._seen.checked_turn
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wished)
 
     def _wishes(self) -> Iterator[tuple[Probe, ...]]:
-        """What each part of the search would measure now, in the order in which they are asked;
-        empty for nothing.
+        """Yield the probes that each part of the search wants next, by priority; empty if
+        it wants none.
 
-        The race is interrupted whenever exploration wants a probe and its part of the budget isn't
-        spent. When it is over, exploration may spend the rest of the budget; so it may after a
-        check, which adds to the curves.
+        The race is interrupted whenever exploration wants a probe and hasn't spent its part of the
+        budget. When the race is over, exploration may spend the rest of the budget, also after a
+        check, which adds points to the curves.
         """
         if not self._seen.timed("check"):
             yield self._explore(self.budget)
@@ -94,9 +94,7 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """The probes that failed once and are tried again now: one, or a whole round of devices
-        alone.
-        """
+        """Return the probes to retry after a failure: one, or a whole round of devices alone."""
         failed = self._seen.open_failures()
         if failed and failed[0].stage == "solo":
             return tuple(probe for probe in failed if probe.stage == "solo")
@@ -104,28 +102,30 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The least seconds of the winner's check."""
+        """The least seconds that checking the winner takes."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """The next batch of every device alone, else the next split; empty when nothing is wanted
-        or affordable.
+        """Return the next batch of every device alone, else the next split.
+
+        Returns an empty tuple if nothing is wanted or affordable.
         """
         if self._why_none:
             return ()
         return explore(self.policy, budget, self.options.with_splits)
 
     def _explore_rest(self, seconds: float | None) -> tuple[Probe, ...]:
-        """The next probe of exploration once the race is over, with a budget of `seconds`; None
-        means no budget.
+        """Return exploration's next probes after the race, with a budget of `seconds`.
+
+        None means no budget.
         """
         problem = msgspec.structs.replace(self.problem, budget_seconds=seconds)
         rest = Budget(problem, self.options, self._seen, self.machine, race_is_over=True)
         return self._explore(rest)
 
     def belief(self) -> Belief:
-        """The search's view between two probes, to be drawn."""
+        """Return the search's current curves and its next step, to be drawn between two probes."""
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy
@@ -133,7 +133,7 @@ class Evaluation:
         return Belief(curves, self._explain_next())
 
     def _explain_next(self) -> str:
-        """What is measured next and why, in a sentence."""
+        """Return a message about what is measured next, and why."""
         if self._seen.open_failures():
             return "Tries once more what failed."
         if not self.next_probes:
@@ -145,7 +145,7 @@ class Evaluation:
     # ------------------------------------------------------------------ why it ends
 
     def ended(self) -> End | None:
-        """Why nothing more is asked; None while something is."""
+        """Return why the search is over; None if there are more probes to run."""
         return None if self.next_probes else self._why_over()
 
     @cached_property
@@ -175,7 +175,9 @@ class Evaluation:
         return self._settled()
 
     def _settled(self) -> End:
-        """That nothing is left to measure, with a doubt about the plan if there is one."""
+        """Return the end of a search that has nothing left to measure, with any doubt
+        about its plan.
+        """
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
         doubt = find_doubt(self.model, self.best)
@@ -185,23 +187,23 @@ class Evaluation:
 
     @cached_property
     def time(self) -> TimeLeft:
-        """The time that is left, as the devices' models have to know it."""
+        """The remaining time, as far as the devices' models depend on it."""
         return TimeLeft(self.problem, self.options, self._seen)
 
     @cached_property
     def model(self) -> MachineModel:
-        """The curves and limits of the devices, as if all rows cost the same."""
+        """The curves and limits of the devices, assuming that all rows cost the same."""
         return MachineModel(self.problem, self._seen, self.time)
 
     @cached_property
     def by_rows(self) -> RowPolicy:
-        """What to try if all rows cost the same."""
+        """The policy that chooses layouts if all rows cost the same."""
         return RowPolicy(self.model)
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """What to try: by the lengths of rows, or by their number if no unequal lengths are
-        known.
+        """The policy that chooses layouts: by row lengths, or by row counts if no unequal
+        lengths are known.
         """
         if not self.problem.lengths:
             return self.by_rows
@@ -209,18 +211,20 @@ class Evaluation:
 
     @property
     def machine(self) -> MachineModel:
-        """What is known of the devices, with what rows cost on them."""
+        """The policy's model of the devices, including the cost of rows on them."""
         return self.policy.machine
 
     @cached_property
     def budget(self) -> Budget:
-        """The part of the budget that is left, and what probes cost."""
+        """The part of the budget that is left, and the cost of probes."""
         return Budget(self.problem, self.options, self._seen, self.machine)
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """A sharded training; None where the workload has none, or each device holds the model and
-        nobody asks.
+        """The search for a sharded training; None if there is none to search for.
+
+        That is so if the workload doesn't support sharding, or if sharding wasn't requested and
+        every device can hold the whole model.
         """
         problem = self.problem
         asked = any(family.traits.sharded for family in self.options.wanted)
@@ -235,7 +239,7 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if a device can't hold the model, though nobody else holds its memory."""
+        """True if a device can't hold the model even though no other process uses its memory."""
         for position, device in enumerate(self.model.devices):
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
             if device.out_of_use and not device.lost and all_its_own:
@@ -251,18 +255,18 @@ class Evaluation:
 
     @cached_property
     def race(self) -> Race:
-        """The race between the layouts that are offered."""
+        """The race between the offered layouts."""
         return Race(self.offers, self.machine, self.budget)
 
     # ------------------------------------------------------------------ who is best
 
     @cached_property
     def best(self) -> Result | None:
-        """The layout to take, of everything that was measured and may still run; None before
-        anything was.
+        """The best layout among all that were measured and may still run; None
+        before any measurement.
 
-        Its figure is that of the turns since it was chosen, if there are any: of noisy figures the
-        highest is too high.
+        Its samples/s come from the turns since it was chosen, if there are any: the highest of
+        several noisy values is biased upwards.
         """
         chosen = self._chosen
         if chosen is None:
@@ -278,11 +282,11 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The best layout, by the turns that chose it.
+        """The best layout, by the turns that led to its choice.
 
-        A layout that the race has not measured yet counts with what exploration measured, unless no
-        measurement could tell its shares from those of one of the race. If no layout may run any
-        more, the best of those that ran.
+        A layout that the race hasn't measured yet counts with its measurements from exploration,
+        unless its shares are too close to a raced layout's to be told apart by a measurement. If no
+        measured layout may run any more, the best of those that ran is chosen.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
@@ -295,8 +299,10 @@ class Evaluation:
         return self._ran[choose_winner(candidates, turns, self.problem).layout]
 
     def _choices(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
-        """The layouts with a batch asked for that may be chosen: those of the race, and others, of
-        families asked for, whose shares a measurement could tell from the race's.
+        """Return the layouts that may be chosen, all with the requested batch.
+
+        They are the layouts of the race, and others of requested families whose shares differ
+        measurably from those of the race.
         """
         fit = [one for one in self._ran if self.problem.global_batch in (None, one.global_batch)]
         apart = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
@@ -305,8 +311,9 @@ class Evaluation:
 
     @cached_property
     def _ran(self) -> dict[Layout, Result]:
-        """Every layout that ran as one whole training and may run again, over its turns; all that
-        ran, if none may.
+        """The result over all turns of every layout that ran as one training run and may run again.
+
+        If none may run again, all that ran are included.
         """
         found = self._seen.timed("solo", "rest", "split", "shard", "race")
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -318,7 +325,11 @@ class Evaluation:
         }
 
     def _figure(self, turns: Turns) -> Interval:
-        """Samples/s over some turns; of lone steps as uncertain as all of the search show."""
+        """Return the samples/s over some turns, with their interval.
+
+        If all of them are lone steps, the interval is at least as wide as the search's
+        lone steps suggest.
+        """
         figure = throughput(turns)
         if not all(one.lone for one in turns.values()):
             return figure
@@ -331,21 +342,24 @@ class Evaluation:
         return lone_error_of([(one.first_step_seconds, one.step_seconds) for one in lone])
 
     def _turns(self, layout: Layout) -> dict[int, Timed]:
-        """The turns that give a layout's figure; of one that was never measured uncontended, its
-        measurements of the solo stage.
+        """Return the turns that determine a layout's samples/s.
+
+        For a layout that was never measured without contention, these are its measurements in
+        the solo stage.
         """
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
-        """The turns that give a layout's figures."""
+        """Return the turns that determine a layout's samples/s."""
         return tuple(self._turns(layout).values())
 
     # ------------------------------------------------------------------ the report
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """All that a plan, a verdict and tables are made of; None before anything was measured.
+        """Return all data for a plan, a verdict and tables; None before any measurement.
 
-        `own_batch` is that of the user's script today, whose samples/s are predicted.
+        `own_batch` is the batch that the user's script uses today; the report
+        predicts its samples/s.
         """
         if self.best is None:
             return None
@@ -383,8 +397,10 @@ class Evaluation:
         )
 
     def ranking(self) -> tuple[Standing, ...]:
-        """Every layout of the race, the winner first, each with the one figure that is said of
-        it.
+        """Return every layout of the race, the winner first.
+
+        If the best layout is among them, its samples/s are those of `best`, so that
+        all reports agree.
         """
         found = list(self.race.ranking)
         for place, one in enumerate(found):
@@ -394,7 +410,9 @@ class Evaluation:
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:
-        """Every layout that ran and may run again, the fastest first; all that ran, if none may."""
+        """Return every layout that ran and may run again, the fastest first; all that ran
+        if none may.
+        """
 
         def order(one: Result) -> tuple[float, int, tuple[int, ...]]:
             return -one.throughput.value, one.layout.global_batch, one.layout.shares
@@ -402,14 +420,14 @@ class Evaluation:
         return tuple(sorted(self._ran.values(), key=order))
 
     def solos(self) -> tuple[Result | None, ...]:
-        """Each device's highest throughput alone, as measured; None for one that never ran."""
+        """Return each device's best result alone; None for a device that never ran alone."""
         alone = [one for one in self.results() if one.layout.traits.alone]
         fastest = {one.layout.active[0]: one for one in reversed(alone)}
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """The best single device: as raced, else the fastest measured at the global batch asked
-        for.
+        """Return the best single device from the race, else the fastest one measured at
+        the requested batch.
         """
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
@@ -420,16 +438,16 @@ class Evaluation:
 
     @property
     def _measured_retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory in the race, with the smaller one that ran in its
-        place.
+        """Pairs of a layout that ran out of memory in the race and the smaller one
+        that ran instead.
         """
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _ungrown(self) -> tuple[Candidate, ...]:
-        """The next pack in each mode whose throughput still grew when packing's part of the budget
-        was spent.
+        """The next pack of each mode whose throughput was still growing when the budget for
+        packs ran out.
         """
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
@@ -437,8 +455,9 @@ class Evaluation:
 
     @property
     def _enough_seconds(self) -> float:
-        """Seconds of a budget that would just have been enough to measure every layout once, and
-        another pack of each mode.
+        """The budget, in seconds, that would have been just enough to measure every layout once.
+
+        It includes one more pack of each mode that was still growing.
         """
         budget = self.budget
         live = self.model.live
@@ -453,12 +472,13 @@ class Evaluation:
 
     @property
     def mean_length(self) -> float:
-        """Tokens of a row, without padding; 0 where rows have no lengths."""
+        """The mean tokens per row without padding; 0 if rows have no lengths."""
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """The seconds of exchange by the number of hosts, beyond those of one host; empty on one
-        host.
+        """Return the seconds of exchange by number of hosts, beyond those within one host.
+
+        Returns an empty tuple for a single host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:
@@ -466,13 +486,14 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Each device's curve in a split of rows, and the rows of a pass that surely fit; nothing
-        for other layouts.
+        """Return each device's curve in a split of rows, and the rows of one pass that surely fit.
+
+        For other layouts, the curves are empty and the rows are 0.
         """
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """True if no measurement could tell the layout's shares from those of one of the others."""
+    """True if a measurement couldn't tell the layout's shares from those of one of the others."""
     return any(same_measurement(layout, each) for each in others)

@@ -1,5 +1,5 @@
-"""What exploration measures next: the machine says what is known, its predictions what may be
-fastest, the stages what to try.
+"""Exploration's next measurement: the machine model and its predictions tell the stages
+what to try.
 """
 
 from __future__ import annotations
@@ -14,8 +14,9 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """The next batches of devices alone, else the next split or device at rest; empty when nothing
-    is wanted or affordable.
+    """Return the next batches of devices alone, else the next split or device at rest.
+
+    Returns an empty tuple if nothing is wanted or affordable.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -1,4 +1,4 @@
-"""What exploration found, as families choose their layouts from it (`families.View`)."""
+"""The results of exploration in the form from which families choose layouts (`families.View`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """The view of families: lists have the best first."""
+    """What families see of the search; its lists start with the best layout."""
 
     def __init__(
         self,
@@ -39,23 +39,22 @@ class FamilyView:
 
     @cached_property
     def splits(self) -> Sequence[Layout]:
-        """The preferred split, and others that are worth a race; none unless splits were asked
-        for.
-        """
+        """The preferred split, and others worth racing; empty unless splits were requested."""
         return self._policy.best_splits() if self.options.with_splits else []
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """Even splits; none while splits that were asked for are not explored."""
+        """The even splits; empty while splits were requested but none was explored yet."""
         if self.options.with_splits and not self._policy.machine.splits:
             return []
         return self._policy.even_splits(self.splits, self.options.scaling)
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The batch for layouts that have none of their own: the fixed one, the best single
-        device's, else one that no single device could hold; None before one is known, and where
-        rows are assigned by what they cost.
+        """The batch for layouts without one of their own; None if it isn't known yet.
+
+        It is the fixed batch, else that of the best single device, else the smallest that didn't
+        fit on a device alone. It is also None if rows are assigned by cost.
         """
         if not self._policy.machine.by_rows:
             return None
@@ -69,7 +68,7 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """Packing in each mode whose number of trainings is searched for."""
+        """A `Packing` for each mode in which the best number of trainings is searched for."""
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
         at_once = [layout for layout in self.singles if not layout.in_passes]

@@ -1,4 +1,4 @@
-"""The layouts that a search is asked for, the candidates of a race, and layouts made of others."""
+"""The layouts that a search may try, the candidates of a race, and layouts derived from others."""
 
 from __future__ import annotations
 
@@ -11,36 +11,38 @@ from evener.plan.layout import Knots
 from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
 
-NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)  # of a device in a layout whose plan needs none
+NO_CURVE: tuple[tuple[Knots, int]] = (
+    ((), 0),
+)  # the empty curve of a device in a layout whose plan needs none
 Knob = Literal["xla", "mixed", "workers0", "workers2", "workers4", "workers8"]
-# relative; a smaller difference of speeds isn't worth a change, and one of shares can't be measured
+# relative; a smaller difference in speed isn't worth a change, and one in shares can't be measured
 TIE = 0.01
-# of a batch that ran out of memory: the next to try, as a child that runs out costs 3 s on a GPU
+# factor for the next batch to try after one ran out of memory, which costs 3 s on a GPU
 RETREAT = 0.7
-RETREATS = 4  # tries of smaller ones: to a quarter
+RETREATS = 4  # tries with smaller batches: down to a quarter
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
-    """The families of layouts that a search is asked for, and what the machine offers them."""
+    """The families of layouts that a search considers, and what the machine offers them."""
 
     families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(FAMILIES))
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = (
         "",
     )  # "": plain processes; logical: equal parts of the memory; mps: a daemon
-    knobs: tuple[Knob, ...] = ()  # the winner is measured with each as well
-    left_out: tuple[str, ...] = ()  # requests that can't be met here, in sentences
-    scaling: bool = True  # an even split over 2, 4, ... of the devices too
-    shards: bool = False  # sharded trainings also where each device holds the whole model
+    knobs: tuple[Knob, ...] = ()  # the winner is also measured with each of these
+    left_out: tuple[str, ...] = ()  # messages about requests that this machine can't fulfill
+    scaling: bool = True  # also try even splits over 2, 4, ... of the devices
+    shards: bool = False  # try sharded trainings even if each device can hold the whole model
 
     @property
     def wanted(self) -> tuple[Family, ...]:
-        """The families that are asked for."""
+        """The requested families."""
         return find_families(self.families)
 
     @property
     def needs_more_children(self) -> bool:
-        """True if the race will start children that exploration doesn't."""
+        """True if the race will start child processes that exploration doesn't."""
         return (
             self.scaling or bool(self.knobs) or any(family.more_children for family in self.wanted)
         )
@@ -57,8 +59,10 @@ BALANCE = LayoutOptions(
 
 
 class Candidate(msgspec.Struct, frozen=True):
-    """One layout in the race. `extra`: not the family's first; not reported as missing when the
-    budget ends.
+    """One layout in the race.
+
+    `extra` marks one that isn't its family's first: if the budget ends before it is measured, it
+    isn't reported as missing.
     """
 
     family: Family
@@ -67,14 +71,14 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """True if the layout is one training on one or several devices, so that its global batch
-        can be compared.
+        """True if the layout is one training run by shares without other knobs, so that global
+        batches are comparable.
         """
         return self.layout.traits.by_shares and not self.layout.knobs
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """The key that decides a tie: the smaller it is, the simpler the layout is to use."""
+        """The key that decides a tie: the smaller the key, the simpler the layout is to use."""
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (
@@ -87,8 +91,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
 
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
-    """The layout with a smaller batch everywhere, after it ran out of memory; None if it can't
-    shrink.
+    """Return the layout with a smaller batch on every device, after it ran out of memory.
+
+    Returns None if it can't shrink.
     """
     shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
     if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):
@@ -100,8 +105,9 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
-    """A layout in more passes on the devices that ran out of memory, or on all; None if its passes
-    have one row.
+    """Return the layout with more passes on the devices that ran out of memory, or on all of them.
+
+    `full` are the devices that ran out. Returns None if a pass has only one row already.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -113,8 +119,8 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
-    """True if two layouts have equally many passes and shares too near for a measurement to tell
-    them apart.
+    """True if two layouts have as many passes, and shares too close for a measurement to
+    tell them apart.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False

@@ -1,1 +1,1 @@
-"""A plan: its file, its layout, its checks, and the plan for the devices that are left."""
+"""Plans: their files, layouts and checks, and how a plan adapts when devices drop out."""

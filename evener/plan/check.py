@@ -1,4 +1,4 @@
-"""Checks that a plan fits the training that uses it: its devices, model, processes and batch."""
+"""Checks that a plan fits the training run that uses it: devices, model, processes and batch."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ def check_fit(
     global_batch: int | None = None,
     framework: str | None = None,
 ) -> tuple[str, ...]:
-    """A warning for each difference between `plan` and this training; PlanError where it can't
-    train at all.
+    """Return a warning for each difference between `plan` and this training run.
 
-    `devices` are the ids that are present, `world` the processes that take part, `global_batch` the
-    samples per step if not the plan's own; None leaves a value unchecked. With `strict`, a warning
-    is an error too.
+    `devices` are the ids of the devices that are present, `world` is the number of processes that
+    take part, and `global_batch` the samples per step if it differs from the plan's. A value of
+    None isn't checked. Raises PlanError if the training run can't use the plan at all or, with
+    `strict`, if there is any warning.
     """
-    # says nothing about batches; that of a pack is each training's own
+    # a placement says nothing about batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
@@ -47,8 +47,9 @@ def check_fit(
 
 
 def check_global_batch(global_batch: int, devices: int) -> int:
-    """The batch as an int, NumPy's whole numbers too; PlanError unless it has a sample for each
-    device.
+    """Return the global batch as an int; NumPy integers are accepted too.
+
+    Raises PlanError unless the batch is a whole number with at least one sample for each device.
     """
     whole = whole_number(global_batch)
     if whole is None or whole < devices:
@@ -60,7 +61,7 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """A device's product name and id, for messages."""
+    """Return a device's product name and id, for use in messages."""
     return (
         f"{share.name} ({share.device})"
         if share.name and share.name != share.device
@@ -91,8 +92,8 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """A sentence for each way in which this training isn't what was measured; None isn't
-    compared.
+    """Yield a message for each way in which this training run differs from what the plan was
+    measured with. Arguments that are None aren't compared.
     """
     missing = [
         describe(share)

@@ -1,7 +1,8 @@
-"""The plan: the chosen layout with the evidence for it, as a file that a training script applies.
+"""The plan file: the chosen layout and the evidence for it, to be applied by a training script.
 
-Read strictly (an unknown key, a ratio that doesn't match its batch, a newer schema is an error that
-names the key), written atomically, and the same bytes again after a round trip.
+Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises
+an error that names the key. Writing is atomic, and a plan that is read and written again yields
+the same bytes.
 """
 
 from __future__ import annotations
@@ -58,17 +59,17 @@ __all__ = [
     "to_toml",
 ]
 
-SCHEMA = 3  # of plans with parts of a model's state; all others are written as 2
-LONGEST_SECONDS = 1e12  # of a search: a number, and not infinite
-SOLO_PREFIX = "solo "  # and the device's label
+SCHEMA = 3  # for sharded plans; all other plans are written with schema 2
+LONGEST_SECONDS = 1e12  # upper limit for a search's duration, so that it is finite
+SOLO_PREFIX = "solo "  # followed by the device's label
 
 Format = Literal["toml", "json"]
 EvidenceKind = Literal[
-    "equal_shares",  # of all devices of the request
+    "equal_shares",  # over all devices of the request
     "other_shares",
-    "best_device",  # one device, of those that were raced the best
-    "one_device",  # at the batch at which it is fastest, or at the plan's
-    "larger_batch",  # faster than the plan, with more samples a step
+    "best_device",  # the best single device of the race
+    "one_device",  # a single device, at its fastest batch or at the plan's batch
+    "larger_batch",  # faster than the plan, with more samples per step
     "other",
 ]
 _OPTIONAL = (
@@ -80,44 +81,48 @@ _OPTIONAL = (
     "state",
     "held_bytes",
     "peak_bytes",
-)  # written where known
-# of numbers, as tomli_w writes it
+)  # keys that are written only if their value is known
+# a pair of numbers as tomli_w formats it, over four lines
 _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Measured samples/s over whole synchronised steps, with its 95 % interval."""
+    """Measured samples/s over whole synchronized steps, with the 95 % interval from
+    `low` to `high`.
+    """
 
     samples_per_second: float
     low: float
     high: float
-    # without padding; these two are written only where rows have lengths
+    # without padding; tokens_per_second and padding are written only if rows have lengths
     tokens_per_second: float = 0.0
-    padding: float = 0.0  # the part of the computed tokens that is padding
-    # of all devices of the request; these three only where all report their power
+    padding: float = 0.0  # the fraction of the computed tokens that is padding
+    # over all devices of the request; the next three are known only if all report their power
     samples_per_joule: float = 0.0
-    active_watts: float = 0.0  # of the devices that compute
-    idle_watts: float = 0.0  # of those that are left out
+    active_watts: float = 0.0  # power of the devices that compute
+    idle_watts: float = 0.0  # power of the devices that are left out
 
 
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """A layout that was measured for comparison."""
+    """A layout that was measured for comparison with the plan's."""
 
-    name: str  # "even split", "best single device", "solo GPU:0", ...: for people
+    name: str  # "even split", "best single device", "solo GPU:0", ...: for display
     layout: PlanLayout
     throughput: Throughput
     kind: EvidenceKind = "other"  # written unless it is "other"
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
-    # 0.12: the plan is 12 % faster, by the figures; None: not compared, or an old plan
+    # 0.12: the plan's samples/s are 12 % higher; None: not compared, or an old plan
     gain: float | None = None
-    # the gain was measured in turn, and the figures alone say another; written only if true
+    # the gain was measured in alternating turns and differs from the ratio of the two throughputs;
+    # written only if true
     paired: bool = False
-    # the other devices worked meanwhile, which may have slowed this one; written only if true
+    # the other devices computed at the same time, which may have slowed this one; written only if
+    # true
     busy: bool = False
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of the search for the plan."""
+    """The cost of the search that found the plan, and why the search stopped."""
 
     probes: Count
     out_of_memory: Count
@@ -127,7 +132,9 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The machine and model that the figures were measured on; others need another plan."""
+    """The machine and model that the plan was measured on; any other machine or model needs
+    a new plan.
+    """
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
     driver: str
@@ -136,21 +143,22 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link between devices, as an all-reduce between them was measured."""
+    """The link between devices, with the bandwidth that an all-reduce over it achieved."""
 
     devices: tuple[str, ...]  # labels
-    path: str  # between them: NVLink; empty: unknown
+    path: str  # the connection between the devices, such as NVLink; empty: unknown
     bytes_per_second: float
 
     def describe(self) -> str:
-        """The link in a line: GPU:0 – GPU:1  PCIe, no P2P, 6.1 GB/s."""
+        """Return a one-line description, such as GPU:0 – GPU:1 PCIe, no P2P, 6.1 GB/s."""
         speed = f"{self.bytes_per_second / 1e9:.3g} GB/s"
         return f"{' – '.join(self.devices)}  {', '.join(filter(None, (self.path, speed)))}"
 
 
 class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
-    """The fastest layout that was measured, and the evidence for it; one written by hand has a
-    layout alone.
+    """The fastest layout that was measured, with the evidence for it.
+
+    A plan written by hand contains only a layout.
     """
 
     created: str = ""  # UTC, RFC 3339
@@ -164,25 +172,25 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     search: SearchSummary = SearchSummary(0, 0, 0.0, 0, "")
     fingerprint: Fingerprint = Fingerprint((), "", {}, "")
     warnings: tuple[str, ...] = ()
-    link: Link | None = None  # between the devices that take part; written where it was measured
+    link: Link | None = None  # between the devices that take part; written if it was measured
     schema: Annotated[int, msgspec.Meta(ge=1)] = SCHEMA - 1
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Each device's part of the global batch, in the order of the request."""
+        """Each device's fraction of the global batch, in the order of the request."""
         return self.layout.ratios
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Samples for each device, in the order of the request."""
+        """The number of samples for each device, in the order of the request."""
         return self.layout.batches
 
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Samples for each device at `global_batch` (the plan's own unless said); sums to it
-        exactly.
+        """Return the samples of each device at `global_batch`; they sum to it exactly.
 
-        Shares of cost give rows in the same proportions, as a training takes them that doesn't say
-        how long they are.
+        The default is the plan's own global batch. If the plan's shares are of cost, rows are
+        divided in the same proportions, which suits a training run that doesn't specify how long
+        its rows are.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
@@ -190,8 +198,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Rows of one pass for each device at `global_batch`; where one pass does the plan's share,
-        it does any.
+        """Return the rows per pass for each device at `global_batch`.
+
+        A device that computes the plan's share in one pass computes any share in one pass.
         """
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
@@ -203,15 +212,19 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         path: str | os.PathLike[str],
         format: Format | None = None,  # noqa: A002 - the public name
     ) -> None:
-        """Write atomically; TOML unless the name ends in .json or `format` says otherwise."""
+        """Write the plan atomically, as JSON if `path` ends in .json, else as TOML.
+
+        `format` overrides the choice by file name.
+        """
         target = Path(path)
         chosen = format or ("json" if target.suffix == ".json" else "toml")
         write_atomically(target, to_toml(self) if chosen == "toml" else to_json(self))
 
 
 def load_plan(path: str | os.PathLike[str]) -> Plan:
-    """Read a plan from TOML, or JSON if the file's text is an object; PlanError says what is wrong
-    and where.
+    """Read a plan from a TOML file, or from JSON if the file contains a JSON object.
+
+    Raises PlanError, which tells what is wrong and where.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()
@@ -219,7 +232,10 @@ def load_plan(path: str | os.PathLike[str]) -> Plan:
 
 
 def parse_plan(text: bytes, source: str = "plan") -> Plan:
-    """Read a plan from its bytes; `source` names them in errors."""
+    """Parse a plan from the bytes of its file; `source` names them in error messages.
+
+    Raises PlanError if the bytes aren't a valid plan.
+    """
     data = _decode(text, source)
     schema = data.get("schema")
     if isinstance(schema, int) and schema > SCHEMA:
@@ -243,7 +259,10 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _with_kinds(plan: Plan) -> Plan:
-    """The plan with kinds of its evidence, which up to 0.2 had names alone."""
+    """Return the plan with the `kind` of each evidence filled in from its name.
+
+    Plans written by evener up to version 0.2 have names alone.
+    """
     names: dict[str, EvidenceKind] = {
         EVEN_SPLIT: "equal_shares",
         BEST_SPLIT: "other_shares",
@@ -260,7 +279,7 @@ def _with_kinds(plan: Plan) -> Plan:
 
 
 def to_toml(plan: Plan) -> bytes:
-    """The plan as TOML, with the schema first."""
+    """Return the plan as TOML, with the schema first."""
     import tomli_w
 
     text: str = tomli_w.dumps(_ordered(plan))
@@ -268,7 +287,7 @@ def to_toml(plan: Plan) -> bytes:
 
 
 def to_json(plan: Plan) -> bytes:
-    """The plan as indented JSON, with the same keys as the TOML."""
+    """Return the plan as indented JSON, with the same keys as the TOML."""
     text: bytes = msgspec.json.format(msgspec.json.encode(_ordered(plan)), indent=2)
     return text + b"\n"
 
@@ -286,7 +305,10 @@ def _ordered(plan: Plan) -> dict[str, Any]:
 
 
 def in_its_schema(plan: Plan) -> Plan:
-    """The plan in the schema that it needs; a journal may hold one of schema 1."""
+    """Return the plan converted to the lowest schema that can hold it.
+
+    A journal may contain a plan of schema 1.
+    """
     sharded = any(
         layout.traits.sharded
         for layout in (plan.layout, *(rival.layout for rival in plan.evidence))
@@ -304,7 +326,7 @@ def in_its_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """The layout with every share in one pass."""
+    """Return the layout with one pass for each share that doesn't specify its rows per pass."""
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
     )
@@ -312,8 +334,8 @@ def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
 
 
 def as_unicode(data: Any) -> Any:
-    """A copy of the data with a question mark for each byte of a file name that isn't text: no file
-    format holds it.
+    """Return a copy of the data in which each byte of a file name that can't be decoded is a
+    question mark, since neither TOML nor JSON can store such bytes.
     """
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
@@ -337,8 +359,9 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
 
 
 def _as_printable(data: Any) -> Any:
-    """A copy of the data whose texts can't control a terminal: names of devices are printed by
-    trainings, too.
+    """Return a copy of the data whose strings contain no terminal control characters.
+
+    Training runs print the names of devices, too.
     """
     if isinstance(data, str):
         return printable(data)
@@ -348,8 +371,9 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """PlanError, naming its key, for a whole number of more than 64 bits: msgspec compares none of
-    these with the limits of a field.
+    """Raise PlanError, naming the key, for an integer that doesn't fit 64 bits.
+
+    msgspec doesn't compare such integers with a field's limits.
     """
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

@@ -1,6 +1,4 @@
-"""The layout of a plan: the shares of each global batch on its devices, and checks that their
-figures agree.
-"""
+"""The layout of a plan: each device's share of the global batch, and consistency checks."""
 
 from __future__ import annotations
 
@@ -20,32 +18,32 @@ BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"
 
-# how GPUs' ids begin, and their labels, as each maker's backend says too
+# prefixes of GPU ids and the labels that go with them, the same as in each vendor's backend
 GPU_IDS = {"GPU-": "GPU", "MIG-": "GPU"}
-ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # and those of models without a framework
+ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # _WITHOUT_FRAMEWORK has the rest
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
-MOST_ROWS = 1 << 32  # of a global batch; shares of more take long to solve
+MOST_ROWS = 1 << 32  # in a global batch; the shares of a larger one take long to solve
 Rows = Annotated[int, msgspec.Meta(ge=0, le=MOST_ROWS)]
-Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]  # of tokens, bytes, measurements
-Kind = str  # of a layout: one of KINDS
+Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]  # tokens, bytes or measurements
+Kind = str  # the kind of a layout: a key of KINDS
 # (rows, seconds of a step) at the bends of a measured curve
 Knots = tuple[tuple[float, float], ...]
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """The traits that all layouts of a kind share."""
+    """The properties that all layouts of a kind have in common."""
 
     alone: bool = False  # one training on one device
     together: bool = False  # one training on several devices, in step
-    sharded: bool = False  # each of them holds a part of the model's state
-    placed: bool = False  # one training whose parts lie on several devices, as the workload says
+    sharded: bool = False  # each device holds a part of the model's state
+    placed: bool = False  # one training whose model the workload places on several devices
     side_by_side: bool = False  # several trainings on one device
-    devices: tuple[int, int] = (1, 1 << 30)  # that have samples: the fewest, and the most
+    devices: tuple[int, int] = (1, 1 << 30)  # fewest and most devices that have samples
 
     @property
     def by_shares(self) -> bool:
-        """True for one training whose devices have shares of each batch."""
+        """True for one training run that gives each device a share of every batch."""
         return self.alone or self.together
 
 
@@ -53,7 +51,7 @@ KINDS: dict[Kind, Traits] = {
     "solo": Traits(alone=True, devices=(1, 1)),
     "split": Traits(together=True, devices=(2, 1 << 30)),
     "shard": Traits(together=True, sharded=True, devices=(2, 1 << 30)),
-    # one device of a sharded training, measured by itself: no plan's
+    # one device of a sharded training, measured by itself; no plan has this kind
     "part": Traits(sharded=True, devices=(1, 1)),
     "pack": Traits(side_by_side=True),
     "place": Traits(placed=True),
@@ -61,74 +59,74 @@ KINDS: dict[Kind, Traits] = {
 
 
 def check_kind(kind: Kind) -> None:
-    """ValueError for a kind that there isn't."""
+    """Raise ValueError if `kind` isn't the name of a kind of layout."""
     if kind not in KINDS:
         raise ValueError(f"{kind!r} isn't a kind of layout: {', '.join(KINDS)}")
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One device's part of each global batch; `batch` 0 means that the device is left out."""
+    """One device's share of each global batch; a `batch` of 0 means that the device is left out."""
 
     # the GPU's UUID, or the name of a CPU slice or simulated device
     device: Annotated[str, msgspec.Meta(min_length=1)]
     # for display, and for frameworks that count devices
     index: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
     name: str
-    batch: Rows  # samples; with `cost` their mean number
-    ratio: float  # batch / global batch; with `cost` the part of the global batch's cost
-    limit: str = ""  # as given behind `@`: "60%+8GiB"
-    micro: Rows = 0  # rows of one forward and backward pass: `batch` where one does it
-    cost: Cost | None = None  # where rows are of unequal length: what a padded pass takes
+    batch: Rows  # samples; with `cost`, the mean number of samples
+    ratio: float  # batch / global batch; with `cost`, the fraction of the global batch's cost
+    limit: str = ""  # the limit given after `@` in a device name, such as "60%+8GiB"
+    micro: Rows = 0  # rows of one forward and backward pass; `batch` if one pass is enough
+    cost: Cost | None = None  # of a padded pass, if rows have unequal lengths
     tokens: Count = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
-    host: str = ""  # the name or address of its machine, where the plan is for several
+    host: str = ""  # name or address of the device's machine, if the plan spans several machines
     curve: Knots = ()
-    most: Rows = 0  # rows of one pass that its memory holds; 0: unknown
-    # the part of parameters, gradients and optimizer state that it holds; 0: it has all
+    most: Rows = 0  # the most rows of one pass that fit in its memory; 0: unknown
+    # fraction of parameters, gradients and optimizer state that the device holds; 0: all of them
     state: float = 0.0
-    # of that part and of gathered units, as evener's ledger counts them; 0: unknown
+    # bytes of that fraction and of gathered units, by evener's ledger; 0: unknown
     held_bytes: Count = 0
-    # the most measured there in a step of these shares, with activations; 0: unknown
+    # peak memory measured in a step of these shares, including activations; 0: unknown
     peak_bytes: Count = 0
 
     @property
     def on_gpu(self) -> bool:
-        """True for a GPU: neither a slice of the CPU nor a simulated device."""
+        """True if the device is a GPU, not a slice of the CPU or a simulated device."""
         return bool(self.gpu_label)
 
     @property
     def gpu_label(self) -> str:
-        """A GPU's label as in the monitor, GPU:1; empty for another device."""
+        """The GPU's label as shown in the monitor, such as GPU:1; empty for any other device."""
         words = [word for prefix, word in GPU_IDS.items() if self.device.upper().startswith(prefix)]
         return f"{words[0]}:{self.index}" if words else ""
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The workload's layout on the devices of the request, in their order."""
+    """How the workload is laid out on the devices of the request, in their order."""
 
     kind: Kind
     global_batch: Rows  # samples per optimizer step, over all devices (pack: per process)
     share: tuple[Share, ...]
-    engine: str = ""  # one of ENGINES; empty where there is no choice
-    # pack: trainings that run on the device at the same time
+    engine: str = ""  # one of ENGINES; empty if there is no choice
+    # pack: the number of trainings that run on the device at the same time
     processes: Annotated[int, msgspec.Meta(ge=1, le=1 << 20)] = 1
-    placement: str = ""  # place: the workload's name for it
+    placement: str = ""  # place: the workload's name for the placement
 
     def __post_init__(self) -> None:
         check_kind(self.kind)
 
     @property
     def traits(self) -> Traits:
-        """The traits of its kind."""
+        """The traits of this layout's kind."""
         return KINDS[self.kind]
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """Samples for each device of the request; 0 for one that is left out."""
+        """The samples of each device of the request; 0 for a device that is left out."""
         return tuple(share.batch for share in self.share)
 
     @property
     def ratios(self) -> tuple[float, ...]:
-        """Each device's part of the global batch; they sum to 1."""
+        """Each device's fraction of the global batch; the fractions sum to 1."""
         return tuple(share.ratio for share in self.share)
 
     @property
@@ -138,12 +136,16 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by_cost(self) -> bool:
-        """True if shares are of cost, which depends on the lengths of rows, not of rows."""
+        """True if shares are fractions of the batch's cost, which depends on row lengths, not
+        of its rows.
+        """
         return any(share.cost is not None for share in self.active)
 
     @property
     def states(self) -> tuple[float, ...]:
-        """The part of the model's state that each active device holds; empty where each has all."""
+        """The fraction of the model's state that each active device holds; empty if each holds
+        all of it.
+        """
         return tuple(share.state for share in self.active) if self.traits.sharded else ()
 
 
@@ -158,10 +160,11 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """A layout from template shares, samples per device and, if not all, per pass; `ratios` of cost
-    if not of samples.
+    """Return a layout from template shares and the samples of each device.
 
-    Batch, ratio and micro of the templates are replaced; their cost and tokens stay.
+    `micros` are the rows per pass, by default all rows of a device; `ratios` are fractions of cost,
+    by default fractions of samples. Batch, ratio and micro of the templates are replaced; their
+    cost and tokens are kept.
     """
     total = sum(batches)
     chosen = ratios or tuple(batch / total if total else 0.0 for batch in batches)
@@ -175,9 +178,7 @@ def make_layout(
 
 
 def complete_layout(layout: Any) -> Any:
-    """A layout as it was read, with what follows from its devices and batches where it isn't
-    written.
-    """
+    """Return a copy of `layout` in which missing keys are derived from its devices and batches."""
     shares = layout.get("share", []) if isinstance(layout, dict) else None
     if not isinstance(shares, list) or not all(isinstance(each, dict) for each in shares):
         return layout
@@ -199,14 +200,18 @@ def complete_layout(layout: Any) -> Any:
 
 
 def _read_batch(share: dict[str, Any]) -> int:
-    """The rows of a share; 0 for what is no number of rows, as is said when the share is read."""
+    """Return a share's rows, or 0 if `batch` isn't a valid number of rows.
+
+    An invalid number is reported later, when the share itself is read.
+    """
     batch = share.get("batch")
     return batch if type(batch) is int and 0 <= batch <= MOST_ROWS else 0
 
 
 def check_layout(layout: PlanLayout, where: str) -> None:
-    """PlanError, naming the key behind `where`, if a figure is impossible or doesn't match
-    another.
+    """Raise PlanError if a value is impossible or contradicts another one.
+
+    The message names the key, prefixed with `where`.
     """
     if not layout.active:
         raise PlanError(
@@ -299,7 +304,7 @@ def _check_share(share: Share, where: str) -> None:
 
 
 def is_curve(curve: Knots) -> bool:
-    """True for no knots, or for finite ones that rise in rows and end above 0 s."""
+    """True if there are no knots, or if they are finite, rise in rows and end above 0 s."""
     if not curve:
         return True
     rows, seconds = zip(*curve, strict=True)
@@ -311,7 +316,7 @@ def is_curve(curve: Knots) -> bool:
 
 
 def cut_curve(curve: Curve, batch: int) -> Knots:
-    """The knots of a curve below a batch, and the curve there."""
+    """Return the curve's knots below `batch`, followed by its value at `batch`."""
     bends = len(curve.batches) if curve.bent else 1
     knots = [
         (rows, time)

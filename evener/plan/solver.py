@@ -1,5 +1,6 @@
-"""The shares of a batch that are done first, by the curves and walls that a plan has for its
-devices. Pure.
+"""Shares of a batch that minimize step time, from the curves and memory limits stored in a plan.
+
+All functions are pure.
 """
 
 from __future__ import annotations
@@ -18,13 +19,18 @@ from .layout import Knots, Share
 
 
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
-    """The curve of each active share; where one has none, all take times in proportion to rows."""
+    """Return the curve of each active share.
+
+    If any share has no curve, all devices are assumed to take time in proportion to their rows.
+    """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
 
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
-    """The curve through each device's knots; where one has none, all take times in proportion to
-    `rows`.
+    """Return the curve through each device's knots.
+
+    If any device has fewer than two knots, all devices are assumed to take time in
+    proportion to `rows`.
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -32,12 +38,12 @@ def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ..
 
 
 def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
-    """Curves without fixed costs, on which these rows take one second on every device."""
+    """Return curves without fixed costs on which `rows` take one second on every device."""
     return tuple(Curve((0.0,), (0.0,), 1 / each) for each in rows)
 
 
 def scale(curve: Curve, factor: float) -> Curve:
-    """The curve of a device that takes `factor` times as long."""
+    """Return the curve of a device that takes `factor` times as long."""
     times = tuple(time * factor for time in curve.times)
     return Curve(curve.batches, times, curve.slope * factor)
 
@@ -50,12 +56,12 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Rows of each device, `quantum` or more, that sum to `batch` and are done first; None if they
-    don't fit.
+    """Return the rows of each device that minimize the step time; None if they don't fit.
 
-    A wall is the most rows of a pass that a device's memory holds, 0 where there is none. Without
-    `passes`, of all or of each device, no share is above its wall. `extras` are the seconds that
-    each further pass costs a device beside its rows.
+    Shares sum to `batch`, and each is at least `quantum`. A wall is the most rows of one pass that
+    fit in a device's memory, or 0 if there is no limit. `passes`, one value for all devices or one
+    for each, tells whether a device may take several passes; without them, its share doesn't exceed
+    its wall. `extras` are the seconds that each further pass adds to the time of its rows.
     """
     count = len(curves)
     more = extras or (0.0,) * count
@@ -75,26 +81,31 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], walls: Sequence[int]) -> tuple[int, ...]:
-    """The most rows of each pass of these shares: all where they fit at once, else those of the
-    wall.
+    """Return the most rows per pass for each share: the whole share if it fits at once,
+    else the wall.
     """
     pairs = zip(shares, walls, strict=True)
     return tuple(min(share, wall) if wall else share for share, wall in pairs)
 
 
 def _join_knots(knots: Knots) -> Curve:
-    """The broken line through (rows, seconds), straight beyond the last as before it."""
+    """Return the piecewise linear curve through the knots (rows, seconds).
+
+    Beyond the last knot it continues with the slope of the last segment.
+    """
     (rows, seconds), (last, end) = knots[-2:]
     batches, times = zip(*knots, strict=True)
     return Curve(batches, times, (end - seconds) / (last - rows))
 
 
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
-    """The plan without these devices, each a host and a device of it, at the same global batch.
+    """Return the plan without the devices in `gone`, at the same global batch.
 
-    Shares are those that the curves predict to be done first, within memory; passes are used where
-    the plan had some, or where memory holds the batch in no other way. The throughput is that of
-    the devices that are left, which nobody has measured together. PlanError if none is left.
+    Each item of `gone` is a host and a device on it. The remaining devices get the shares that
+    their curves predict to be fastest within memory. Several passes are used if the plan used them,
+    or if the batch fits in memory in no other way. The throughput is the remaining devices' part of
+    the plan's throughput; it isn't measured. Raises PlanError if no device is left, or a single one
+    of a sharded plan.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)
@@ -124,7 +135,10 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """The layout with the whole batch on the shares that are left, which had this part of it."""
+    """Return the layout with the whole batch divided over the shares in `left`.
+
+    `part` is the fraction of the batch that these shares had before.
+    """
     rows, micros = _rows_of(layout, left)
     held = sum(share.state for share in left)
     shares = []
@@ -152,8 +166,10 @@ def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayou
 def _rows_of(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
-    """The rows of each share that is left, and of each of its passes: by the devices' curves where
-    the plan has them, else in proportion to the shares.
+    """Return the rows of each share in `left`, and the rows of each of its passes.
+
+    They follow from the devices' curves if the plan has them, else from the proportions
+    of the shares.
     """
     walls = tuple(_largest_pass(share) for share in left)
     rows = None if layout.by_cost else _solve(layout, left, walls)
@@ -164,7 +180,7 @@ def _rows_of(
 
 
 def _largest_pass(share: Share) -> int:
-    """The most rows that a device surely holds at once; 0 where the plan doesn't say."""
+    """Return the most rows that a device surely holds at once; 0 if the plan doesn't tell."""
     if share.most:
         return share.most
     return share.micro if share.micro < share.batch else 0
@@ -173,8 +189,9 @@ def _largest_pass(share: Share) -> int:
 def _solve(
     layout: PlanLayout, left: Sequence[Share], walls: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """The fastest rows by the devices' curves, in passes where the plan has them or it doesn't fit
-    otherwise; None where no rows fit.
+    """Return the fastest rows by the devices' curves; None if no rows fit.
+
+    Several passes are used if the plan has them or if the rows don't fit otherwise.
     """
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)

@@ -1,6 +1,4 @@
-"""Whether the script that evener launch started trains by the plan: some process of it has read
-one.
-"""
+"""Detects whether the script that evener launch started reads the plan in at least one process."""
 
 from __future__ import annotations
 
@@ -10,13 +8,13 @@ import sys
 from collections.abc import Container
 from contextlib import suppress
 
-PLAN_USED = "EVENER_PLAN_USED"  # the file that a process writes to as it reads a plan
+PLAN_USED = "EVENER_PLAN_USED"  # the file that a process writes to when it reads a plan
 OPTION = "--no-plan-check"
-# what processes write to that file
+# markers that processes write to that file
 _READ = b"."
 _EXPLAINED = b"!"
 
-# The lines to add, by a library that the script imports; the first that fits.
+# The lines to add to a script, by the library that it imports; the first match is used.
 _LINES = {
     "transformers": (
         "from evener.huggingface import with_plan",
@@ -44,7 +42,7 @@ _SAME = {"pytorch_lightning": "lightning", "tensorflow": "keras", "trl": "transf
 
 
 def note_use() -> None:
-    """Let the launcher know that this process trains by a plan."""
+    """Tell the launcher that this process trains by a plan."""
     path = os.environ.get(PLAN_USED)
     if path:
         with suppress(OSError), open(path, "ab") as stream:  # the launcher may have ended
@@ -52,7 +50,10 @@ def note_use() -> None:
 
 
 def is_used(path: str) -> bool:
-    """True if a process has read a plan, by the launcher's file; also where that can't be known."""
+    """True if a process has noted in the launcher's file that it read a plan.
+
+    Also True if the file can't be read.
+    """
     try:
         with open(path, "rb") as stream:
             return _READ in stream.read()
@@ -61,9 +62,10 @@ def is_used(path: str) -> bool:
 
 
 def explain_once(path: str, words: str) -> None:
-    """Print why this host's processes end, in the first one that comes here.
+    """Print why this host's processes end; only the first process that calls this prints.
 
-    The others wait until it is printed: the launcher stops all processes once one has ended.
+    The others wait until the message is printed, since the launcher stops all processes once
+    one has ended.
     """
     with open(path, "r+b", buffering=0) as stream:
         fcntl.flock(stream, fcntl.LOCK_EX)
@@ -74,9 +76,10 @@ def explain_once(path: str, words: str) -> None:
 
 
 def describe_unused(imported: Container[str], program: bool) -> str:
-    """What is wrong with a script that reads no plan, and the lines to add for its libraries.
+    """Return what is wrong with a script that reads no plan, and the lines to add
+    for its libraries.
 
-    `program`: evener run could balance it as it is.
+    `program` is True if evener run could balance the script without changes.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

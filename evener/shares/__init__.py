@@ -1,3 +1,1 @@
-"""The arithmetic of shares: rows of a batch, passes, curves, and the shares that train fastest.
-Pure.
-"""
+"""Pure arithmetic for shares: whole rows, passes, step-time curves, and the fastest shares."""

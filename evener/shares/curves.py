@@ -1,12 +1,12 @@
-"""The seconds that rows take a device, by their number or by their lengths. Pure.
+"""Step time as a function of the number of rows or of their lengths. Pure.
 
-By number, a rising broken line, and the same where a share is taken in several passes. By length,
-the cost of a pass by its rows and its longest row.
+By number of rows, step time is a rising piecewise linear curve, also for a share that is computed
+in several passes. By length, the cost of a pass depends on its rows and its longest row.
 
-k passes of a share b take k * t(b / k) + (k - 1) * extra: t is the step time of one pass, `extra`
-what each further pass costs beside a whole step of its rows. It is negative where a part of the
-step, as the optimizer's, isn't repeated. A share that fits at once is one pass; of a larger one the
-passes are as large as `rows` allows.
+A share b computed in k passes takes k * t(b / k) + (k - 1) * extra, where t is the step time of one
+pass and `extra` is the time that each further pass adds to a whole step of its rows. `extra` is
+negative if a part of the step, such as the optimizer's, isn't repeated. A share that fits at once
+is computed in one pass; the passes of a larger share are as large as `rows` allows.
 """
 
 from __future__ import annotations
@@ -18,21 +18,23 @@ from typing import Annotated
 
 import msgspec
 
-# of seconds, tokens: a file with a larger one was changed
+# an amount of seconds or tokens; a larger one shows that the file was edited
 Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A device's work in a step of rows of unequal length, on average over steps."""
+    """A device's work in a step over rows of unequal length, averaged over steps."""
 
     tokens: Amount  # without padding
     passes: Amount
     padded: Amount  # tokens with padding
-    padded_lengths: Amount  # the sum of each pass's padded tokens times its length
+    padded_lengths: Amount  # sum over passes of padded tokens * padded length
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Seconds of a pass of r rows padded to L tokens: fixed_s + r * L * (per_token_s +
+    """Coefficients for the seconds of one pass over rows of unequal length.
+
+    A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s +
     per_token_length_s * L).
     """
 
@@ -41,61 +43,64 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_length_s: float
 
     def seconds(self, rows: int, length: int) -> float:
-        """Seconds of one pass of `rows` rows, each padded to `length` tokens."""
+        """Return the seconds of one pass of `rows` rows, each padded to `length` tokens."""
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
-        """Seconds of one more row in a pass that is padded to `length` tokens."""
+        """Return the seconds that one more row adds to a pass padded to `length` tokens."""
         return length * (self.per_token_s + self.per_token_length_s * length)
 
     def all_row_seconds(self, lengths: Sequence[int]) -> list[float]:
-        """Seconds of one more row, for each of these lengths."""
+        """Return `row_seconds` for each of these lengths."""
         token = self.per_token_s
         token_length = self.per_token_length_s
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Seconds of all passes of a step."""
+        """Return the seconds of all passes of a step."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
         )
 
     def is_valid(self) -> bool:
-        """True if the seconds are finite, 0 or above, and not all 0."""
+        """True if all coefficients are finite and not negative, and at least one is above 0."""
         figures = (self.fixed_s, self.per_token_s, self.per_token_length_s)
         return all(math.isfinite(each) and each >= 0 for each in figures) and any(figures)
 
 
 class RankCost(msgspec.Struct, frozen=True):
-    """The cost of passes on one rank, and the largest pass that it can hold; 0 is no limit."""
+    """The cost of passes on one rank, and limits for the size of a pass; 0 means no limit."""
 
     cost: Cost
     tokens: int = 0  # the most padded tokens of one pass
     rows: int = 0  # the most rows of one pass
 
     def most_rows(self, length: int) -> float:
-        """Rows of one pass that is padded to `length`."""
+        """Return the most rows of one pass padded to `length` tokens; infinite without a limit."""
         by_tokens = self.tokens // length if self.tokens and length else math.inf
         return min(by_tokens, self.rows or math.inf)
 
 
-MOST_FULL = 64  # numbers of passes whose finish times are tried
+MOST_FULL = 64  # how many numbers of passes have their finish times tried
 ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
 
 
 class Curve(msgspec.Struct, frozen=True):
-    """seconds(batch) as a rising broken line through knots, straight beyond the last."""
+    """Step time as a rising, piecewise linear function of the batch.
 
-    batches: tuple[float, ...]  # increasing, the first at or below every batch asked for
+    Beyond the last knot, the curve is straight with `slope`.
+    """
+
+    batches: tuple[float, ...]  # increasing; the first is at or below every batch that is evaluated
     times: tuple[float, ...]  # seconds, not decreasing
-    slope: float  # seconds a sample beyond the last knot
-    # a line, or one that is level up to a knee, explains the points within their errors
+    slope: float  # seconds per sample beyond the last knot
+    # True if a line, with or without a level stretch before it, fits the points within their errors
     simple: bool = True
     error: float = 0.0  # relative standard error of a typical point
 
     def seconds(self, batch: float) -> float:
-        """Predicted step time of `batch` samples."""
+        """Return the predicted step time of `batch` samples."""
         batches = self.batches
         times = self.times
         i = bisect_right(batches, batch)
@@ -107,15 +112,17 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than
-        `seconds`; 0: none.
+        """Return the most samples that take at most `seconds`.
+
+        The result is a multiple of `quantum` and at most `ceiling`; 0 if no such batch
+        is fast enough.
         """
         most = self.most_rows(seconds)
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """The most samples that take no longer than `seconds`, without a ceiling; the last one may
-        be a part.
+        """Return the most samples that take at most `seconds`, without a ceiling;
+        may be fractional.
         """
         seconds *= 1 + ROUNDING
         times = self.times
@@ -135,8 +142,8 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """The finish times at which throughput may be best: those of the knots below `ceiling`, and
-        its own.
+        """Return the finish times at which throughput may peak: those of the knots below `ceiling`,
+        and that of `ceiling` itself.
         """
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
@@ -148,34 +155,37 @@ class Curve(msgspec.Struct, frozen=True):
 
     @property
     def flat(self) -> bool:
-        """True if the curve begins level, up to a knee."""
+        """True if the curve starts with a level stretch."""
         return len(self.batches) > 1 and self.times[0] == self.times[1]
 
 
 class PassCurve(msgspec.Struct, frozen=True):
-    """The curve of a device that takes large shares in several passes; it answers as a `Curve`
-    does.
+    """The curve of a device that computes large shares in several passes.
+
+    It has the methods of `Curve`.
     """
 
     curve: Curve
     wall: int  # the largest share in one pass
-    rows: int  # the rows of a pass that do most samples/s, where it takes several
+    rows: int  # the rows per pass with the highest samples/s, for a share of several passes
     extra: float = 0.0
-    fits: int = 0  # the most rows of each of several passes; at least `rows`
+    fits: int = 0  # the most rows that fit in each of several passes; at least `rows`
 
     @property
     def simple(self) -> bool:
-        """True if the curve of one pass is simple."""
+        """True if the curve of one pass is simple (see `Curve`)."""
         return self.curve.simple
 
     @property
     def error(self) -> float:
-        """Relative standard error of a typical point of one pass."""
+        """The relative standard error of a typical point of one pass."""
         return self.curve.error
 
     def passes(self, share: float) -> int:
-        """The number of passes: one where the share fits at once, else as few as `rows` allows; one
-        less if faster.
+        """Return the number of passes for a share.
+
+        It is one if the share fits at once, else the fewest that `rows` allows, or one less if the
+        larger passes fit and are faster.
         """
         if share <= self.wall:
             return 1
@@ -188,12 +198,14 @@ class PassCurve(msgspec.Struct, frozen=True):
         )
 
     def seconds(self, share: float) -> float:
-        """Predicted step time of `share` samples."""
+        """Return the predicted step time of `share` samples."""
         return step_in_passes(self.curve, share, self.passes(share), self.extra)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """The most samples, a multiple of `quantum` up to `ceiling`, that take no longer than
-        `seconds`; 0: none.
+        """Return the most samples that take at most `seconds`.
+
+        The result is a multiple of `quantum` and at most `ceiling`; 0 if no such share
+        is fast enough.
         """
         most = self.curve.largest(seconds, min(ceiling, self.wall), quantum)
         if math.isinf(seconds):
@@ -214,7 +226,9 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """The batches at which one pass bends, then those at which every pass is full."""
+        """Return the finish times at which throughput may peak, in rising order: those of one
+        pass's knots, those of shares whose passes are all full, and that of `ceiling`.
+        """
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [
             *self.curve.breakpoints(min(ceiling, self.wall)),
@@ -225,5 +239,5 @@ class PassCurve(msgspec.Struct, frozen=True):
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Seconds of a step of `share` samples in this number of passes."""
+    """Return the seconds of a step of `share` samples in `passes` equal passes."""
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

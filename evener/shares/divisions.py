@@ -1,11 +1,10 @@
-"""Arithmetic that needs no framework: where a batch is cut for devices, and which gradients are
-summed together.
+"""Where to cut a batch for devices, and which gradients to sum together; needs no framework.
 
-A plan says how its own global batch is cut; a shorter last batch is cut in the same proportions,
-inside the graph. TensorFlow queues a step's kernels long before its GPU computes them, and a sum
-waits for all that is queued when it starts. Sums run one after another, so the first may run behind
-the backward pass, and all that come after it wait for its end: more than two sums of a step would
-hide less.
+A plan determines how its own global batch is cut; a shorter last batch is cut in the same
+proportions, inside the graph. TensorFlow queues a step's kernels long before its GPU computes them,
+and a gradient sum waits for all kernels that are queued when it starts. Sums run one after another,
+so the first one may overlap with the backward pass, and all later ones wait for the backward pass
+to end: more than two sums per step would hide less.
 """
 
 from __future__ import annotations
@@ -16,17 +15,17 @@ from itertools import accumulate, pairwise
 from math import lcm
 from typing import Any
 
-LARGEST_DENOMINATOR = 10_000  # of a ratio given as a float
+LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fraction
 
 
 class Cut:
-    """A cut of batches for devices of these weights, in order; weights are whole samples or ratios
-    above 0.
+    """Cuts batches into consecutive slices for devices, in proportion to their weights.
 
-    `floors` cuts as `multi_gpu_model` did (each the floor of its part, the last takes the rest);
-    otherwise the boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by
-    them. `micros` are the most rows that each device takes in one pass; without them, it takes all
-    of its rows in one.
+    Weights are whole samples or ratios above 0. With `floors`, batches are cut as `multi_gpu_model`
+    did (each part is rounded down, and the last takes the rest); otherwise the boundaries are
+    rounded, so that a batch of sum(weights) rows is cut exactly by the weights. `micros` are the
+    most rows that each device computes in one pass; without them, each device computes all of its
+    rows in one pass.
     """
 
     def __init__(
@@ -43,14 +42,16 @@ class Cut:
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
-        """The passes that a device takes for `rows` rows (an int, or an int64 scalar tensor), none
-        for 0.
+        """Return the number of passes that a device takes for `rows` rows; 0 for 0 rows.
+
+        `rows` is an int or an int64 scalar tensor.
         """
         return -(-rows // self.micros[device])
 
     def bounds(self, rows: Any) -> list[Any]:
-        """The len(weights) + 1 boundaries of a batch of `rows` (an int, or an int64 scalar
-        tensor).
+        """Return the len(weights) + 1 boundaries of the slices of a batch of `rows` rows.
+
+        `rows` is an int or an int64 scalar tensor.
         """
         if self.floors:
             parts = [rows * weight // self.total for weight in self.weights[:-1]]
@@ -62,7 +63,7 @@ class Cut:
         return [rows * 0, *inner, rows]
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Samples of each device in a batch of `rows`."""
+        """Return the number of samples of each device in a batch of `rows`."""
         edges = self.bounds(rows)
         return tuple(stop - start for start, stop in pairwise(edges))
 
@@ -73,17 +74,17 @@ def _whole(weights: Sequence[float]) -> tuple[int, ...]:
     return tuple(int(part * scale) for part in parts)
 
 
-LATE_PART = 0.25  # of all bytes, that may wait for the end of the backward pass
-WORTH_BYTES = 8 << 20  # less is summed at once, sooner than another sum would start
+LATE_PART = 0.25  # fraction of all bytes that may wait for the end of the backward pass
+WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, before a second sum would start
 
 
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Places of tensors (bytes, type) that are summed together; given, and returned, in the order
-    of being ready.
+    """Group gradient tensors that are summed together, as lists of their positions.
 
-    Few bytes are one sum of each type. More bytes are two, of which the second has at most
-    LATE_PART, or only the last tensor; the last `apart` tensors are left out of both and summed at
-    the end.
+    `tensors` are pairs (bytes, type) in the order in which they become ready; groups are returned
+    in that order too. If there are few bytes, there is one sum for each type. If there are more,
+    there are two, of which the second has at most LATE_PART of the bytes, or only the last tensor.
+    The last `apart` tensors are then in neither of them but in a third one, summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

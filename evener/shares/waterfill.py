@@ -1,14 +1,15 @@
-"""Water-filling: the shares that train fastest, from the devices' curves and the cost of
-synchronizing k devices.
+"""Water-filling: find the fastest shares from the devices' curves and the cost of synchronization.
 
 A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau,
-device i can do b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are those
-with the largest b_i(tau). Sorting replaces the enumeration of subsets, and is exact, since c
-depends on how many devices take part and not on which. Fixed batch B, k devices: the least tau
-whose k largest b_i(tau) reach B, by bisection (exact for any rising t_i). Free batch: S_k(tau) =
-sum b_i(tau) / (tau + c_k) is monotone between the finish times of knots and full memories (a ratio
-of two affine functions of tau), so the optimum is at one of those times; where shares are few
-quanta, the times around it at which a device can take a whole one more are tried too.
+device i can compute b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are
+those with the largest b_i(tau). Sorting replaces the enumeration of subsets, and is exact, since c
+depends on how many devices take part and not on which.
+
+For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B or
+more, found by bisection (exact for any rising t_i). For a free batch, S_k(tau) = sum b_i(tau) /
+(tau + c_k) is monotone between the finish times of knots and of full memories (a ratio of two
+affine functions of tau), so the optimum is at one of those times. If shares are few quanta, the
+nearby times at which a device can take one more whole quantum are tried too.
 """
 
 from __future__ import annotations
@@ -23,15 +24,17 @@ import msgspec
 
 from .curves import Curve, PassCurve
 
-HALVINGS = 48  # of an interval of finish times: far below a nanosecond
-EXACT_DEVICES = 32  # up to this many, a free batch has every quantum tried, and all finish times
-MOST_TIMES = 400  # finish times tried for a free batch
-COARSE = 200  # quanta: for shares below this, one quantum more is tried
-ROUNDS = 8  # of adding a quantum to such shares
+HALVINGS = 48  # bisections of an interval of finish times, to far below a nanosecond
+EXACT_DEVICES = 32  # for a free batch, up to this many devices get every quantum and time tried
+MOST_TIMES = 400  # most finish times that are tried for a free batch
+COARSE = 200  # quanta; for shares below this, one more quantum is tried
+ROUNDS = 8  # how often a quantum is added to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """A device's curve with the others at work, and the most samples that it may get."""
+    """A device's curve while the other devices compute too, and the most samples that
+    it may get.
+    """
 
     position: int
     curve: Curve | PassCurve
@@ -39,8 +42,8 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A predicted layout: (device, samples) for each that takes part, and the seconds of a whole
-    step.
+    """A predicted layout: (device, samples) for each device that takes part, and
+    the step's seconds.
     """
 
     shares: tuple[tuple[int, int], ...]
@@ -48,24 +51,25 @@ class Allocation(msgspec.Struct, frozen=True):
 
     @property
     def global_batch(self) -> int:
-        """Samples of a step."""
+        """The samples of one step."""
         return sum(share for _, share in self.shares)
 
     @property
     def samples_per_second(self) -> float:
-        """Predicted throughput."""
+        """The predicted throughput."""
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
-# [k]: seconds of k devices' gradient exchange that aren't hidden behind computation
+# Costs[k]: seconds of gradient exchange among k devices that computation doesn't hide
 Costs = Sequence[float]
 
 
 def split_fixed(
     devices: Sequence[DeviceCurve], costs: Costs, batch: int, quantum: int = 1, fewest: int = 2
 ) -> Allocation | None:
-    """The fastest allocation of exactly `batch` samples to `fewest` devices or more; None if it
-    does not fit.
+    """Return the fastest allocation of exactly `batch` samples to at least `fewest` devices.
+
+    Returns None if the batch doesn't fit.
     """
     devices = [device for device in devices if device.limit >= quantum]
     most = min(len(devices), batch // quantum)
@@ -95,10 +99,10 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """The faster of these shares, which end by `least` without the exchange, and of what fewer
-    devices do, down to `fewest`.
+    """Return the faster of the given shares and of those over fewer devices, down to `fewest`.
 
-    Numbers of devices are halved in ranges, and a range that can't be faster is left out.
+    `least` is when the given shares end, without the exchange. Ranges of device counts are halved,
+    and a range that can't be faster is skipped.
     """
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
@@ -128,8 +132,10 @@ def split_free(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """The layout of most samples/s on `fewest` devices or more, with at most `limit` samples; None
+    """Return the allocation with the highest samples/s on at least `fewest` devices; None
     if none fits.
+
+    It has at most `limit` samples.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -155,7 +161,9 @@ def smallest_reaching(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """The layout of the smallest global batch that reaches `rate` samples/s; None if none does."""
+    """Return the allocation with the smallest global batch that reaches `rate` samples/s; None
+    if none does.
+    """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
     for crossing in sorted(_find_crossings(devices, costs, rate, quantum, fewest)):
@@ -173,7 +181,7 @@ def smallest_reaching(
 def single_best(
     device: DeviceCurve, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """One device's batch of most samples/s."""
+    """Return one device's batch with the highest samples/s; None if none fits."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
         return None
@@ -192,7 +200,7 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """One device's smallest batch that reaches `rate` samples/s; None if none does."""
+    """Return one device's smallest batch that reaches `rate` samples/s; None if none does."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time
@@ -222,7 +230,7 @@ def _allocation(
 
 
 def _top(sizes: Sequence[int], k: int) -> list[int]:
-    """Positions of the k largest sizes above 0, the earlier first among equals."""
+    """Return the positions of the k largest sizes above 0; among equals, the earlier come first."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
 
@@ -230,8 +238,9 @@ def _top(sizes: Sequence[int], k: int) -> list[int]:
 def _reach(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
 ) -> int:
-    """Samples that the best k devices finish by `seconds`; 0 if fewer than `active` of them finish
-    any.
+    """Return how many samples the best k devices finish by `seconds`.
+
+    Returns 0 if fewer than `active` devices finish any.
     """
     sizes = _most(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -242,8 +251,9 @@ def _reach(
 def _fixed_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """(least finish time, shares) at which k devices do `batch` and at least `active` of them any;
-    None: impossible.
+    """Return the least finish time at which k devices compute `batch`, and their shares.
+
+    At least `active` devices have samples. Returns None if that is impossible.
     """
     late = max(device.curve.seconds(device.limit) for device in devices)
     if _reach(devices, k, late, quantum, active) < batch:
@@ -265,8 +275,10 @@ def _fixed_count(
 def _settled(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
-    """Whole shares that sum to `batch`: those that end by `early`, then one quantum at a time where
-    it ends first.
+    """Return whole shares that sum to `batch`.
+
+    They start with the samples that end by `early`; each further quantum goes to the device that
+    would finish it first.
     """
     most = _most(devices, late, quantum)
     chosen = _top(most, min(k, batch // quantum))
@@ -299,8 +311,9 @@ def _settled(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """The times at which a curve bends, a device is full or has done a quantum; a part of them for
-    many devices.
+    """Return the times at which a curve bends, a device is full, or a device finishes one quantum.
+
+    If there are too many of them for many devices, an evenly spaced selection is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
@@ -319,8 +332,8 @@ def _best_count(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """The layout of most samples/s that ends by `seconds`; None if no number of devices is
-    allowed.
+    """Return the allocation with the highest samples/s that ends by `seconds`, over the best number
+    of devices; None if no number of devices is allowed.
     """
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
@@ -348,8 +361,9 @@ def _nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """The best, or a better one that ends when a device can take just one quantum more: shares of
-    few quanta.
+    """Return `best`, or a better allocation that ends when a device can take just one more quantum.
+
+    This matters if shares are few quanta.
     """
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
@@ -369,8 +383,8 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """The finish times between which a number of devices first reaches a rate, and the samples at
-    the later one.
+    """Two finish times between which a number of devices first reaches a rate, and the samples at
+    the later time.
     """
 
     samples: int
@@ -382,7 +396,7 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Each number of devices, `fewest` or more, that reaches `rate` at some finish time."""
+    """Return a crossing for each number of devices, at least `fewest`, that can reach `rate`."""
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
         largest_first = sorted(_most(devices, late, quantum), reverse=True)
@@ -397,7 +411,9 @@ def _find_crossings(
 def _just_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """The layout that ends as early as it can with `rate`, by bisection of the crossing."""
+    """Return the allocation that ends as early as possible with `rate`, by bisection
+    of the crossing.
+    """
     _, early, late, k = crossing
     for _ in range(HALVINGS // 2):
         middle = (early + late) / 2

@@ -1,7 +1,7 @@
-"""Ratios to whole samples: who computes which slice of a batch, and what its gradient weighs.
+"""Converts ratios to whole samples: each device's slice of a batch, and its gradient's weight.
 
-Pure integer arithmetic, shared by the search and by both adapters, so that what is measured is what
-trains.
+Pure integer arithmetic, used by the search and by both adapters, so that training uses exactly the
+shares that were measured.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless every ratio is finite and not negative, and at least one is above
-    0.
+    """Raise RequestError unless all ratios are finite and not negative, and at least one
+    is above 0.
     """
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
@@ -31,7 +31,7 @@ def check_ratios(ratios: Sequence[float]) -> None:
 
 
 def check_rank_shares(shares: Sequence[int], rank: int) -> None:
-    """Raise RequestError unless each rank has a row or more, and this is one of them."""
+    """Raise RequestError unless every rank has at least one row and `rank` is among them."""
     for share in shares:
         if isinstance(share, bool) or not isinstance(share, int) or share < 1:
             raise RequestError(
@@ -43,7 +43,7 @@ def check_rank_shares(shares: Sequence[int], rank: int) -> None:
 
 
 def is_ratio(ratio: object) -> bool:
-    """True for a finite number, 0 or above."""
+    """True if `ratio` is a finite number that isn't negative."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):
@@ -51,11 +51,13 @@ def is_ratio(ratio: object) -> bool:
 
 
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Split `batch` samples by `ratios`, by largest remainder; the result sums to `batch`.
+    """Split `batch` samples in proportion to `ratios`, by largest remainder; the result
+    sums to `batch`.
 
-    A device with a ratio above 0 gets at least one sample when the batch has one for each of them:
-    an empty replica can abort a TensorFlow process. With fewer samples than such devices, the first
-    ones get one each. A device with ratio 0 gets none. Ties go to the earlier device.
+    A device with a ratio above 0 gets at least one sample if the batch has one for each such
+    device, since an empty replica can abort a TensorFlow process. If there are fewer samples than
+    such devices, the first ones get one sample each. A device with ratio 0 gets none. Ties go to
+    the earlier device.
     """
     check_ratios(ratios)
     batch = _check_batch(batch)
@@ -74,8 +76,9 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
 
 def whole_number(value: object) -> int | None:
-    """The value as an int, NumPy's and PyTorch's integers too; None for anything else, bools
-    included.
+    """Return the value as an int, or None if it isn't an integer.
+
+    NumPy's and PyTorch's integers are accepted; bools aren't.
     """
     if isinstance(value, bool):
         return None
@@ -95,15 +98,16 @@ def _check_batch(batch: int) -> int:
 
 
 def _whole_parts(ratios: Sequence[float]) -> list[int]:
-    """The ratios as integers in exactly the same proportion."""
+    """Return integers in exactly the same proportions as the ratios."""
     pairs = [float(ratio).as_integer_ratio() for ratio in ratios]
     common = max(below for _, below in pairs)  # each is a power of two
     return [above * (common // below) for above, below in pairs]
 
 
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
-    """Move single samples until they sum to `batch`, always where the quota, in 1 / unit samples,
-    is missed by most.
+    """Move single samples until `sizes` sum to `batch`.
+
+    Each move changes the device whose size differs most from its quota, given in 1 / unit samples.
     """
     while sum(sizes) != batch:
         if sum(sizes) < batch:
@@ -116,7 +120,7 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
 
 
 def even(batch: int, devices: int) -> tuple[int, ...]:
-    """Split `batch` as evenly as whole samples allow; the first devices take the rest."""
+    """Split `batch` as evenly as whole samples allow; the first devices take the remainder."""
     if devices < 1:
         raise RequestError(f"A batch can't be split over {devices} devices.", "Name at least one.")
     each, rest = divmod(_check_batch(batch), devices)
@@ -124,15 +128,16 @@ def even(batch: int, devices: int) -> tuple[int, ...]:
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """The half-open range of rows that each device computes: `batch[start:stop]`."""
+    """Return the half-open range of rows that each device computes: `batch[start:stop]`."""
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
-    """The factor of a mean-over-own-rows gradient with which the sum over devices is the mean over
-    the batch.
+    """Return the weight of a rank's gradient, averaged over its own rows, in the gradient
+    of the batch.
 
-    With n_i rows on device i and N in all, mean over the batch = sum_i (n_i / N) * mean_i.
+    With n_i rows on device i and N rows in total, the mean over the batch = sum_i (n_i / N) *
+    mean_i. Raises RequestError if a size is negative or all are 0.
     """
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:
@@ -144,8 +149,9 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
 
 def count_passes(batch: int, micro: int) -> int:
-    """The passes that `batch` rows take at up to `micro` rows each; RequestError unless `micro` is
-    1 or more.
+    """Return the number of passes that `batch` rows take at up to `micro` rows each.
+
+    Raises RequestError unless `micro` is a whole number, 1 or more.
     """
     whole = whole_number(micro)
     if whole is None or whole < 1:
@@ -156,16 +162,17 @@ def count_passes(batch: int, micro: int) -> int:
 
 
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
-    """The rows of each pass, spread evenly: 820 rows at up to 300 are 273, 273 and 274; none for 0
-    rows.
+    """Return the rows of each pass, spread evenly; empty for 0 rows.
+
+    For example, 820 rows at up to 300 per pass are split into 273, 273 and 274.
     """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """The largest batch in the proportions of `shares` that gives no device more rows than one pass
-    holds.
+    """Return the largest batch in the proportions of `shares` that every device computes
+    in one pass.
     """
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
@@ -173,8 +180,9 @@ def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """The rows of the largest pass among the shares that need several; None where each is one
-    pass.
+    """Return the rows of the largest pass among the shares that need several passes.
+
+    Returns None if every share is computed in one pass.
     """
     several = [
         split_passes(share, micro)
@@ -185,8 +193,9 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """The shares of a batch that each rank computes in one pass: validation isn't cut into
-    passes.
+    """Return the shares of a validation batch that each rank computes in one pass.
+
+    Validation batches aren't cut into passes.
     """
     if tuple(shares) == tuple(micros):
         return tuple(shares)
