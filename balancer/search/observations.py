@@ -1,8 +1,8 @@
-"""The store of observations, in any order; by device, by layout and by stage.
+"""The store of observations, which may come in any order; queried by device, layout and stage.
 
-Equal sets of observations give equal answers. Devices are modelled from exploration alone (stages
-solo, rest and split) until a winner is checked, so that the race does not change the candidates it
-compares. Costs, failures and memory that others take count from all stages.
+Equal sets of observations give equal answers. Devices are modeled from exploration alone (stages
+solo, rest and split) until a winner is checked, so that the race does not change the candidates
+that it compares. Costs, failures, and memory used by other processes count from all stages.
 """
 
 from __future__ import annotations
@@ -17,14 +17,13 @@ from .layouts import is_no_larger
 
 EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
 STAGES: tuple[Stage, ...] = get_args(Stage)
-# tries of a probe that fails for a reason other than memory: a child may die by chance, hardly
-# twice
+# tries of a probe that fails for a reason other than memory: a child process may die by chance, but
+# hardly twice
 TRIES = 2
 SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
 FIRST_TURN = 0
-# turns of a stage: rounds alone, splits, and turns of the race. Where step times rise in stairs,
-# each
-# round halves the gap in which the next edge may be
+# most turns of a stage: rounds alone, splits, and turns of the race. If step times rise in stairs,
+# each round halves the gap in which the next edge may be
 MOST_TURNS = 8
 
 Turns = dict[int, Timed]
@@ -40,19 +39,19 @@ class Observations:
         # the seconds of each failed try
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)
         self._settled: dict[Stage, list[Observation]] = {}
-        # by device: (turn of the race or of a check before it, -1 before any; bytes that others
-        # held then)
+        # by device: (turn of the race or of the check before it, or -1; bytes that other processes
+        # held in that turn)
         self._held: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
-        # devices that are no longer there, with the message of their loss
+        # devices that are no longer available, with the message that tells why
         self.gone: dict[int, str] = {}
         # the exploration of sharded trainings, in the order in which it came
         self.sharded: list[Observation] = []
 
     def add(self, seen: Observation) -> None:
-        """Take an observation.
+        """Add an observation.
 
-        Of two on one probe OutOfMemory beats Timed beats Failed. Each failure counts as one more
-        try.
+        Of several observations of one probe, OutOfMemory takes precedence over Timed, and Timed
+        over Failed. Each failure counts as one more try.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
@@ -73,11 +72,11 @@ class Observations:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _note_others(self, seen: Timed | OutOfMemory) -> None:
-        """Note the bytes that other processes hold of each device: the most that was seen, as they
-        may take them again.
+        """Note the bytes that other processes hold of each device.
 
-        Once raced, a device has what it had in its last turn: what others held in exploration may
-        be free again. What came after a check is as new as that, whatever its own turn.
+        The most that was seen counts, since they may take as much again. Once a device has raced,
+        only its last turn counts: what other processes held during exploration may be free again.
+        An observation after a check is as recent as that check, whatever its own turn is.
         """
         probe = seen.probe
         raced = probe.turn if probe.stage in ("race", "knobs", "check") else -1
@@ -88,14 +87,16 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
-        """True if others hold as much of the device's memory as when a layout ran out of it."""
+        """True if other processes hold as much of the device's memory as when the layout ran
+        out of it.
+        """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """The settled observations of some stages, one after the other, each in the order of its
-        probes.
+        """Return the settled observations of some stages, stage by stage, each in the order
+        of its probes.
         """
         found: list[Observation] = []
         for stage in stages:
@@ -110,26 +111,27 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """The timed observations of some stages, in the same order; of all stages if none is
-        named.
+        """Return the timed observations of some stages, in the order of `in_stage`; by default
+        of all stages.
         """
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
-        """The timed observations of one layout, in some stages or all."""
+        """Return the timed observations of one layout, in some stages or by default in all."""
         wanted = stages or STAGES
         own = self._by_layout.get(layout, {}).values()
         timed = (one for one in own if isinstance(one, Timed))
         return [one for one in timed if one.probe.stage in wanted]
 
     def timed_race(self) -> list[Timed]:
-        """The timed observations of the race whose layouts are one training."""
+        """Return the timed observations of the race whose layouts are one training run."""
         return [one for one in self.timed("race") if one.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
-        """The turns of a layout in the race, or in its stage of other knobs.
+        """Return the turns of a layout in the race, or in the knobs stage if it has knobs.
 
-        An uncontended measurement from before the race counts as turn 0, unless the race has one.
+        An uncontended measurement from before the race counts as turn 0, unless the race has
+        a turn 0.
         """
         if stage is None:
             stage = "knobs" if layout.knobs else "race"
@@ -148,8 +150,10 @@ class Observations:
         return (*stages, "solo") if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
-        """The checks of a layout and its turns since, if they are surely slower than before:
-        something changed.
+        """Return a layout's checks and its turns since the first check, if the machine has changed.
+
+        That is the case if they are surely slower than all turns before; otherwise the
+        result is empty.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -165,8 +169,8 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """The checks of a layout, without those in which a device was held back that isn't any
-        more.
+        """Return a layout's checks, without those in which a device was held back that
+        has since recovered.
         """
         checked = [one for one in timed if one.probe.stage == "check"]
         active = checked[0].probe.layout.active if checked else ()
@@ -175,7 +179,9 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
-        """The turns of a layout from its first check on: they had no part in choosing it."""
+        """Return a layout's turns from its first check on; these had no part in
+        choosing the layout.
+        """
         seen = self.timed_in(layout, "check", "race", "knobs")
         checks = (one.probe.turn for one in seen if one.probe.stage == "check")
         began = min(checks, default=math.inf)
@@ -188,15 +194,18 @@ class Observations:
         return max((one.probe.turn for one in self.in_stage("check")), default=-1)
 
     def broken(self, layout: Layout) -> Observation | None:
-        """The first observation of this layout since the race began that wasn't timed, if any."""
+        """Return the layout's first observation since the race began that isn't timed; None if
+        there is none.
+        """
         own = (one for one in self.in_stage("race", "knobs", "check") if one.probe.layout == layout)
         return next((one for one in own if not isinstance(one, Timed)), None)
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
-        """The observations whose layouts may run again.
+        """Return the observations whose layouts may run again.
 
-        A layout is refuted by one on the same devices that ran out of memory with no more on any of
-        them, by memory that others were seen to hold, and by a device that has gone.
+        A layout may not run again if another one on the same devices ran out of memory with no more
+        rows on any of them, if other processes now hold memory that the layout needs, or if a
+        device has gone.
         """
         full = []
         for seen in self._seen.values():
@@ -206,7 +215,10 @@ class Observations:
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        """True if nothing refutes the layout; `full` are the layouts that ran out of memory."""
+        """True if nothing contradicts that the layout fits.
+
+        `full` are the layouts that ran out of memory.
+        """
         if self.gone.keys() & layout.active:
             return False
         same_place = (layout.kind, layout.active)
@@ -217,7 +229,7 @@ class Observations:
         return all(self.holds(i, one) for one in ran for i in layout.active)
 
     def holds(self, position: int, seen: Timed) -> bool:
-        """True if the device still has the memory that the layout took there."""
+        """True if the device still has as much free memory as the layout took there."""
         _, others_bytes = self._held[position]
         if not others_bytes:
             return True
@@ -226,7 +238,9 @@ class Observations:
         return used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
-        """A device's bytes less those that others were seen to hold; None: unknown."""
+        """Return a device's bytes, less those that other processes were seen to hold;
+        None if unknown.
+        """
         limit = self._problem.memory_bytes[position]
         if limit is None:
             return None
@@ -236,8 +250,9 @@ class Observations:
     # ------------------------------------------------------------------ failures and costs
 
     def _is_open(self, seen: Observation) -> bool:
-        """True if it failed and is worth another try: it has tries left, and the workload's own
-        code didn't raise.
+        """True if the observation is a failure that is worth a retry.
+
+        It must have tries left, and its cause must not lie in the workload's own code.
         """
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
@@ -246,15 +261,15 @@ class Observations:
         return seen.cause != "raised" or seen.probe.stage != "solo"
 
     def open_failures(self) -> list[Probe]:
-        """Probes that failed once and are worth another try."""
+        """Return the probes that failed once and are worth a retry."""
         found = [seen.probe for seen in self._seen.values() if self._is_open(seen)]
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
-        """Seconds of the probes of some stages or all; of those that run at the same time only the
-        longest counts.
+        """Return the seconds that the probes of some stages took; by default of all stages.
 
-        Turns of the race after `until_turn` are left out.
+        Of probes that run at the same time, only the longest counts. Turns of the race after
+        `until_turn` are left out.
         """
         wanted = stages or STAGES
         rounds: defaultdict[object, defaultdict[int, float]] = defaultdict(
@@ -273,30 +288,30 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
-        """The settled observations of a device in exploration, in the order of their probes."""
+        """Return a device's settled observations in exploration, in the order of their probes."""
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """The most rows of a pass that the device ran alone in exploration; less than 1 before
-        any.
+        """Return the most rows of a pass that the device ran alone in exploration; less than
+        1 before any.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device was raced and not held back in its last turn."""
+        """True if the device took part in the race and wasn't held back in its last turn."""
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
     def raced(self, position: int) -> list[Timed]:
-        """The turns of the race and the checks in which the device took part."""
+        """Return the turns of the race and the checks in which the device took part."""
         own = (one for one in self.timed("race", "check") if one.probe.layout.shares[position])
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """The splits of the race and its checks in which the device took part, once a winner was
-        checked.
+        """Return the raced and checked splits in which the device took part; empty before
+        the first check.
         """
         if not self.in_stage("check"):
             return []
@@ -304,14 +319,16 @@ class Observations:
 
 
 def _is_plain_split(layout: Layout) -> bool:
-    """True for a split of whole models by rows, with the knobs as they are."""
+    """True for a split of whole models by rows, without other knobs."""
     if not layout.traits.together or layout.traits.sharded:
         return False
     return layout.by_rows and not layout.knobs
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """The rank of an observation: of two of one probe, the higher-ranked is kept."""
+    """Return an observation's rank: of several observations of one probe, the
+    highest-ranked is kept.
+    """
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -320,7 +337,7 @@ def rank_observation(seen: Observation) -> tuple[int, int, float]:
 
 
 def order_probe(probe: Probe) -> tuple[Any, ...]:
-    """The sort key of a probe: any set of observations has one order."""
+    """Return a probe's sort key, which gives any set of observations a unique order."""
     layout = probe.layout
     return (
         STAGES.index(probe.stage),
@@ -340,8 +357,10 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _steady(turns: Turns) -> Turns:
-    """The turns without those in which a device was held back, unless it always was; and without
-    lone steps, whose error is unknown, where others are there.
+    """Return the turns without those in which a device was held back, unless that was so in
+    all of them.
+
+    Lone steps, whose error is unknown, are left out if there are other turns.
     """
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

@@ -1,5 +1,5 @@
-"""The candidates of a race: what each family offers, and a smaller layout in place of one that ran
-out of memory.
+"""The candidates of a race: the layouts that families offer, with smaller
+ones after out-of-memory.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from .texts import TextPolicy
 
 
 class Offers:
-    """The candidates that families offer, by their view of what is known."""
+    """The candidates that families offer, given their view of the search."""
 
     def __init__(self, view: FamilyView, policy: RowPolicy | TextPolicy) -> None:
         self.view = view
@@ -30,8 +30,9 @@ class Offers:
 
     @cached_property
     def candidates(self) -> tuple[Candidate, ...]:
-        """The layouts of the race, without duplicates; what ran out of memory has a smaller one in
-        its place.
+        """The layouts of the race, without duplicates.
+
+        A layout that ran out of memory is replaced by a smaller one.
         """
         kept: dict[Layout, Candidate] = {}
         for candidate in self._wished:
@@ -41,13 +42,16 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Each layout that ran out of memory in the race, with the smaller one in its place."""
+        """Pairs of a layout that ran out of memory in the race and the smaller one
+        that replaces it.
+        """
         pairs = [(candidate, self._in_its_place(candidate)) for candidate in self._wished]
         return tuple((wished, instead) for wished, instead in pairs if instead != wished)
 
     def list_broken(self) -> list[tuple[Candidate, Observation]]:
-        """The layouts of the race that failed, with the failure; the smallest pack of a mode of
-        which none ever ran.
+        """Return the layouts that failed in the race, each with its failure.
+
+        They include the smallest pack of each mode in which no pack ever ran.
         """
         found = []
         for one in self.candidates:
@@ -62,27 +66,31 @@ class Offers:
 
     @cached_property
     def _wished(self) -> tuple[Candidate, ...]:
-        """The families' candidates, before any retreat, without those that no measurement could
-        tell apart.
+        """The families' candidates, before any is replaced by a smaller one.
+
+        Splits that a measurement couldn't tell apart from an earlier candidate are left out.
         """
         found = [one for family in self.options.wanted for one in self._of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
         if trades_speed and isinstance(self._policy, RowPolicy):
             efficient = self._policy.efficient()
             found += [Candidate(family_of(layout), layout, extra=True) for layout in efficient]
-        # one of the splits may be one device, of a family that isn't asked for
+        # one of the splits may be a single device, of a family that wasn't requested
         return tuple(_distinct([one for one in found if one.family in self.options.wanted]))
 
     def _of(self, family: Family) -> Iterator[Candidate]:
-        """A family's candidates; those of another kind are of the family of that kind."""
+        """Yield a family's candidates; a layout of another kind belongs to the family of
+        its own kind.
+        """
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
             yield Candidate(family if own else family_of(layout), layout, extra)
 
     def _in_its_place(self, candidate: Candidate) -> Candidate:
-        """The candidate, or, if it ran out of memory, a smaller batch instead; a fixed batch in
-        more passes.
+        """Return the candidate, or a smaller one if it ran out of memory.
+
+        A free batch gets smaller; a fixed batch is divided into more passes.
         """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
@@ -103,8 +111,8 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """The candidates without splits that no measurement could distinguish from one listed before
-    them.
+    """Return the candidates without splits that a measurement couldn't tell apart from
+    an earlier one.
     """
     kept: list[Candidate] = []
     splits: list[Layout] = []

@@ -1,11 +1,10 @@
-"""The last stage: the candidates in turns A B C A B C, until nothing left to measure is expected to
-change the plan.
+"""The last stage: candidates run in turns A B C A B C until no measurement should change the plan.
 
-In the first turn (0) every candidate is measured once, those of most expected samples/s for each
-second of the probe first. A split or rest measurement from exploration counts as turn 0. Packs then
+In the first turn (0) every candidate is measured once, starting with the highest expected samples/s
+per second of the probe. A split or rest measurement from exploration counts as turn 0. Then packs
 grow while they gain, later turns settle which layout is fastest, and the winner is measured with
-other knobs, if any were asked for. Last comes a check of the winner: the highest of several noisy
-figures is too high, so its own is measured anew.
+other knobs, if any were requested. Last, the winner is checked: the highest of several noisy values
+is biased upwards, so its samples/s are measured again.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput
 
 
 class Race:
-    """The race between the layouts that are offered, by one set of observations."""
+    """The race between the offered layouts, by one set of observations."""
 
     def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
         self.offers = offers
@@ -39,8 +38,8 @@ class Race:
         self._seen = machine.seen
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next measurement; empty when the race is over."""
-        # packs on logical devices have as many trainings as run best as plain processes
+        """Return the next measurement; empty when the race is over."""
+        # packs on logical devices have as many trainings as the best pack of plain processes
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         return (
             self._first_turn(first)
@@ -52,14 +51,14 @@ class Race:
 
     @cached_property
     def running(self) -> tuple[Candidate, ...]:
-        """The candidates that did not fail in the race and whose devices are all still there."""
+        """The candidates that did not fail in the race and whose devices are all available."""
         candidates = self.offers.candidates
         here = (one for one in candidates if not self._seen.gone.keys() & one.layout.active)
         return tuple(one for one in here if self._seen.broken(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Another turn of the chosen layout and of the best other one, while the budget has time
-        for one.
+        """Return another turn of the chosen layout or of the best other one, while
+        the budget lasts.
         """
         if self._problem.budget_seconds is None:
             return ()
@@ -69,8 +68,10 @@ class Race:
         return self._next_turn(whole, "knobs" if chosen.knobs else "race", settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """The chosen layout once more, and while turns may make it certain; None where nothing else
-        was measured.
+        """Return another measurement of the chosen layout; empty if none is needed.
+
+        It is repeated while more turns may narrow a wide interval. No check is needed if nothing
+        else was measured.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):
@@ -86,12 +87,12 @@ class Race:
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
-        """The turns of each candidate that is still running."""
+        """The turns of each candidate that is still in the race."""
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property
     def ranking(self) -> tuple[Standing, ...]:
-        """The winner first; with the winner's knobs, once they were tried."""
+        """The ranking, with the winner first, and with the winner's knobs once they were tried."""
         rivals = self._knob_rivals
         turns = {one.layout: self._seen.turns(one.layout, "knobs") for one in rivals}
         tried = rank(rivals, turns, self._problem)
@@ -107,13 +108,15 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The first candidates of their families that the budget left without a measurement."""
+        """The first candidates of their families that weren't measured before the
+        budget was spent.
+        """
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The candidates that wait for their first turn or another; whether there is a tie that no
-        turn would end.
+        """The candidates that wait for a turn, and whether there is a tie that no further
+        turn would resolve.
         """
         rivals, tied = self._unsettled(self.running, "race")
         return [*self._unmeasured, *rivals], tied
@@ -121,7 +124,9 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """The first probe of the most promising of these candidates, if there is time for it."""
+        """Return the first probe of the most promising of these candidates, if there is
+        time for it.
+        """
         if not wanted:
             return ()
         layout = min(wanted, key=self._priority).layout
@@ -139,10 +144,11 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """The most expected samples/s for each second of the probe come first; a family's extra
-        candidates last.
+        """Return the sort key of a first turn: the highest expected samples/s per second of
+        the probe first.
 
-        Of packs and placements as much is expected as of the best of the others.
+        Extra candidates of families come last. Packs and placements are expected to be as fast as
+        the best of the other candidates.
         """
         comparable = [one]
         if not one.synchronous:
@@ -154,8 +160,9 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow(self) -> tuple[Probe, ...]:
-        """The next pack, the smallest of all modes first, if the budget also suffices for a turn of
-        every candidate.
+        """Return the next pack, the smallest of all modes first.
+
+        The budget must also suffice for one turn of every candidate.
         """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
@@ -171,11 +178,12 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """The next rival of the open turn, or of a new one; all of them take part if it is
-        `settled` who won.
+        """Return the next probe of the open turn, or of a new one.
+
+        All rivals take part if `settled`, when the winner is known already.
         """
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
-        for layout, turns in taken.items():  # in some of them a device was held back
+        for layout, turns in taken.items():  # add turns in which a device was held back
             turns.update(seen.probe.turn for seen in self._seen.timed_in(layout, stage))
         now = max((turn for turns in taken.values() for turn in turns), default=FIRST_TURN)
         for turn in (now, now + 1):
@@ -188,13 +196,13 @@ class Race:
         return ()
 
     def _reserved(self, layout: Layout, stage: Stage) -> float:
-        """The seconds that a turn leaves for what else is to be raced."""
+        """Return the seconds that a turn must leave for other layouts in the race."""
         knobs = self._knobs_seconds if stage == "race" else 0.0
         return self._budget.least_seconds(layout) + knobs
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
-        """The rivals of a turn: all in the first, then those that the turns before have not
-        settled.
+        """Return the rivals of a turn: all in the first, later those that earlier
+        turns haven't settled.
         """
         if turn == FIRST_TURN and stage == "knobs":  # `_first_turn` orders the race's own
             return list(rivals)
@@ -206,8 +214,10 @@ class Race:
     def _unsettled(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """The rivals that deserve another turn by the turns `before` one; whether there is a tie
-        that no turn would end.
+        """Return the rivals that deserve another turn, and whether there is a tie that no
+        turn would resolve.
+
+        Only the turns `before` the given one count.
         """
         turns = {}
         for one in rivals:
@@ -225,8 +235,9 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner as it is, and with each knob; without those that failed. Empty if no knobs
-        were asked for.
+        """The winner as it is and with each requested knob, without those that failed.
+
+        Empty if no knobs were requested.
         """
         if not self._without_knobs or not self.options.knobs:
             return []
@@ -239,18 +250,19 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """The least seconds that a turn of every candidate, with knobs, should take; packs leave as
-        many.
+        """The least seconds of one turn of every candidate and of the winner's knobs.
+
+        Growing packs must leave this time.
         """
         candidates = sum(self._budget.least_seconds(one.layout) for one in self.running)
         return candidates + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The least seconds that one turn of the winner with each knob should take."""
+        """The least seconds of one turn of the winner with each knob."""
         return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
 
 def _was_held_back_in_its_only(turns: Turns) -> bool:
-    """True if there is one turn, and a device was held back in it."""
+    """True if there is exactly one turn, and a device was held back in it."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

@@ -1,10 +1,10 @@
-"""The ranking of layouts, with gains and errors: measured in turns A B C A B C and compared within
-each turn.
+"""Ranks layouts that were measured in turns A B C A B C, with the gains and errors between them.
 
-Drift between turns (heat, other work) affects all layouts of a turn, so the difference of two
-layouts is more certain than either figure. Two layouts deserve another turn while switching to the
-slower one may still gain more than `LEAST_GAIN`: the expected gain is E[max(0, d)], with d normal
-around the measured difference (Jones and others, "Efficient global optimization", 1998).
+Layouts are compared within each turn: drift between turns (heat, other work) affects all layouts of
+a turn, so the difference between two layouts is more certain than either one's samples/s. Two
+layouts deserve another turn while switching to the slower one may still gain more than
+`LEAST_GAIN`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones
+and others, "Efficient global optimization", 1998).
 """
 
 from __future__ import annotations
@@ -23,30 +23,31 @@ from .layouts import TIE, Candidate
 from .model.evidence import relative_error, step_error
 from .observations import Turns
 
-# relative; a tie with a larger gap is unclear: probes' drift alone makes 2.7 % of two (PROBE_DRIFT)
+# relative; a tie with a larger gap is unclear: drift alone makes two probes differ by 2.7 %
 UNCLEAR = 0.03
 # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
 PROBE_DRIFT = 0.007
-# turns that this assumption counts for: two may agree by chance (95 % intervals of
-# benchmarks.search)
+# number of turns that this assumption weighs as much as, since two turns may agree by chance (95 %
+# intervals of benchmarks.search)
 DRIFT_WEIGHT = 4
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
-# of a gain that is hoped for: what may fit runs out of memory as often as not,
-# as kernels take a workspace with more rows
+# fraction of an expected gain that comes true: a batch that may fit runs out of memory as often as
+# not, since kernels need a workspace for more rows
 COMES_TRUE = 0.5
-LEAST_RATE = 1e-9  # samples/s: nothing is divided by 0
+LEAST_RATE = 1e-9  # samples/s; avoids division by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
-# relative: forgiven at the tolerance's edge, if the interval is that wide: else the batch is larger
+# relative; a layout may miss the tolerance by this much if its interval is as wide
 EDGE_SLACK = 0.005
-# per layout: time is planned for three turns of each; with more, their own spread gives the error
+# time is planned for this many turns of each layout; with more, their spread gives the error
 ENOUGH_TURNS = 3
 
 TurnsByLayout = Mapping[Layout, Turns]
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """A mean over turns, with the standard deviation of one: of samples/s, or of them over
-    another's, less 1.
+    """A mean over turns with the standard deviation of one turn.
+
+    It is a mean of samples/s, or of the ratio of samples/s to another layout's, less 1.
     """
 
     value: float
@@ -54,13 +55,14 @@ class Difference(msgspec.Struct, frozen=True):
     turns: int
 
     def interval(self) -> Interval:
-        """The mean with its 95 % interval, by Student's t."""
+        """Return the mean with its 95 % interval, by Student's t."""
         half = student(DRIFT_WEIGHT + self.turns - 1) * self.deviation / math.sqrt(self.turns)
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """The expected gain of switching to the layout, at least 0, after `more_turns` with the
-        same mean.
+        """Return the expected gain of switching to the layout; never negative.
+
+        It is the gain after `more_turns` further turns with the same mean.
         """
         error = self.deviation / math.sqrt(self.turns + more_turns)
         z = self.value / error
@@ -68,10 +70,11 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 class Standing(msgspec.Struct, frozen=True):
-    """A layout's place in the ranking. `against`: its samples/s over the winner's, less 1; None for
-    the winner.
+    """A layout's place in the ranking.
 
-    `tie`: the difference is below 1 %, or may be 0 while the samples/s of the two overlap.
+    `against` is the layout's samples/s divided by the winner's, less 1; None for the winner itself.
+    `tie` is True if this difference is below 1 %, or if it may be 0 while the intervals of the two
+    layouts' samples/s overlap.
     """
 
     candidate: Candidate
@@ -87,12 +90,14 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def unclear(self) -> bool:
-        """A tie whose measured gap is above 3 %: the difference may be 0 and may be large."""
+        """True for a tie whose measured gap is above 3 %: the difference may be 0, and
+        may be large.
+        """
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
     @property
     def step(self) -> Interval:
-        """The seconds of one optimizer step at this rate: the latency."""
+        """The latency: the seconds of one optimizer step at this rate."""
         layout = self.candidate.layout
         rate = self.throughput
         samples = layout.global_batch * layout.processes
@@ -103,7 +108,7 @@ class Standing(msgspec.Struct, frozen=True):
 def rank(
     candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
 ) -> tuple[Standing, ...]:
-    """Every layout that ran: the winner, then the others by throughput."""
+    """Return every layout that ran: the winner, then the others by throughput."""
     ran = [one for one in candidates if turns.get(one.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
     if not ran:
@@ -114,12 +119,13 @@ def rank(
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
-    """The fastest, or the layout that is preferred within the tolerance.
+    """Return the fastest layout, or the one that is preferred within the tolerance.
 
-    With a free global batch, the smallest within the tolerance of the fastest. Otherwise, or if the
-    fastest is a pack or a placement, the simplest layout less than 1 % from the fastest, or less
-    than the tolerance if that is smaller. An objective that trades speed chooses the layout with
-    most of it among those at most `max_slowdown` slower.
+    If the global batch is free, that is the layout with the smallest batch within the tolerance of
+    the fastest. Otherwise, or if the fastest is a pack or a placement, it is the simplest layout
+    less than 1 % from the fastest, or less than the tolerance if that is smaller. For an objective
+    that trades speed, it is the layout with the best value of the objective among those at most
+    `max_slowdown` slower than the fastest.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
     leader = max(ran, key=lambda one: rates[one.layout])
@@ -143,14 +149,15 @@ def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Probl
 def _list_tolerable(
     ran: Sequence[Candidate], turns: TurnsByLayout, leader: Turns, tolerance: float
 ) -> list[Candidate]:
-    """The layouts of one training that are slower than the leader by at most the tolerance."""
+    """Return the synchronous layouts that are slower than the leader by at most the tolerance."""
     synchronous = [one for one in ran if one.synchronous]
     return [one for one in synchronous if is_tolerable(turns[one.layout], leader, tolerance)]
 
 
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
-    """True if a layout is slower than the leader by at most the tolerance, or by less than turns
-    can show.
+    """True if a layout is slower than the leader by at most the tolerance.
+
+    The tolerance may be missed by as little as turns can't show.
     """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -159,11 +166,11 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 def unsettled(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """(layouts that deserve another turn, the leader among them; whether there is a tie that can't
-    be resolved).
+    """Return the layouts that deserve another turn, and whether there is a tie that
+    can't be resolved.
 
-    A rival deserves another turn if it may still gain and the turns that are left can settle
-    whether it does.
+    A rival deserves another turn if it may still gain, and if the remaining turns can settle
+    whether it does. The leader is included if any rival is.
     """
     if len(ran) < 2:
         return [], False
@@ -183,8 +190,9 @@ def unsettled(
 
 
 def compare_turns(one: Turns, other: Turns) -> Difference:
-    """`one` against `other`, from the turns that both took; from all pairs of turns if they have
-    none in common.
+    """Return the relative difference in samples/s between `one` and `other`.
+
+    It is computed from the turns that both took, or from all pairs of turns if they share none.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -199,7 +207,10 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Samples/s over all turns, by their mean step time; one turn as uncertain as it says."""
+    """Return the samples/s over all turns, by their mean step time.
+
+    For a single turn, the interval is the one measured in it.
+    """
     figures = [seen.throughput for _, seen in sorted(turns.items())]
     if len(figures) == 1:
         return figures[0]
@@ -211,8 +222,10 @@ def throughput(turns: Turns) -> Interval:
 
 
 def _pooled(assumed: float, values: Sequence[float]) -> float:
-    """The standard deviation of one turn: from their spread, and a variance that counts as
-    `DRIFT_WEIGHT` turns.
+    """Return the standard deviation of one turn.
+
+    It combines the spread of `values` with an `assumed` variance that counts
+    as `DRIFT_WEIGHT` turns.
     """
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values)
@@ -220,19 +233,19 @@ def _pooled(assumed: float, values: Sequence[float]) -> float:
 
 
 def center(figure: Interval, value: float) -> Interval:
-    """The figure with another value, as uncertain as it is."""
+    """Return the interval moved to another value; its half-width stays."""
     half = (figure.high - figure.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 
 
 def widen(figure: Interval, error: float) -> Interval:
-    """The figure with an interval of at least this relative half-width on both sides."""
+    """Return the interval, extended to a relative half-width of at least `error` on both sides."""
     low = min(figure.low, figure.value * max(0.0, 1 - error))
     return Interval(figure.value, low, max(figure.high, figure.value * (1 + error)))
 
 
 def overlap(one: Interval, other: Interval) -> bool:
-    """True if two 95 % intervals overlap, so that neither is surely faster."""
+    """True if two 95 % intervals overlap, so that neither layout is surely faster."""
     return one.low <= other.high and other.low <= one.high
 
 

@@ -1,6 +1,4 @@
-"""The search: a problem in, probes out, observations back, and at every moment the best layout
-measured so far.
-"""
+"""The search: takes a problem, asks for probes, is told observations, and knows the best layout."""
 
 from __future__ import annotations
 
@@ -13,15 +11,15 @@ from .observations import Observations
 from .report import SearchReport
 from .solo_stage import SMALL
 
-# of an epoch, that a free global batch leaves: an optimizer learns nothing in fewer
+# the fewest steps of an epoch with a free global batch: an optimizer learns nothing in fewer
 LEAST_STEPS = 20
 
 
 class Search:
     """Finds the layout that trains fastest; see `evener.balancer.search` for the theory.
 
-    Time comes in by observations alone: what is spent is the sum of their `elapsed_seconds`. Solo
-    probes of one turn run at the same time, so only the longest counts.
+    Time is known from observations alone: the time spent is the sum of their `elapsed_seconds`.
+    Solo probes of one turn run at the same time, so only the longest of them counts.
     """
 
     def __init__(self, problem: Problem, options: LayoutOptions = BALANCE) -> None:
@@ -32,20 +30,23 @@ class Search:
 
     @property
     def evaluation(self) -> Evaluation:
-        """All that follows from the observations so far."""
+        """All conclusions from the observations so far."""
         return self._evaluation
 
     def tell(self, seen: Observation) -> None:
-        """Take an observation: in any order, asked for or not, more than once."""
+        """Add an observation.
+
+        Observations may come in any order, more than once, and from probes that weren't asked for.
+        """
         self._seen.add(seen)
         self._evaluation = Evaluation(self.problem, self.options, self._seen)
 
     def learn_data(self, facts: Facts) -> None:
         """Note the facts of the data and the model.
 
-        By its rows a free global batch leaves 20 steps, unless a largest one is given; by their
-        lengths they are assigned by what they cost. The number of the longest row is named if no
-        device can hold it.
+        The number of rows limits a free global batch to one that leaves 20 steps per epoch, unless
+        a largest batch is given. If row lengths are known, rows are assigned by their cost; the
+        number of the longest row is used in the message if no device can hold it.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None
@@ -63,40 +64,47 @@ class Search:
             self._evaluation = Evaluation(problem, self.options, self._seen)
 
     def ask(self) -> tuple[Probe, ...]:
-        """The probes to run now, at the same time; empty when the search is over. Asking changes
-        nothing.
+        """Return the probes to run now, at the same time; empty when the search is over.
+
+        Asking doesn't change the search.
         """
         return self._evaluation.next_probes
 
     def ended(self) -> End | None:
-        """Why nothing more is asked; None while something is."""
+        """Return why the search is over; None if there are more probes to run."""
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """The same in words."""
+        """Return the message that tells why the search is over; None if there are more
+        probes to run.
+        """
         end = self.ended()
         return None if end is None else end.words
 
     def belief(self) -> Belief:
-        """The search's view between two probes, to be drawn."""
+        """Return the search's current curves and its next step, to be drawn between two probes."""
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
-        """The layout to take, of everything that was measured and may still run; None before
-        anything was.
+        """Return the best layout among all that were measured and may still run.
+
+        Returns None before any measurement.
         """
         return self._evaluation.best
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
-        """All that a plan, a verdict and tables are made of; None before anything was measured.
+        """Return all data for a plan, a verdict and tables; None before any measurement.
 
-        `own_batch` is that of the user's script today, whose samples/s are predicted.
+        `own_batch` is the batch that the user's script uses today; the report
+        predicts its samples/s.
         """
         return self._evaluation.report(own_batch)
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """The largest batch, in whole quanta, with which an epoch of these rows has enough steps."""
+    """Return the largest batch, in whole quanta, that leaves an epoch of these
+    rows enough steps.
+    """
     quantum = problem.multiple_of
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)
     return max(quantum, min(rows, wanted) // quantum * quantum)
