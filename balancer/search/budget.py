@@ -119,8 +119,8 @@ class Budget:
         """True if the layout's shortest probe can end before the stage `ends_with` has to end.
 
         `ends_with` is usually the probe's own stage; for a probe without which there would be no
-        result, it is "race", which has the whole budget. With a `turn` after the first, the time of
-        later turns counts.
+        result, it is "race", which has the whole budget in its first turn. Later turns have to end
+        at 95 % of it.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._end(ends_with, turn)
@@ -220,8 +220,10 @@ class Budget:
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _further_warm_up(self, layout: Layout) -> float:
-        """What a probe that shows its noise takes beyond one of a lone step, where no other told
-        what a layout's warm-up takes.
+        """Return the additional warm-up of a probe that shows its noise, compared with
+        a lone step's.
+
+        It is 0 unless the layout was measured before, and only by lone steps.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
@@ -229,8 +231,10 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step(self, layout: Layout) -> float:
-        """Seconds of a step, as measured, predicted, or estimated from the devices alone; 0 if none
-        of them ran.
+        """Return the seconds of a step: measured, else predicted, else estimated from
+        the devices alone.
+
+        Returns 0 if none of the devices ran.
         """
         own = self._seen.timed_in(layout)
         if own:

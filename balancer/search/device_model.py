@@ -1,19 +1,18 @@
-"""A device by the observations: the seconds that its rows take, and the most rows that it may
-compute at once.
+"""A model of one device: the seconds that its rows take, and the most rows of one pass.
 
-Each bound on the rows that it may compute at once is a multiple of the quantum; 0 leaves the device
-out. Their names say what they rest on:
+Each limit for the rows of one pass is a multiple of the quantum; 0 leaves the device out. The names
+of the limits tell what they are based on:
 
-    asked       the request: largest share, fixed global batch, largest global batch
-    certain     memory: what ran, or a little more where memory is far from full
-    guessed     memory: where its line ends, or a batch between what ran and what failed; in splits
-                no more than ran where bytes are unknown
-    trusted     time: no farther beyond what ran than a curve can be trusted, within what is
-                guessed; a fixed batch goes beyond it where it has to
+    asked       by the request: largest share, fixed global batch, largest global batch
+    certain     by memory: what ran, or a little more if memory is far from full
+    guessed     by memory: where its line reaches the limit, or a batch between what ran and what
+                failed; in splits no more than ran if bytes are unknown
+    trusted     by time: within what is guessed, no farther beyond what ran than a curve can be
+                trusted; a fixed batch exceeds it if necessary
 
-Rounds alone go by bounds of their own (`guessed_alone_rows`, `trusted_alone_rows`), as what fails
-there costs less than in a split. `one_pass` is what is guessed, or less where two smaller passes
-are faster.
+Rounds alone have limits of their own (`guessed_alone_rows`, `trusted_alone_rows`), since a
+failure there costs less than in a split. `one_pass` is what is guessed, or less if two smaller
+passes are faster.
 """
 
 from __future__ import annotations
@@ -33,12 +32,11 @@ from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .time_left import TimeLeft
 
-STRIDE = 32  # times what ran: as far as a batch grows at once; a recorded kernel has a peak between
+STRIDE = 32  # most growth over what ran; one recorded kernel has its peak in between
 
 
 class DeviceModel:
-    """One device by one set of observations, with its bounds; each value is computed when it is
-    first asked for.
+    """One device, modeled from one set of observations; each value is computed on first access.
 
     Indistinguishable devices share their curves.
     """
@@ -51,8 +49,10 @@ class DeviceModel:
         evidence: Sequence[DeviceEvidence],
         group: Sequence[int],
     ) -> None:
-        """`evidence` is of all devices; `group` are those that are indistinguishable from it,
-        itself among them.
+        """Take the evidence of all devices, and the group of devices that this one belongs to.
+
+        `group` are the positions of the devices that are indistinguishable from this
+        one, including itself.
         """
         self.position = position
         self.quantum = problem.multiple_of
@@ -69,7 +69,7 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The device's points alone, and those at rest or in splits that lie beyond them."""
+        """The device's points alone, and those at rest or in splits at larger batches."""
         return self.evidence.solo_points(self._among)
 
     @cached_property
@@ -79,12 +79,14 @@ class DeviceModel:
 
     @cached_property
     def alone(self) -> Curve | None:
-        """The curve as its own process, while the others work too."""
+        """The curve of the device in a process of its own, while the other devices compute too."""
         return fit_curve(self.group_points, self._among)
 
     @cached_property
     def in_splits(self) -> Curve | None:
-        """The curve within a split, by its own part of splits too."""
+        """The curve of the device within a split; it includes its compute time (own
+        work) in splits.
+        """
         points: list[Point] = []
         for one in self._group:
             points += dict.fromkeys((*one.solo_points(self._among), *one.in_splits))
@@ -92,22 +94,21 @@ class DeviceModel:
 
     @cached_property
     def hope(self) -> Curve | None:
-        """The curve as fast as it may be; None before any point."""
+        """The fastest curve that the points allow; None before any point."""
         if self.alone is None:
             return None
         return hopeful_curve(self.group_points, self.alone)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """The seconds of its share of a layout."""
+        """Return the seconds that the device takes for its share of a layout."""
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
-    # ------------------------------------------------------------------ as asked for, by memory, by
-    # what ran
+    # ------------------------------------------------------------------ by request and by memory
 
     @cached_property
     def asked_rows(self) -> int:
-        """The most rows that the request lets it have at once."""
+        """The most rows of one pass that the request allows."""
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
         given = [limit for limit in limits if limit is not None]
@@ -115,7 +116,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The largest share that is worth trying in a split, by memory; 0 for a lost device."""
+        """The largest share worth trying in a split, by memory; 0 for a lost device."""
         if self.out_of_use:
             return 0
         bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
@@ -130,7 +131,9 @@ class DeviceModel:
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch that the next round alone may measure, by its stride."""
+        """The largest batch that the next round alone may measure, limited by its growth
+        over what ran.
+        """
         if self.alone is None:
             return 0
         growth = self._growth(self.alone)
@@ -140,15 +143,16 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch that any round alone may measure: by memory and by time."""
+        """The largest batch that any round alone may measure, by memory and by time."""
         if self.alone is None or not self.memory.ran:
             return 0
         by_memory = self.memory.largest_to_try(self.asked_rows, self.quantum, hoped=True)
         return self._quick(self.alone, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
-        """The largest batch, of a free one quick enough, that is near to what ran, so that the
-        curve can be trusted.
+        """Return the largest batch that is near enough to what ran for the curve to be trusted.
+
+        If the global batch is free, the batch must also be quick enough.
         """
         if self._problem.global_batch is None:
             limit = self._quick(curve, limit)
@@ -160,10 +164,11 @@ class DeviceModel:
         return max(int(growth * self.memory.ran) // self.quantum, 1) * self.quantum
 
     def _growth(self, curve: Curve | PassCurve) -> float:
-        """The factor by which a batch may exceed what ran: infinite where time rises; on a level
-        curve no more than there is time for.
+        """Return the factor by which a batch may exceed what ran.
 
-        Level curves hide where time begins to rise, and a step may take longer in proportion.
+        It is infinite if time rises with the batch. On a level curve, it is limited by the
+        time that is left: such a curve hides where time begins to rise, so a step may take
+        longer in proportion.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
@@ -172,8 +177,9 @@ class DeviceModel:
         return math.inf if rises else self._time.growth(last)
 
     def _quick(self, curve: Curve | PassCurve, limit: int) -> int:
-        """The limit, reduced so that no step takes longer than is allowed, but not below the
-        largest that ran.
+        """Return the limit, reduced so that no step takes longer than allowed.
+
+        It isn't reduced below the largest batch that ran.
         """
         if math.isinf(self._time.seconds):
             return limit
@@ -185,14 +191,15 @@ class DeviceModel:
 
     @property
     def _divides(self) -> bool:
-        """True if it may take its share of a fixed batch in passes."""
+        """True if the device may compute its share of a fixed batch in several passes."""
         fixed = self._problem.global_batch is not None
         return self._problem.micro and fixed and not self.evidence.undivided
 
     @cached_property
     def pass_rows(self) -> int:
-        """The most rows of each of several passes: those within reach, or fewer that were faster;
-        0: no passes.
+        """The most rows of each of several passes; 0 if passes can't be used.
+
+        It is the most trusted rows, or a smaller batch if that was clearly faster.
         """
         if not self._divides or self.alone is None:
             return 0
@@ -212,7 +219,7 @@ class DeviceModel:
 
     @cached_property
     def one_pass(self) -> int:
-        """The largest share in one pass: what fits, or less where two smaller passes are faster."""
+        """The largest share in one pass: what fits, or less if two smaller passes are faster."""
         rows = self.pass_rows
         if not rows or rows >= self.guessed_rows or self.in_splits is None:
             return self.guessed_rows
@@ -221,9 +228,10 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """The seconds of each further pass beyond a step of its rows; 0 before any ran.
+        """The seconds that each further pass adds to the time of its rows; 0 before any
+        several passes ran.
 
-        Measured by its own part of splits, otherwise alone.
+        Measured in splits if possible, otherwise alone.
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]
@@ -233,8 +241,9 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """The device with a curve and a limit, as it may take all of a fixed batch, more than fits
-        at once.
+        """Return the device with a curve of passes, by which it may compute all of a fixed batch.
+
+        That may be more rows than fit at once.
         """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
@@ -245,8 +254,8 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """The device with a curve and a limit, as it may take a fixed batch in the passes that it
-        does best.
+        """Return the device with the passes that are fastest for a fixed batch, given a curve
+        and a limit.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -264,8 +273,10 @@ class DeviceModel:
         )
 
     def cut(self, share: int, surely: bool) -> int:
-        """The rows of each pass of a share: all where that fits at once, or `surely` does, or
-        passes can't be taken.
+        """Return the rows of each pass of a share.
+
+        They are the whole share if it fits at once or if passes can't be used. With `surely`, it
+        must fit with certainty.
         """
         if surely:
             wall = fits = self.certain_rows
@@ -281,8 +292,8 @@ class DeviceModel:
 
 
 def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """The largest share, from the best rows of a pass to a limit, that two passes don't train
-    faster than one.
+    """Return the largest share, from `rows` to `limit`, that one pass computes at least as
+    fast as two.
     """
     shares = range(rows, max(rows, limit))
 

@@ -1,11 +1,10 @@
-"""A model of the machine by the observations: each device's curve and limits, and the time of
-gradient exchange.
+"""A model of the machine: each device's curve and limits, and the time of gradient exchange.
 
-Exchange that isn't hidden behind computation takes within_k + across_h: within_k = base + each * (k
-- 1) for k devices; across_h is a line too, in the hosts that they are on, above that of as many
-devices on one host. For a number never measured it is assumed low (optimism in the face of
-uncertainty): from one measured cost, fewer pay in proportion and more pay the same. So a number
-that looks good gets tried and then measured.
+Exchange that isn't hidden behind computation takes within_k + across_h. For k devices, within_k =
+base + each * (k - 1). across_h is also linear, in the number of hosts, and adds to the time of as
+many devices on one host. For a number of devices that was never measured, the time is assumed low
+(optimism in the face of uncertainty): given one measured time, fewer devices take proportionally
+less, and more devices take the same. So a number that looks good gets tried and then measured.
 """
 
 from __future__ import annotations
@@ -31,8 +30,9 @@ ExchangeCosts = tuple[Costs, ...]  # [h][k]: seconds of k devices on h hosts
 def fit_exchange_costs(
     samples: Sequence[ExchangeSample], devices: int, hosts: int
 ) -> ExchangeCosts:
-    """The costs for up to `devices` devices on `hosts` hosts; any never measured on one host count
-    as the network's.
+    """Return the exchange costs for up to `devices` devices on up to `hosts` hosts.
+
+    If nothing was measured on a single host, all costs are attributed to the network.
     """
     on_one = [(k, cost, error) for k, h, cost, error in samples if h == 1]
     within = fit_sync_costs(on_one, devices)
@@ -42,7 +42,9 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Sync cost in seconds by number of devices (the index, 0 to `most`); non-decreasing."""
+    """Return the cost in seconds by number of devices (the index, 0 to `most`);
+    it never decreases.
+    """
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
     if all(others == widest for others, _, _ in found):  # one number of devices, or none
@@ -56,7 +58,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 class MachineModel:
     """A model of the machine by one set of observations."""
 
-    # devices take rows in the order of the data: packs and placements can train so too
+    # devices take rows in the order of the data, as packs and placements can too
     by_rows = True
 
     def __init__(self, problem: Problem, seen: Observations, time: TimeLeft) -> None:
@@ -74,19 +76,20 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split of rows, or of lengths, that exploration ran."""
+        """Every split that exploration ran, by rows if this model is by rows, else by lengths."""
         found = self.seen.timed("split")
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """The explored splits that still fit, by all that was seen since."""
+        """The explored splits that still fit, given all later observations."""
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
     def at_rest(self) -> dict[int, Timed]:
-        """Devices measured while the others were idle: the best of each that still fits and has a
-        batch asked for.
+        """Each device's best measurement while the others were idle.
+
+        Only measurements that still fit and have the requested batch count.
         """
         best: dict[int, Timed] = {}
         for one in self.seen.still_fit(self.seen.timed("rest")):
@@ -100,29 +103,33 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """The gradient exchange that isn't hidden behind computation, within a host and across
-        hosts.
+        """The cost of gradient exchange that isn't hidden behind computation, within
+        and across hosts.
         """
         samples = [self._exchange_sample(one) for one in self.splits]
         return fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The cost for as many devices as the widest split that ran, if any did."""
+        """The exchange seconds for as many devices as the widest split that ran; None if
+        no split ran.
+        """
         layouts = [one.probe.layout for one in self.splits]
         if not layouts:
             return None
         return self.exchange_seconds(max(layouts, key=lambda one: len(one.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """The seconds of exchange among some devices; 0 for one of them."""
+        """Return the seconds of exchange among some devices; 0 for a single one."""
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """What a split shows of the exchange: its step less the longest own part."""
+        """Return the exchange time that a split shows: its step less the longest compute
+        time (own work).
+        """
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
         parts = [seconds for seconds in own if seconds]
@@ -133,13 +140,15 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """The seconds of devices' own parts of a split's step, by what they did alone."""
+        """Return the compute time (own work) in seconds of each device in a split's step, as
+        predicted from its times alone.
+        """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
         return [one.seconds(layout, one.alone) for one in devices if one.alone]
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a solo or split layout by the curves; 0 if one of them is unknown."""
+        """Return the samples/s of a solo or split layout by the curves; 0 if a curve is unknown."""
         devices = [self.devices[i] for i in layout.active]
         times = []
         for device in devices:
@@ -153,27 +162,29 @@ class MachineModel:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """A layout of these shares, in passes where they don't fit at once, or don't `surely`, or
-        are faster so.
+        """Return a layout of these shares, in passes if shares don't fit at once or if
+        passes are faster.
+
+        With `surely`, shares must fit with certainty.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(shares, tuple(device.cut(share, surely) for device, share in both))
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """A layout of these shares whose passes ran before or surely fit; None if that is
-        impossible.
+        """Return a layout of these shares whose passes ran before or surely fit; None if
+        that is impossible.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_hold(layout)), None)
 
     def hold(self, layout: Layout) -> bool:
-        """True if every pass of a layout is predicted to fit."""
+        """True if every pass of the layout is predicted to fit."""
         both = zip(layout.pass_rows, self.devices, strict=True)
         return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_hold(self, layout: Layout) -> bool:
-        """True if every pass of a layout ran before, or is far below what the memory line
-        allows.
+        """True if every pass of the layout ran before, or is far below what the
+        memory line allows.
         """
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
@@ -189,8 +200,9 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """True if the devices together can hold the fixed global batch, or take it in passes; True
-        for a free one.
+        """True if the devices together can hold the fixed global batch or compute it in passes.
+
+        Always True for a free batch.
         """
         together = sum(device.limit for device in self.split_curves)
         if together >= (self.problem.global_batch or 0):

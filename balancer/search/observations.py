@@ -229,7 +229,9 @@ class Observations:
         return all(self.holds(i, one) for one in ran for i in layout.active)
 
     def holds(self, position: int, seen: Timed) -> bool:
-        """True if the device still has as much free memory as the layout took there."""
+        """True if other processes still leave as much of the device's memory as the
+        layout took there.
+        """
         _, others_bytes = self._held[position]
         if not others_bytes:
             return True
@@ -252,7 +254,8 @@ class Observations:
     def _is_open(self, seen: Observation) -> bool:
         """True if the observation is a failure that is worth a retry.
 
-        It must have tries left, and its cause must not lie in the workload's own code.
+        It must have tries left. An unsupported layout isn't retried, nor is an exception raised by
+        the workload while a device ran alone.
         """
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False

@@ -1,14 +1,13 @@
-"""Packing one device with several trainings: which number and batch to measure next, and which was
-best.
+"""Packs several trainings on one device: which number and batch to try next, and which was best.
 
-N grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains. Growth ends after two sizes
-without a gain over a smaller one, or one that fails. Then the gaps next to the best size are
-halved. Each training costs memory and takes longer, so the smallest N within `ENOUGH` of the best
-is chosen, or within the tolerance where that is more.
+The number N of trainings grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains.
+Growth ends after two sizes without a gain over a smaller one, or after one that fails. Then the
+gaps next to the best size are halved. Each training costs memory and takes longer the more run, so
+the smallest N within `ENOUGH` of the best is chosen, or within the tolerance if that is larger.
 
-Trainings side by side share the memory. A fixed batch stays; a free one is, for N trainings, the
-largest that fits N times by the device's memory points, at most that of the single device. A little
-memory is left free, for contexts and allocators.
+Trainings side by side share the memory. A fixed batch stays as it is; a free batch is the largest
+that fits N times by the device's memory points, and at most that of the single device. A little
+memory is left as headroom for contexts and allocators.
 """
 
 from __future__ import annotations
@@ -26,13 +25,13 @@ from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
 from .rows import RowPolicy
 
-# of a device's memory, for all trainings packed on it: each has a context of its own
+# fraction of a device's memory for all trainings packed on it: each has a context of its own
 MEMORY_SHARE = 0.98
-# relative: what more trainings must gain, as each then takes longer (34 for 8 gained 4.6 %)
+# relative gain that more trainings need, since each takes longer (34 instead of 8 gained 4.6 %)
 ENOUGH = 0.05
-SIZES_WITHOUT_GAIN = 2  # sizes in a row without a gain after which growth ends: noise may hide one
-MOST_SIZES = 15  # that are tried: ten up to the most, and halving a gap of 34 ends after five
-MOST_PROCESSES = 89  # the last of 1, 2, 3, 5, 8, ... that is tried
+SIZES_WITHOUT_GAIN = 2  # consecutive sizes without a gain that end growth: noise may hide one gain
+MOST_SIZES = 15  # sizes that are tried: ten while growing, and five to halve a gap of 34
+MOST_PROCESSES = 89  # the last number of 1, 2, 3, 5, 8, ... that is tried
 
 Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
@@ -48,14 +47,16 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """The next pack to measure; None when the best is certain enough."""
+        """Return the next pack to measure; None when the best is certain enough."""
         size = next_size(self._rates, self._most)
         if size is None or size < 2:
             return None
         return pack_on(self._single, size, self._mode, self._batch(size))
 
     def best_layout(self) -> Layout | None:
-        """The best measured pack, or the next to measure before any has run; None if none can."""
+        """Return the best measured pack, or the next to measure if none has run yet; None if
+        there is none.
+        """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
         tries = self._by_size.get(size or 0, [])
@@ -69,7 +70,7 @@ class Packing:
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """Every pack measured, by number of trainings and falling batch."""
+        """Every pack measured, by number of trainings, then by falling batch."""
         found = []
         for one in self._policy.seen.in_stage("pack"):
             layout = one.probe.layout
@@ -90,8 +91,9 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Combined samples/s by number of trainings; 0 where they failed and no smaller batch is
-        worth trying.
+        """Combined samples/s by number of trainings.
+
+        It is 0 for a number that failed if no smaller batch is worth trying.
         """
         rates = {1: self._policy.single_rate(self._single)}
         for size, tries in self._by_size.items():
@@ -101,20 +103,22 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if all tries ran out of memory, and a smaller batch is worth another."""
+        """True if all tries ran out of memory and a smaller batch is worth another try."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
-        """Samples/s by all turns of a pack: a later check may refute the figure it was chosen
-        by.
+        """Return a pack's samples/s over all its turns.
+
+        A later check may refute the value that it was chosen by.
         """
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch(self, size: int) -> int:
-        """The batch of each of `size` trainings, at most the single's; 0 if not even the smallest
-        fits.
+        """Return the batch of each of `size` trainings; 0 if not even the smallest fits.
+
+        It is at most the batch of the single training.
         """
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
@@ -134,7 +138,7 @@ class Packing:
         return 1
 
     def _largest_for(self, size: int) -> int:
-        """The largest batch that fits `size` times, by the device's memory points."""
+        """Return the largest batch that fits `size` times, by the device's memory points."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return UNBOUNDED
@@ -144,7 +148,7 @@ class Packing:
 
     @cached_property
     def _memory(self) -> Memory:
-        """The memory of one training by batch: the most that was seen alone or packed."""
+        """The memory of one training by batch: the most that was seen alone or in a pack."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)
         for seen in self.seen:
@@ -159,8 +163,8 @@ class Packing:
 
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
-    """The number of trainings to try next, up to `most`; None when the best is known well
-    enough.
+    """Return the number of trainings to try next, up to `most`; None if the best is
+    known well enough.
     """
     best = best_size(tried)
     sizes = sorted(tried)
@@ -178,6 +182,6 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """The fewest trainings within the tolerance of the best; None if none ran."""
+    """Return the fewest trainings within the tolerance of the best; None if none ran."""
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

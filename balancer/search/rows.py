@@ -1,4 +1,4 @@
-"""The layouts that are worth a race where every row costs the same."""
+"""The layouts that are worth racing if every row costs the same."""
 
 from __future__ import annotations
 
@@ -18,19 +18,18 @@ from .observations import Turns
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, is_tolerable, throughput
 
-# of the tolerance: if a batch within the first isn't good enough, one within the second is tried;
-# if
-# none is, the fastest wins, with twice the batch
+# fractions of the tolerance: if a batch within the first isn't good enough, one within the second
+# is tried; if neither is, the fastest wins, with twice the batch
 PARTS = (1.0, 0.5)
-LIKELY_SETS = 2  # of efficient devices, that are raced
-SKETCHED = 24  # points of a curve for drawing
-# devices, of which all 56 sets of some are tried; of more, the most efficient 2, 3, ..., which is
-# worse on 13 of 240 machines of 2 to 4
+LIKELY_SETS = 2  # sets of efficient devices that are raced
+SKETCHED = 24  # points of a curve that is drawn
+# most devices of which all sets are tried (56 sets of 6); of more, only the most efficient 2, 3,
+# ... are tried, which is worse on 13 of 240 machines with 2 to 4 devices
 MOST_TO_COMBINE = 6
 
 
 class RowPolicy:
-    """What to race where a device's time follows from its number of rows."""
+    """Chooses the layouts to race if a device's time depends only on its number of rows."""
 
     def __init__(self, machine: MachineModel) -> None:
         self.machine = machine
@@ -39,14 +38,14 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """None: every row fits where one does."""
+        """Return None: if one row fits, every row does."""
         return None
 
     def is_training(self, layout: Layout) -> bool:
-        """True if a user may train so.
+        """True if the layout is a sensible way to train.
 
-        A device alone in passes is no choice for a free batch: no gain over fewer passes of a
-        smaller batch.
+        For a free batch, a single device in passes isn't: it gains nothing over a smaller batch
+        in fewer passes.
         """
         if layout.traits.together:
             return True
@@ -55,8 +54,8 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """The longest that a device would take alone for its share; None if none of them ran
-        alone.
+        """Return the longest time that a device would take alone for its share; None if
+        none ran alone.
         """
         seconds = []
         for position in layout.active:
@@ -66,8 +65,9 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Each device's curve in a split, and the rows of a pass that surely fit; nothing for other
-        layouts.
+        """Return each device's curve in a split, and the rows of one pass that surely fit.
+
+        For other layouts, the curves are empty and the rows are 0.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -82,7 +82,7 @@ class RowPolicy:
         return tuple(found)
 
     def sketch(self, position: int) -> CurveSketch:
-        """A device's curve, to be drawn."""
+        """Return a device's curve for drawing."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.ran or None
         points: tuple[tuple[int, float], ...] = ()
@@ -94,8 +94,9 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """The best single device at the fixed batch, in passes and at once where both fit, else at
-        its best one.
+        """Return the best single device at the fixed batch, in passes and at once if both fit.
+
+        For a free batch, return the best single device at its best batch.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -108,10 +109,10 @@ class RowPolicy:
         return [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        """The devices alone, the fastest first: those that safely hold the fixed batch, at once or
-        in passes.
+        """Return the devices alone, the fastest first.
 
-        Of a free batch every one that exploration measured and that still fits.
+        For a fixed batch, these are the devices that safely hold it, at once or in passes. For a
+        free batch, these are all layouts that exploration measured and that still fit.
         """
         batch = self.problem.global_batch
         if batch is None:
@@ -126,10 +127,11 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Samples/s of a device alone, measured at rest, else in the solo stage if `contended`
-        counts, else predicted.
+        """Return the samples/s of a device alone: measured at rest, else in the solo
+        stage, else predicted.
 
-        A prediction is the same for indistinguishable devices.
+        The solo stage counts only if `contended`. A prediction is the same for indistinguishable
+        devices.
         """
         timed = self.seen.timed_in(layout, "rest")
         if not timed and contended:
@@ -139,16 +141,17 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Every device alone, and splits over the devices that should take the least energy, where
-        energy decides.
+        """Return every device alone, and splits over the devices that should use
+        the least energy.
         """
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.hold(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """The best splits over fewer than all devices, of those that are fast enough; none before
-        any cost is known.
+        """Return the most efficient splits over fewer than all devices that are fast enough.
+
+        Returns an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -171,7 +174,7 @@ class RowPolicy:
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
     def _sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
-        """Sets of fewer than all devices, of which one may be the most efficient."""
+        """Yield sets of fewer than all devices that may include the most efficient set."""
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
             for count in counts:
@@ -189,8 +192,8 @@ class RowPolicy:
     # ------------------------------------------------------------------ several devices
 
     def best_splits(self) -> list[Layout]:
-        """The preferred measured split, predicted ones that should beat it, and the fastest
-        measured one.
+        """Return the preferred measured split, predicted splits that should beat it, and the
+        fastest measured one.
         """
         found = self._split_rates()
         if not found:
@@ -201,7 +204,7 @@ class RowPolicy:
         return [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
 
     def _split_rates(self) -> dict[Layout, float]:
-        """Every split of exploration that still fits, with its samples/s."""
+        """Return the samples/s of every explored split that still fits."""
         batch = self.problem.global_batch
         found = [
             one
@@ -212,8 +215,9 @@ class RowPolicy:
         return {one.probe.layout: one.samples_per_second for one in found}
 
     def _preferred(self, found: dict[Layout, float]) -> Layout:
-        """The smallest global batch within the tolerance of the fastest; the fastest for a fixed
-        batch.
+        """Return the split with the smallest global batch within the tolerance of the fastest.
+
+        For a fixed batch, return the fastest.
         """
         tolerance = self.problem.tolerance if self.problem.global_batch is None else 0.0
         least = max(found.values()) * (1 - tolerance)
@@ -221,8 +225,8 @@ class RowPolicy:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising(self, chosen: Layout) -> list[Layout]:
-        """Predicted splits that should be faster than the chosen one, or as good with another
-        global batch.
+        """Return predicted splits that should be faster than `chosen`, or as good with
+        another global batch.
         """
         found = list(self._smaller(chosen))
         fastest = self.predictions.fastest_split
@@ -233,12 +237,12 @@ class RowPolicy:
         return [layout for layout in found if self.machine.surely_hold(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
-        """The smallest batches within parts of the tolerance, each once the one before has turned
-        out to be too slow.
+        """Yield the smallest batches within parts of the tolerance.
 
-        Where exploration has measured the smallest good batch, another one like it isn't worth a
-        race. Once a check has confirmed a good one, none is: of more and more near the tolerance's
-        edge one was lucky.
+        Each is yielded once the one before has turned out to be too slow. If exploration has
+        measured the smallest good batch, another one like it isn't worth a race. Once a check has
+        confirmed a good batch, no further one is yielded: among more and more batches near the edge
+        of the tolerance, one would seem fast enough by chance.
         """
         tolerance = self.problem.tolerance
         ran = {
@@ -260,8 +264,10 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """The smallest batch, up to `most` or checked, that is as fast as the tolerance asks; None
-        if none ran.
+        """Return the layout with the smallest batch that is as fast as the tolerance requires; None
+        if there is none.
+
+        Its batch is at most `most`, or it has been checked.
         """
         checked = {one.probe.layout for one in self.seen.in_stage("check")}
         found = []
@@ -272,8 +278,9 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """The layout, or the nearest that ran if its shares are one point of every curve with the
-        layout's.
+        """Return the nearest layout that ran and whose shares are the same point on every curve.
+
+        If there is none, return the layout itself.
         """
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -284,8 +291,8 @@ class RowPolicy:
         return min(near, key=distance, default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """The even split over all live devices; with `scaling` also over 2, 4, ... of the
-        fastest.
+        """Return the even split over all live devices; with `scaling` also over 2, 4, ...
+        of the fastest.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
@@ -296,12 +303,12 @@ class RowPolicy:
     def _even(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """An even split of the fixed batch, in passes where it has to be; of a free one, of what
-        other layouts have.
+        """Return an even split over some devices; None if there is none that fits.
 
-        That is the preferred split's rows for each device, else the fewest rows of the devices'
-        best batches alone. If that doesn't fit, as many rows as surely do; with `whole`, the fixed
-        batch or nothing.
+        A fixed batch is taken in passes if necessary. For a free batch, each device gets as many
+        rows as the preferred split has per device, else the fewest rows of the devices' best
+        batches alone. If that doesn't fit, each device gets as many rows as surely fit; with
+        `whole`, a fixed batch isn't reduced.
         """
         count = len(positions)
         quantum = self.machine.quantum
@@ -319,7 +326,7 @@ class RowPolicy:
         return split_evenly(self.problem.devices, positions, safe * count, quantum)
 
     def _even_batch(self, positions: tuple[int, ...], splits: Sequence[Layout]) -> int:
-        """The batch of an even split over some devices, where the request leaves it free."""
+        """Return the batch of an even split over some devices if the request leaves it free."""
         count = len(positions)
         if splits:
             return splits[0].global_batch * count // len(self.machine.live)

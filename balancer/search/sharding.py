@@ -1,10 +1,11 @@
-"""Sharded trainings: which parts of the model's state devices hold by their memory, and which rows
-they compute.
+"""Sharded trainings: the part of the model's state that each device holds, and the
+rows it computes.
 
-Each device is measured alone first, on rows of a model whose units it gathers from a small part of
-it: that shows its time, and the memory that isn't state. State then fills what rows by speed leave,
-and stays; rows are searched as ever, within the memory that is left. Whole steps show what
-gathering costs.
+Each device is first measured alone, on rows of a model whose units it gathers from a small
+part of the state: that shows its time, and the memory that isn't state. Then the state fills
+the memory that rows in proportion to speed leave free, and these parts don't change any
+more. Rows are searched as in other trainings, within the memory that is left. Whole steps
+show what gathering costs.
 """
 
 from __future__ import annotations
@@ -38,17 +39,17 @@ from .observations import Observations
 from .rows import RowPolicy
 from .time_left import TimeLeft
 
-# of a device's memory, left free: allocators round up, and sums need buffers; twice as much for
-# each sharded step that ran out of memory there, and half or a quarter where it doesn't fit
-# otherwise
+# fraction of a device's memory left as headroom: allocators round up, and sums need buffers; it
+# doubles for each sharded step that ran out of memory there, and is halved or quartered if the
+# model doesn't fit otherwise
 HEADROOM = 0.03
-FEWEST_HALVINGS = 2  # of the headroom
-DIGITS = 4  # of a part: 10 MB of a state of 100 GB, far below the headroom of any card
+FEWEST_HALVINGS = 2  # how often the headroom may be halved
+DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card's headroom
 
 
 class Need(msgspec.Struct, frozen=True):
-    """A device's bytes beside its part of the state, for no rows and for each further row of a
-    pass, and its speed.
+    """A device's speed, and its memory beside its part of the state: without rows, and per row
+    of a pass.
     """
 
     base_bytes: float
@@ -57,8 +58,9 @@ class Need(msgspec.Struct, frozen=True):
 
 
 class Sharding:
-    """A sharded training by what was `seen` of parts and of whole steps; the problem's budget is
-    what they have.
+    """The search for a sharded training, from what was `seen` of parts and of whole steps.
+
+    The problem's budget is the time for this search alone.
     """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
@@ -66,8 +68,8 @@ class Sharding:
         self._seen, self._state = seen, problem.state or ModelState(0, 0)
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next rows for every device alone, else the next whole step; empty when nothing is
-        wanted.
+        """Return the next rows for every device alone, else the next whole step; empty if
+        nothing is wanted.
         """
         if self.parts is None:
             return ()
@@ -78,20 +80,21 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
     def layouts(self) -> list[Layout]:
-        """Whole steps that are worth a race."""
+        """Return the whole steps that are worth a race."""
         found = self.policy.best_splits() if self.parts else []
         return [self._shard(one) for one in found if one.traits.together]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Each device's curve, and the rows of a pass that surely fit."""
+        """Return each device's curve, and the rows of one pass that surely fit."""
         return self.policy.curves(layout_of(layout.shares, layout.micro))
 
     # ------------------------------------------------------------------ parts of the state
 
     @cached_property
     def parts(self) -> tuple[float, ...] | None:
-        """The part of the state that each device holds; empty while unknown, None if it doesn't fit
-        beside a row.
+        """The fraction of the state that each device holds.
+
+        Empty while it is unknown, None if the state doesn't fit beside a row.
         """
         problem = self._problem
         needs = self._needs
@@ -125,7 +128,8 @@ class Sharding:
     def _needs(self) -> list[Need]:
         """The need of each device that ran alone, by its first two measurements.
 
-        Later ones don't count: parts of the state don't move once a step was measured with them.
+        Later ones don't count, since the parts of the state must not change once a
+        step was measured.
         """
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -135,7 +139,7 @@ class Sharding:
         return [self._need(device) for device in devices if device.alone]
 
     def _alone(self, position: int) -> list[Timed]:
-        """The measurements of a device alone, the first turn first."""
+        """Return the measurements of a device alone, in order of their turns."""
         found = []
         for one in self._seen:
             layout = one.probe.layout
@@ -149,13 +153,12 @@ class Sharding:
         base = min(used, gathered) if memory.line is None else memory.line[0]
         return Need(base, max(0.0, used - base) / batch, device.best_rate)
 
-    # ------------------------------------------------------------------ rows, as in a training of
-    # whole models
+    # ------------------------------------------------------------------ rows, as with whole models
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """What to try on the devices as if each held the model in what its part of the state
-        leaves.
+        """The policy for rows, as if each device held the whole model in the memory
+        beside its part.
         """
         left = self._without_state(
             self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices
@@ -170,12 +173,14 @@ class Sharding:
     def _without_state(
         self, sizes: Sequence[int | None], parts: Sequence[float]
     ) -> tuple[int | None, ...]:
-        """The bytes of each device without its part of the state."""
+        """Return the bytes of each device without its part of the state."""
         held = [round(part * self._state.state_bytes) for part in parts]
         return tuple(size and max(1, size - state) for size, state in zip(sizes, held, strict=True))
 
     def _as_rows(self, one: Observation) -> Observation:
-        """An observation as if each device held the model, without the state that it held."""
+        """Return the observation as if each device held the model, without the state
+        that it held.
+        """
         layout = one.probe.layout
         probe = msgspec.structs.replace(
             one.probe,
@@ -189,8 +194,11 @@ class Sharding:
         return msgspec.structs.replace(one, probe=probe, memory_bytes=memory)
 
     def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
-        """An observation of rows, or that they don't fit: a device that was measured alone had a
-        small part of the state, and more memory for rows than its own part leaves.
+        """Return the observation, or one of running out of memory if its rows don't fit
+        beside the state.
+
+        A device that was measured alone held a small part of the state, and so had more memory for
+        rows than its own part leaves.
         """
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one
@@ -205,7 +213,7 @@ class Sharding:
         return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds)
 
     def _as_sharded(self, probe: Probe) -> Probe:
-        """The probe of rows as one of a sharded training."""
+        """Return the probe of rows as a probe of a sharded training."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage="shard")
@@ -219,11 +227,11 @@ class Sharding:
 def share_state(
     limits: Sequence[float], needs: Sequence[Need], problem: Problem
 ) -> tuple[float, ...] | None:
-    """The parts of the state that fill what rows by speed leave of each limit; None if it doesn't
-    fit.
+    """Return the fractions of the state that fill the memory left by rows; None if the
+    state doesn't fit.
 
-    Rows are those of the fixed batch, or of the largest that fits in one pass; fewer where only
-    several passes do.
+    Rows are divided in proportion to speed. They are those of the fixed batch, or of the largest
+    that fits in one pass, or fewer if only several passes fit. `limits` are the devices' bytes.
     """
     assert problem.state is not None
     state = problem.state.state_bytes

@@ -1,10 +1,10 @@
-"""The first stage: every device in a process of its own, all at the same time, a few batches each.
+"""The first stage: every device runs alone, all at the same time, with a few batches each.
 
-Two small batches give a first curve and the memory slope. Then the layout that would be fastest if
-every curve were as fast as its points allow says what is worth a measurement: a share beyond what
+Two small batches give a first curve and the memory slope. Then an optimistic layout, the fastest if
+every curve were as fast as its points allow, tells what is worth a measurement: a share beyond what
 ran, or one in a gap between two points in which time may rise late. A round is measured while that
-layout promises more than it costs. A device that would keep the others waiting for little is left
-out of a round.
+layout promises more than it costs. A device that would keep the others waiting for little gain is
+left out of a round.
 """
 
 from __future__ import annotations
@@ -26,19 +26,19 @@ from .model.step_time import SAME_BATCH, WIDE, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
 
-# rounds, as optimistic predictions may have no end; a steep curve is halved nine times
+# limit for rounds, since optimistic predictions may never end; a steep curve is halved nine times
 MOST_ROUNDS = 12
-# the first batch, or fewer if a device's even share is smaller; the second is `BLIND_GROWTH` times
-# as large
+# rows of the first batch, or fewer if a device's even share is smaller; the second batch is
+# `BLIND_GROWTH` times as large
 SMALL = 8
 
 
-Batches = dict[DeviceModel, int]  # of a round
+Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """The stage that chooses batches to measure on every device alone, by the model and its
-    predictions.
+    """Chooses the batches to measure on every device alone, by the machine model
+    and its predictions.
     """
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
@@ -50,7 +50,7 @@ class SoloStage:
         self._live = [self._machine.devices[i] for i in self._machine.live]
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next batch for every device that matters; empty when over."""
+        """Return the next batch for every device that matters; empty when the stage is over."""
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:
             return first
@@ -59,7 +59,9 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """One of two small batches on each device."""
+        """Return a round of one of the two small batches on each device; empty when
+        both were measured.
+        """
         for turn in range(2):
             due = self._due(turn)
             if due and turn:
@@ -76,7 +78,9 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _due(self, turn: int) -> Batches:
-        """The small batch of each device that had as many rounds, if it hasn't run."""
+        """Return the small batch of each device that took part in `turn` rounds so far, if
+        it hasn't run.
+        """
         due: Batches = {}
         for one in self._live:
             batch = self._small_batch(one)
@@ -86,8 +90,9 @@ class SoloStage:
         return due
 
     def _lacks_a_line(self, one: DeviceModel) -> bool:
-        """True if the device never ran, or ran out of memory before two sizes were measured, and a
-        smaller size is left to try.
+        """True if the device has no memory line yet and a smaller size is left to try.
+
+        It either never ran, or ran out of memory before two sizes were measured.
         """
         memory = one.memory
         if not one.evidence.alone:
@@ -99,8 +104,9 @@ class SoloStage:
         return self._is_new(one, self._small_batch(one))
 
     def _worth_waiting(self, due: Batches) -> Batches:
-        """The devices whose second batch may gain most for each second of the round; the others
-        don't wait for more.
+        """Return the devices whose second batch may gain most per second of the round.
+
+        Empty if the round isn't affordable or doesn't pay. The others would only prolong the round.
         """
         costs = {one: self._seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -123,8 +129,10 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _hopeful_round(self) -> tuple[Probe, ...]:
-        """The batches that the optimistic layout would use and that show something new, if what
-        they may gain pays for their time; else a cheap round.
+        """Return the batches of the optimistic layout that show something new, if the gain pays
+        for the time.
+
+        Otherwise return a cheap round.
         """
         wanted = self._optimistic
         if wanted is None:
@@ -145,10 +153,11 @@ class SoloStage:
         return self._cheap_round()
 
     def _with_the_others(self, wanted: Batches) -> Batches:
-        """The round in which the other devices work too, as in a split, where it lasts no longer
-        for it.
+        """Return the round with batches for the other devices too, so that all compute as
+        in a split.
 
-        For the even share, with which every plan is compared, it may last twice as long.
+        A device is added if the round doesn't last longer because of it. For the even share, with
+        which every plan is compared, the round may last twice as long.
         """
         longest = max(self._seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -161,8 +170,10 @@ class SoloStage:
         return batches
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """The even share of a fixed batch that may not fit, or the middle of a gap that may hide a
-        peak.
+        """Return a round that takes little time; empty if there is nothing to show.
+
+        It measures the even share of a fixed batch if that may not fit, or the middle of a gap that
+        may hide a peak.
         """
         wanted: Batches = {}
         for one in self._in_split:
@@ -177,8 +188,8 @@ class SoloStage:
         return self._round(self._with_the_others(wanted), self._turn)
 
     def _gap_at_best(self, one: DeviceModel) -> int:
-        """The middle of the wider gap beside the first of the best batches, if it may hide a peak;
-        0: none.
+        """Return the middle of the wider gap beside the first of the best batches; 0 if it can't
+        hide a peak.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
         if one.alone is None or one.alone.error > TIE or undivided:
@@ -190,8 +201,10 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """What an even split of a fixed batch over devices that may be worth it gives it, if that
-        may fit.
+        """Return the device's share in an even split of a fixed batch, if it hasn't run and may
+        fit; else 0.
+
+        The split is over the devices of the optimistic layout.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._in_split) // self._quantum * self._quantum
@@ -201,9 +214,7 @@ class SoloStage:
 
     @cached_property
     def _in_split(self) -> Sequence[DeviceModel]:
-        """The devices of the optimistic layout, for which the others keep nobody waiting; all if it
-        is of one alone.
-        """
+        """The devices of the optimistic layout, or all live devices if it has only one."""
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
         return devices if len(devices) > 1 else self._live
@@ -227,14 +238,14 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if every optimistic prediction holds, however many rounds lie before
-        it.
+        """The fastest layout if every optimistic prediction holds, however many rounds
+        lie before it.
         """
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The devices as fast as they may be, in the passes that are best then."""
+        """The devices with their optimistic curves, in the passes that are best by those curves."""
         return {
             one.position: one.in_best_passes(one.hope, one.guessed_alone_rows)
             for one in self._live
@@ -242,13 +253,15 @@ class SoloStage:
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
-        """The rows of a pass for this share in the optimistic layout."""
+        """Return the rows of one pass for this share in the optimistic layout."""
         curve = self._optimistic_curves[position].curve
         return curve.rows if isinstance(curve, PassCurve) and share > curve.wall else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """The relative gain of the optimistic layout over the best of what is known, beyond errors;
-        half of it comes true.
+        """Return the relative gain of the optimistic layout over the best known one,
+        less the errors.
+
+        Half of the gain is assumed to come true.
         """
         ran = []
         for one in self._live:
@@ -267,8 +280,8 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, one: DeviceModel, share: int) -> bool:
-        """True if a share lies beyond what ran, or where the device may be faster than the points
-        around it.
+        """True if the share lies beyond what ran, or where the device may be faster
+        than its curve.
         """
         if one.alone is None or one.hope is None or not self._is_new(one, share):
             return False
@@ -281,20 +294,22 @@ class SoloStage:
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in one.points)
 
     def _seconds(self, one: DeviceModel, batch: int) -> float:
-        """What a probe of a batch should take."""
+        """Return the expected seconds of a probe of this batch."""
         layout = solo(self._problem.devices, one.position, batch)
         return self._budget.least_seconds(layout, _step(one, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """True if a round may take so long: the first split, without which there is no plan, comes
-        after it.
+        """True if a round may take `seconds` and leave time for the first split, which a
+        plan depends on.
         """
         return self._budget.has_time(seconds, self._after, step_seconds)
 
     @cached_property
     def _after(self) -> float:
-        """Seconds of the first split or, of one device, the fixed batch: there is no plan without;
-        0 once it ran.
+        """The seconds to reserve for the first split or, for one device, the fixed batch; 0
+        once it ran.
+
+        There is no plan without it.
         """
         if self._machine.splits or (self._machine.at_rest and len(self._live) == 1):
             return 0.0
@@ -306,8 +321,9 @@ class SoloStage:
         return self._budget.least_seconds(self._predictions.layout(plan), plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """The middle of the gap between two batches that is widest in proportion; 0 if its ratio is
-        at most `wider`.
+        """Return the middle of the gap between two batches with the largest ratio.
+
+        Returns 0 if that ratio is at most `wider`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= wider * low:
@@ -317,7 +333,9 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, one: DeviceModel) -> int:
-        """One of the first two batches, or a retreat from one that ran out of memory."""
+        """Return one of the first two batches, or a smaller one after the device ran
+        out of memory.
+        """
         memory = one.memory
         quantum = self._quantum
         first, second = self._first_two(one.asked_rows)
@@ -335,10 +353,10 @@ class SoloStage:
         return max(quantum, retreat // quantum * quantum)
 
     def _likely_to_fit(self, one: DeviceModel, first: int, second: int) -> int:
-        """The second batch; where running out of memory is dear, one that surely fits or one that
-        isn't much larger than the first.
+        """Return the second batch, reduced if running out of memory would be expensive.
 
-        It costs a slow step, or the start of a child: then even less is risked.
+        Then it is one that surely fits or is twice the first, if the cost would be a slow step. If
+        a child process would have to start again, even less is risked.
         """
         surely = one.memory.largest_in_proportion()
         if surely is None:
@@ -353,8 +371,10 @@ class SoloStage:
         return max(first + self._quantum, min(second, wanted))
 
     def _first_two(self, most: int) -> tuple[int, int]:
-        """8 and 64 rows; if an even share of the global batch (or of the largest) is smaller, that
-        and an eighth.
+        """Return the first two batches: 8 and 64 rows.
+
+        If an even share of the global batch (or of the largest one) is below 64 rows, the second is
+        that share, and the first is an eighth of it.
         """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -368,8 +388,10 @@ class SoloStage:
 
 
 def _step(one: DeviceModel, batch: int) -> float:
-    """Seconds of a step; from a single point, as long as that: a probe of much longer steps ends at
-    once.
+    """Return the seconds of a step.
+
+    If the device has a single point, it is that point's time: a probe of much longer steps
+    ends at once.
     """
     if one.alone is None:
         return 0.0
@@ -379,6 +401,6 @@ def _step(one: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Samples/s together, if batches take no longer than the first ones did."""
+    """Return the combined samples/s if batches take no longer than the first ones did."""
     ran = [one for one in some if one.evidence.alone]
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

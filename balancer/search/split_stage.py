@@ -1,12 +1,11 @@
-"""The second stage: the real synchronous step, a few times, each predicted with what the last one
-showed.
+"""The second stage: a few real synchronous steps, each predicted with what the last one showed.
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient
-exchange and, where the devices' own times are reported, one more point of every curve. The stage
-ends when the prediction was tried, or promises no more than 0.2 % over what ran. One device alone,
-while the others are idle, is measured if it may beat every split. Of a fixed batch the fastest
-device alone comes before the first split if two steps of it take little of what is left: it is
-compared in any case, and starts no children.
+exchange and, if the devices' compute times (own work) are reported, one more point of every curve.
+The stage ends when the predicted split was tried, or promises no more than 0.2 % over what ran. One
+device alone, while the others are idle, is measured if it may beat every split. For a fixed batch,
+the fastest device alone comes before the first split if two steps of it take little of the
+remaining time: it is compared in any case, and needs no new child processes.
 """
 
 from __future__ import annotations
@@ -22,15 +21,13 @@ from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
 from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
-# relative gain that is worth the last of the time though a lone step is all that there is time for:
-# curves of few points miss by a third, and then it still gains
+# relative gain that is worth the rest of the time even if only a lone step fits: curves with few
+# points are wrong by a third, and then the split still gains
 WORTH_A_LONE_STEP = 0.5
 
 
 class SplitStage:
-    """The stage that chooses splits to measure, and a device to measure while the others are
-    idle.
-    """
+    """Chooses the splits to measure, and a device to measure while the others are idle."""
 
     def __init__(self, predictions: Predictions, budget: Budget, splits: bool) -> None:
         self._predictions = predictions
@@ -41,7 +38,9 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """The next split, or one device with the others idle; None when the stage is over."""
+        """Return the next split, or one device with the others idle; None when the
+        stage is over.
+        """
         if len(self._seen.in_stage("split", "rest")) >= MOST_TURNS:
             return None
         split = self._predictions.fastest_split
@@ -56,8 +55,10 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Its probe; None for none, or one that leaves less of the budget than what comes after it
-        takes.
+        """Return the probe of an allocation; None without one or if it leaves too little
+        of the budget.
+
+        `after` are the seconds that must be left for what follows.
         """
         if wanted is None:
             return None
@@ -79,8 +80,9 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The most samples/s of the plans that ran: of splits as predicted since, of devices at
-        rest as measured.
+        """The highest samples/s of the plans that ran.
+
+        Splits count as predicted since they ran, devices at rest as measured.
         """
         splits = [
             self._machine.predicted_rate(one.probe.layout) for one in self._machine.fitting_splits
@@ -89,8 +91,10 @@ class SplitStage:
         return max((*splits, *at_rest), default=0.0)
 
     def _without_risk(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """The first plan; in passes that ran before, if a device ran out of memory and there is no
-        time for another.
+        """Return the first plan's layout and step time.
+
+        If a device ran out of memory and there is no time for a second try, it uses passes
+        that ran before.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failures for i in layout.active)
@@ -100,7 +104,7 @@ class SplitStage:
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
-        """The allocation that is worth a split probe; None when nothing is."""
+        """Return the allocation that is worth a split probe; None if there is none."""
         tried = self._seen.in_stage("split")
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
@@ -114,8 +118,8 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """Whether it is predicted to beat all measured splits and one device alone by a measurable
-        gain.
+        """True if the allocation should beat all measured splits and one device alone by
+        a measurable gain.
         """
         if not self._machine.fitting_splits:
             return True
@@ -125,9 +129,10 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
-        """The fastest device alone at a fixed batch, if there is time for the split after it.
+        """Return the fastest device alone at a fixed batch, if there is time for the
+        split after it.
 
-        A split that is much slower mustn't be all that was measured.
+        Otherwise, a split that is much slower might be all that was measured.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -141,8 +146,9 @@ class SplitStage:
         return single if self._budget.has_time(seconds, after) else None
 
     def _next_single(self) -> Allocation | None:
-        """One device alone while the others are idle, if it may win by a larger batch or without
-        contention.
+        """Return one device alone, with the others idle, that may win; None if there is none.
+
+        It may win by a larger batch, or because it runs without contention.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
@@ -163,7 +169,7 @@ class SplitStage:
         return wanted if untried else None
 
     def _never_at_rest(self) -> list[int]:
-        """The devices of groups of which none was measured while the others were idle."""
+        """Return the devices of groups in which none was measured while the others were idle."""
         rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")}
         groups = (group for group in self._machine.groups if not rested.intersection(group))
         return sorted(i for group in groups for i in group)

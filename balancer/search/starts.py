@@ -1,7 +1,7 @@
-"""What it costs to start the children of a probe, by the starts seen so far.
+"""The time to start a probe's child processes, estimated from the starts seen so far.
 
-A model of a billion parameters takes 20 s to load. Children that run serve all layouts of their
-devices; one that ran out of memory may have ended, and then starts again.
+A model with a billion parameters takes 20 s to load. Child processes that run serve all layouts on
+their devices; one that ran out of memory may have ended, and then starts again.
 """
 
 from __future__ import annotations
@@ -17,18 +17,18 @@ from .observations import STAGES, Observations, order_probe
 
 
 class Starts:
-    """The starts that one set of observations shows; all figures are seconds without imports."""
+    """The starts that one set of observations shows, in seconds without imports."""
 
     def __init__(self, seen: Observations) -> None:
         self._seen = seen
         self._timed = seen.timed()
 
     def seconds(self, layout: Layout) -> float:
-        """The start of a layout's children: 0 if they run already.
+        """Return the seconds to start a layout's child processes; 0 if they run already.
 
-        It is their usual start if they ended as a probe ran out of memory, or start for each probe.
-        For new children it is guessed from the solo starts, which come first and so are the
-        slowest.
+        If they ended when a probe ran out of memory, or start anew for each probe, it is their
+        usual start. For new child processes it is estimated from the solo starts, which come first
+        and so are the slowest.
         """
         own = self._of_children.get(layout.children)
         if not own:
@@ -46,8 +46,9 @@ class Starts:
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The start that a device alone needs after it ran out of memory; 0 where all that did were
-        seen to go on without one.
+        """The seconds to restart a device alone after it ran out of memory.
+
+        It is 0 if all devices that ran out of memory were seen to continue without a restart.
         """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage("solo"):
@@ -63,7 +64,7 @@ class Starts:
 
     @cached_property
     def _of_children(self) -> dict[Layout, list[float]]:
-        """What each group of children took to start, once for each probe."""
+        """The start seconds of each group of child processes, one value per probe."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
             starts[seen.probe.layout.children].append(seen.restart_seconds)
@@ -71,7 +72,7 @@ class Starts:
 
     @cached_property
     def _ends(self) -> defaultdict[Layout, int]:
-        """How often a probe of each group of children ran out of memory."""
+        """How often a probe of each group of child processes ran out of memory."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory):
@@ -86,9 +87,10 @@ class Starts:
         return self.alone * family_of(layout).start_cost * layout.processes
 
     def _of_pack(self, processes: int) -> float | None:
-        """The start of `processes` trainings; None before any pack was started.
+        """Return the start of `processes` trainings; None before any pack was started.
 
-        In proportion to the most that were, or less where a second size shows that cores are free.
+        It is proportional to the largest pack's start, or less if a second size shows that
+        cores are free.
         """
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:

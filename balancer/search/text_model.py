@@ -1,7 +1,6 @@
-"""The cost of rows of unequal length on each device, and the time of global batches that are
-assigned by cost.
+"""The cost of rows of unequal length on each device, and the time of batches assigned by cost.
 
-Predictions assign batches drawn from the lengths of the data, as the training's loader does.
+Predictions assign batches drawn from the lengths in the data, as the training's loader does.
 """
 
 from __future__ import annotations
@@ -26,8 +25,10 @@ from .ranking import LEAST_RATE
 
 
 class WorkPoint(msgspec.Struct, frozen=True):
-    """One measured step; `error` is its relative standard error, at least TIE: real steps differ
-    from any such cost.
+    """One measured step.
+
+    `error` is its relative standard error, at least TIE, since real steps differ from
+    any such model.
     """
 
     work: Work
@@ -36,28 +37,30 @@ class WorkPoint(msgspec.Struct, frozen=True):
 
 
 class StepCost(msgspec.Struct, frozen=True):
-    """A device's cost of a step; `step_s` is what it takes beside its passes, such as the
-    optimizer's time.
+    """A device's cost of a step.
+
+    `step_s` is the time beside the passes, such as the optimizer's.
     """
 
     step_s: float
     cost: Cost
 
     def seconds(self, work: Work) -> float:
-        """The seconds of a whole step."""
+        """Return the seconds of a whole step."""
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
-        """The cost of a device that is slower by this factor."""
+        """Return the cost of a device that takes `factor` times as long."""
         slower = Cost(*(factor * rate for rate in msgspec.structs.astuple(self.cost)))
         return StepCost(factor * self.step_s, slower)
 
 
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
-    """The cost that explains the points; None with too few.
+    """Return the cost that fits the points; None if there are too few.
 
-    What isn't rows and tokens is a pass's, unless the points clearly say that it is a step's:
-    passes that were taken to be free would be cut ever smaller.
+    Time that depends on neither rows nor tokens is attributed to passes, unless the points
+    clearly show that it belongs to the step: if passes were considered free, they would be
+    cut ever smaller.
     """
     if len(points) < FEWEST_SIZES:
         return None
@@ -74,11 +77,11 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Rates, none negative, with which the sum of rate * amount over each row is nearest to its
-    value; what they miss.
+    """Return rates, none negative, such that the sum of rate * amount over each row is nearest to
+    its value, and the remaining distance.
 
-    Distances count in standard errors of the values, squared and summed. Amounts that the rows
-    can't tell apart get one of the rates alone.
+    Distances are in standard errors of the values, squared and summed. If the rows can't tell some
+    amounts apart, only one of these gets a rate.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -94,10 +97,10 @@ def fit_rates(
 def _nearest(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """The rates of columns that are 1 long, and the square of what they miss: the better of two
-    smaller problems.
+    """Return the rates for columns of length 1, and the squared distance that remains.
 
-    The last column is left out, or what it explains is taken out of all others (Gram and Schmidt).
+    It is the better of two smaller problems: without the last column, or with the last column's
+    contribution projected out of all others (Gram and Schmidt).
     """
     if not columns:
         return (), _dot(wanted, wanted)
@@ -125,30 +128,30 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True))
 
 
-# that a prediction deals, or one batch: lengths that vary by half of their mean have it to 2 %
+# rows dealt for a prediction, or one batch: their mean length is within 2 % if lengths vary by half
 DRAWN_ROWS = 512
-SMALLEST_BATCH = 4  # rows for each device, of a free global batch: fewer can't be dealt by cost
+SMALLEST_BATCH = 4  # rows per device of a free global batch: fewer can't be dealt by cost
 LARGEST_BATCH = 1024  # rows that are worth a prediction (CPU of ask)
-DEALS_KEPT = 128  # of sets of devices and batches, in some four models (CPU of ask)
+DEALS_KEPT = 128  # cache size: sets of devices and batches in about four models (CPU of ask)
 _DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
 
 
 class TextModel(MachineModel):
-    """The costs by one set of observations, over the devices that are left."""
+    """The costs by one set of observations, for the devices that are left."""
 
     by_rows = False
 
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """The observations of a device alone with rows of one length, or of a batch assigned by
-        cost.
+        """Return the observations of a device alone with rows of one length, or a batch
+        assigned by cost.
         """
         own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Seconds of each step of one pass of rows of one length, by its tokens."""
+        """Return the step seconds of single passes over rows of one length, by number of tokens."""
         found = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -158,15 +161,16 @@ class TextModel(MachineModel):
 
     @cached_property
     def usual_length(self) -> int:
-        """The mean tokens of a row."""
+        """The mean number of tokens per row."""
         return round(fmean(self.problem.lengths))
 
     # ------------------------------------------------------------------ costs
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost as its own process, while the others are busy too; indistinguishable
-        ones share one.
+        """Each device's cost in a process of its own, while the other devices are busy too.
+
+        Indistinguishable devices share one cost.
         """
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
@@ -175,7 +179,7 @@ class TextModel(MachineModel):
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
-        """True if noise alone explains how two devices' times of the same passes differ."""
+        """True if noise alone explains how two devices' times for the same passes differ."""
         ours = self._points(one)
         theirs = self._points(other)
         gaps = []
@@ -187,7 +191,7 @@ class TextModel(MachineModel):
         return is_noise(gaps)
 
     def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
-        """The measured steps of a device alone, by rows, rows of a pass, and their length."""
+        """Return the measured steps of a device alone, by rows, rows per pass, and row length."""
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -199,13 +203,17 @@ class TextModel(MachineModel):
 
     @cached_property
     def costs(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost in splits: its cost alone, times the ratio of its own work in splits
+        """Each device's cost in splits.
+
+        It is the cost alone, multiplied by the ratio of compute time (own work) in splits
         to that alone.
         """
         return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
     def _factor(self, position: int, alone: StepCost) -> float:
-        """The device's own work in splits over what its cost alone says for the same rows."""
+        """Return the device's compute time (own work) in splits, divided by its
+        predicted time alone.
+        """
         own = 0.0
         expected = 0.0
         for one in self.splits:
@@ -218,13 +226,15 @@ class TextModel(MachineModel):
         return own / expected if own and expected else 1.0
 
     def _costs_of(self, positions: Sequence[int]) -> list[StepCost]:
-        """The costs of some devices in a split, or of one alone."""
+        """Return the costs of some devices in a split, or of one device alone."""
         costs = self.costs if len(positions) > 1 else self.alone
         found = [costs[i] for i in positions]
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """The seconds of devices' own parts of a split's step, by what they did alone."""
+        """Return the compute time (own work) in seconds of each device in a split's step, as
+        predicted from its cost alone.
+        """
         found = []
         for position in split.probe.layout.active:
             cost = self.alone[position]
@@ -237,12 +247,14 @@ class TextModel(MachineModel):
 
     @cached_property
     def walls(self) -> tuple[int, ...]:
-        """The most padded tokens of a pass on each device; 0: no limit is known."""
+        """The most padded tokens of one pass on each device; 0 if no limit is known."""
         return tuple(self._wall(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
     def _wall(memory: Memory) -> int:
-        """The most padded tokens of a pass by a device's memory; 0: no limit is known."""
+        """Return the most padded tokens of one pass by a device's memory; 0 if no
+        limit is known.
+        """
         most = memory.predict_largest()
         if most is None and memory.failed is None:
             return 0
@@ -251,7 +263,7 @@ class TextModel(MachineModel):
         return max(memory.ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
-        """A device's bytes by the padded tokens of its largest pass."""
+        """Return a device's memory use by the padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (*self.tried_alone(position), *self.seen.in_stage("split", "race", "check")):
@@ -270,7 +282,7 @@ class TextModel(MachineModel):
         return read_memory(self.seen.memory_limit(position), points, points, full)
 
     def _largest_pass(self, layout: Layout, position: int) -> int:
-        """The padded tokens of a device's largest pass; 0 where that isn't known."""
+        """Return the padded tokens of a device's largest pass; 0 if unknown."""
         if layout.costs:
             return layout.tokens[position] or layout.shares[position] * self.usual_length
         return layout.pass_rows[position] * layout.length
@@ -283,7 +295,9 @@ class TextModel(MachineModel):
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """A batch dealt over some of the devices; the shares are the mean numbers of rows."""
+        """Return the layout of a batch dealt to some devices; its shares are mean
+        numbers of rows.
+        """
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._deals(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]
@@ -297,7 +311,7 @@ class TextModel(MachineModel):
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """The predicted time of one step."""
+        """Return the predicted time of one step."""
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
             max(map(sum, zip(beside_passes, one.seconds, strict=True)))
@@ -306,17 +320,17 @@ class TextModel(MachineModel):
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
-        """True if one of these devices holds the longest row."""
+        """True if at least one of these devices can hold the longest row."""
         return any(
             self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Samples/s of a layout with rows assigned by cost, even if it doesn't assign them so; 0
-        for unknown costs.
+        """Return a layout's samples/s with rows assigned by cost, even if the layout doesn't
+        assign them so.
 
-        Passes of one length are predicted in proportion to the largest so far: a cost fitted to
-        small ones is too low.
+        Returns 0 if costs are unknown. Passes over rows of one length are predicted in proportion
+        to the largest pass so far, since a cost fitted to small passes is too low.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
@@ -330,10 +344,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The devices that together should be fastest, with a batch dealt to them; None if there
-        are fewer than two.
+        """The devices that should be fastest together, with a batch dealt to them; None if
+        fewer than two.
 
-        Of those of a host, or of all, the slowest may be left out.
+        Of all devices, or of those on one host, the slowest may be left out.
         """
         able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
@@ -347,8 +361,8 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The global batch: the fixed one, else the smallest that is within the tolerance of the
-        fastest.
+        """The global batch: the fixed one, else the smallest within the tolerance
+        of the fastest.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -361,7 +375,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Rising global batches to choose from: each twice the one before."""
+        """Return rising global batches to choose from, each twice as large as the one before."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
@@ -377,8 +391,9 @@ class TextModel(MachineModel):
 
 @lru_cache(DEALS_KEPT)
 def _deal(ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int) -> Sequence[Deal]:
-    """Global batches of rows drawn from these lengths, the same in every search, and dealt by
-    cost.
+    """Return global batches of rows drawn from these lengths and dealt by cost.
+
+    The drawn rows are the same in every search.
     """
     factor, prime = _DRAW
     rows = range(max(batch, DRAWN_ROWS // batch * batch))

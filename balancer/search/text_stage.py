@@ -1,12 +1,11 @@
-"""Exploration where rows are of unequal length: passes of a few sizes, then whole batches, split
-and alone.
+"""Exploration with rows of unequal length: passes of a few sizes, then whole batches.
 
-A small pass, larger ones of the longest rows until they take clearly longer, then several passes of
-short rows, and passes of other lengths, give each device's cost; all devices run at the same time.
-A small pass tells nothing of tokens on a fast GPU: starting its kernels takes longer than computing
-them. Then the global batch is measured on each device alone, which tests its cost, and the split
-that the costs predict. More splits follow while what the devices' own work in the last one showed
-assigns rows otherwise.
+These passes give each device's cost: a small one, larger ones of the longest rows until they take
+clearly longer, several passes of short rows, and passes of other lengths. All devices run at the
+same time. A small pass tells nothing about the cost of tokens on a fast GPU, where starting its
+kernels takes longer than computing them. Then the global batch is measured on each device alone,
+which tests its cost, and so is the split that the costs predict. More splits follow while compute
+times (own work) in the last one lead to a different assignment of rows.
 """
 
 from __future__ import annotations
@@ -24,14 +23,16 @@ from .solo_stage import SMALL
 from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
-LONG_ENOUGH = 3.0  # times as long as the first pass: then two thirds of it are what tokens cost
-MOST_PASSES = 4  # of the probe that shows what passes cost: three times that cost in one step
+LONG_ENOUGH = (
+    3.0  # ratio to the first pass's time: then two thirds of the time are the cost of tokens
+)
+MOST_PASSES = 4  # passes of the probe that shows their cost: three further passes in one step
 # the longest probe of passes of one length: seven of them make a cost, in 14 s of 120
 PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """The stage that chooses passes, then batches and splits, by what rows were seen to cost."""
+    """Chooses passes, then batches and splits, by the observed cost of rows."""
 
     def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
         self._machine = machine
@@ -40,8 +41,8 @@ class TextStage:
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """The next passes of every device alone, else the next global batch on each, else the next
-        split.
+        """Return the next passes of every device alone, else the next global batch on each,
+        else a split.
         """
         passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._next_alone(passes)
@@ -52,8 +53,9 @@ class TextStage:
         return probes
 
     def _next_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """A probe of each device alone for which another layout is wanted, if the budget affords
-        all of them.
+        """Return a probe for each device alone for which a layout is wanted.
+
+        Returns an empty tuple unless the budget affords all of them.
         """
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -72,7 +74,9 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """The next passes of rows of one length on a device; None when its cost is known."""
+        """Return the next passes over rows of one length on a device; None when its
+        cost is known.
+        """
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._passes(position):
             if layout not in tried:
@@ -80,7 +84,7 @@ class TextStage:
         return None
 
     def _passes(self, position: int) -> Iterator[Layout]:
-        """The passes of rows of one length that make a device's cost, in their order."""
+        """Yield, in order, the passes over rows of one length that determine a device's cost."""
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
@@ -96,7 +100,10 @@ class TextStage:
             yield self._same_length(position, length, largest)
 
     def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
-        """As many rows of one length as these tokens are, in each of some passes, on a device."""
+        """Return a layout with rows of one length on one device.
+
+        Each of its `passes` has as many rows as fit in `tokens`.
+        """
         most = self._problem.global_batch or self._problem.max_global_batch or tokens
         rows = max(1, min(tokens // length, most))
         layout = solo(self._problem.devices, position, rows * passes, rows)
@@ -107,8 +114,10 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if larger passes are wanted, as none shows yet what tokens cost, may fit, and are
-        ever taken.
+        """True if larger passes are wanted.
+
+        That is, no pass has shown yet what tokens cost, and larger ones may fit and be
+        used in training.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:
@@ -123,7 +132,9 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """The global batch on one device, again in smaller passes if it ran out of memory."""
+        """Return the global batch on one device, in smaller passes if it ran out of memory;
+        None if done.
+        """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
         if ended or not self._machine.can_hold((position,)):
@@ -132,7 +143,9 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """The split that the costs predict to be fastest, if it isn't much like one before."""
+        """Return the split that the costs predict to be fastest; empty if a similar
+        one was measured.
+        """
         tried = [
             one.probe.layout
             for one in self._machine.seen.in_stage("split")

@@ -1,4 +1,4 @@
-"""The layouts that are worth a race where rows are of unequal length."""
+"""The layouts that are worth racing if rows have unequal lengths."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from .text_model import TextModel
 
 
 class TextPolicy:
-    """What to race where a device's time follows from the lengths of its rows."""
+    """Chooses the layouts to race if a device's time depends on the lengths of its rows."""
 
     def __init__(self, machine: TextModel) -> None:
         self.machine = machine
@@ -22,25 +22,25 @@ class TextPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Why no device can train; None if one holds the longest row."""
+        """Return why no device can train; None if one can hold the longest row."""
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_training(self, layout: Layout) -> bool:
-        """A device alone with a few rows is no training."""
+        """True if the layout is a sensible way to train; a device alone with a few rows isn't."""
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def apart_seconds(self, _layout: Layout) -> float | None:
-        """None: what devices take alone for their rows isn't known."""
+        """Return None: how long devices would take alone for their rows isn't known."""
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """None, as plans have the costs of rows."""
+        """Return empty curves, since plans have the costs of rows instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
 
     def singles(self) -> list[Layout]:
-        """The global batch on the device that takes the least time for it alone."""
+        """Return the global batch on the device that takes the least time for it alone."""
         ran = {}
         for seen in self.seen.timed("solo"):
             if seen.probe.layout.costs:
@@ -51,16 +51,15 @@ class TextPolicy:
         return sorted(whole, key=self.machine.predicted_rate, reverse=True)[:1]
 
     def best_splits(self) -> list[Layout]:
-        """The last split that exploration measured, and the fastest."""
+        """Return the last split that exploration measured, and the fastest one."""
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """The even split of rows, in the data's order, over the best split's devices; passes can
-        hold the longest rows.
+        """Return the even split of rows over the best split's devices, in the order of the data.
 
-        A training without a plan does the same.
+        Its passes can hold the longest rows. A training without a plan does the same.
         """
         if not splits:
             return []

@@ -1,7 +1,6 @@
-"""The seconds that exploration has left, and how long a step may take: what the devices' models
-have to know of the budget.
+"""The time that exploration has left, and how long a step may take, as needed by device models.
 
-What probes cost is the budget's; it asks the devices' models, so these can't ask it.
+The cost of probes is in `budget`, which depends on the device models, so they can't depend on it.
 """
 
 from __future__ import annotations
@@ -16,32 +15,31 @@ from .layouts import LayoutOptions
 from .model.memory import SAFE_GROWTH
 from .observations import EXPLORATION, Observations
 
-LONGEST_PROBE_SECONDS = 60.0  # so that a step takes at most a fifth of it
+LONGEST_PROBE_SECONDS = 60.0  # a step takes at most a fifth of this
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
-FEWEST_STEPS = 5  # of a probe that shows its noise: with fewer it isn't worth its start
-LONE_STEPS = 2  # of a probe of a lone step: the first isn't timed
-# seconds: a single shorter step says too little, as what else the cores do takes a part of it
+FEWEST_STEPS = 5  # steps of a probe that shows its noise: with fewer it isn't worth its start
+LONE_STEPS = 2  # steps of a probe that times a lone step: the first isn't timed
+# seconds; a shorter lone step tells too little, since other work on the cores takes a part of it
 SHORTEST_LONE_STEP = 0.5
-# steps of the shortest probe that shows its noise: a first one, two to warm up, three that are
+# steps of the shortest probe that shows its noise: a first one, two for warm-up, three that are
 # timed (block_timing.FEWEST_BLOCKS)
 CERTAIN_STEPS = 6
-# an exploring probe has 1 / this of what is left: a level curve hides long steps, and other batches
-# may matter more; but steps that are slow and noisy need the seconds
+# an exploring probe gets 1 / SURPRISE of the remaining time: a level curve hides long steps, and
+# other batches may matter more; but steps that are slow and noisy need the seconds
 SURPRISE = 10
-# times: where a probe of a lone step on a level curve would take all the time that is left if its
-# step took longer in proportion, it may take this much more. Most steps don't, and what ran stays
-# the plan
+# factor by which a lone-step probe on a level curve may exceed the remaining time if its step takes
+# longer in proportion to the batch: most steps don't, and what ran stays the plan
 BOLD = 2.0
-# of the budget: exploration and later turns stop here, as probes may overrun
+# fraction of the budget at which exploration and later turns stop, since probes may overrun
 LATER_TURNS_END_BY = 0.95
-# of the budget, where packs and placements follow, whose children have to start; and of what is
-# left, for a round that is expected to gain, as what follows decides too. Half of that before the
-# first split, which adds to all curves
+# fraction of the budget for exploration if packs and placements follow, whose child processes have
+# to start; also the fraction of the remaining time for a round that is expected to gain. Half of
+# that before the first split, which adds points to all curves
 EXPLORES = 0.4
 
 
 class TimeLeft:
-    """The time of a search after its observations so far."""
+    """The time that a search has left after its observations so far."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._devices = problem.devices
@@ -52,13 +50,13 @@ class TimeLeft:
 
     @cached_property
     def spent(self) -> float:
-        """Seconds of all probes so far."""
+        """The seconds of all probes so far."""
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """The factor by which two steps may turn out longer than predicted.
+        """Return the factor by which two steps may turn out longer than predicted.
 
-        A level curve says nothing of larger batches, so a step may take longer in proportion.
+        A level curve tells nothing about larger batches, so a step may take longer in proportion.
         """
         if not step_seconds:
             return math.inf
@@ -69,8 +67,9 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """The longest step, in seconds, of a device alone or in a split: one probe leaves time for
-        others.
+        """Return the longest step, in seconds, of a device alone or in a split.
+
+        A probe with such steps leaves time for other probes.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
@@ -78,10 +77,10 @@ class TimeLeft:
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """True if a probe that shows its noise would take more than this part of the time left.
+        """True if a probe that shows its noise would take more than `part` of the time left.
 
-        With such steps a time that is known to 3 % for each of several batches is worth more than a
-        certain one for a few of them.
+        With such slow steps, knowing the time of several batches to 3 % is worth more than knowing
+        it exactly for a few of them.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -89,13 +88,14 @@ class TimeLeft:
         return CERTAIN_STEPS * step_seconds > part * left
 
     def fewest_steps(self, step_seconds: float) -> int:
-        """The steps of the shortest probe."""
+        """Return the number of steps of the shortest probe."""
         return LONE_STEPS if self.takes_lone_steps(step_seconds) else FEWEST_STEPS
 
     @property
     def _lone_steps_save_time(self) -> bool:
-        """False where the first step at a new size takes longer than all that follow: a lone step
-        would cost as much as a certain one.
+        """True unless the first step at a new size takes longer than all later steps together.
+
+        In that case a lone step would cost as much as a probe that shows its noise.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 
@@ -105,18 +105,17 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """Seconds of a typical probe that are not timed steps: tracing, warm-up. Starts are counted
-        separately.
+        """The seconds of a typical probe that are neither its start nor timed steps:
+        tracing and warm-up.
         """
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
     def tuning_steps(self) -> float:
-        """The time of the first step at a new size, in usual steps, as kernels are tuned for it:
-        with TensorFlow up to 100.
+        """How long the first step at a new size takes to tune kernels, in usual steps.
 
-        From each device's quickest and slowest step alone. A first step's fixed cost is part of the
-        overhead.
+        With TensorFlow, it is up to 100. It is computed from each device's quickest and slowest
+        step alone. A first step's fixed cost is part of the overhead instead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
         for seen in self._seen.timed("solo"):
@@ -134,5 +133,5 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """What a probe took besides its start and its timed steps: tracing, warm-up."""
+    """Return what a probe took beside its start and its timed steps: tracing and warm-up."""
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)

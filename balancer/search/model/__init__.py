@@ -1,1 +1,1 @@
-"""Models of devices by measurements: step times, memory and the cost of exchange."""
+"""Models of devices, fitted to measurements: step time, memory and the cost of exchange."""

@@ -1,6 +1,6 @@
-"""The evidence that exploration found on one device, and groups of indistinguishable devices.
+"""The evidence that exploration found on each device, and groups of indistinguishable devices.
 
-Indistinguishable devices share one curve fitted to the points of all, hence equal shares.
+Indistinguishable devices share one curve fitted to the points of all of them, hence equal shares.
 """
 
 from __future__ import annotations
@@ -18,31 +18,32 @@ from ..observations import Observations
 from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
-CLEAR = 2.0  # standard errors, 95 %: what differs by less may be equal
-# blocks of a probe, which has 5 to 16; turns the half-width of its interval into a standard error
+CLEAR = 2.0  # standard errors (95 %); values that differ by less may be equal
+# blocks of a typical probe (5 to 16), to convert its interval's half-width into a standard error
 TYPICAL_BLOCKS = 8
-LUCKY = 4.0  # times: an interval of three blocks is too narrow by more in 1 of 20 probes
+LUCKY = 4.0  # factor by which an interval of three blocks is too narrow in 1 of 20 probes
 # standard errors by which the mean ratio of the times of two equal devices may differ from 1
 MEAN_ERRORS = 3.0
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several
-# batches, in common with another device too: one shows either a fixed cost or a slope
+# fewest batch sizes, also in common with another device: one can't tell a fixed cost from a slope
 FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
-    """One device's points. `rounds` counts its solo probes; `lost` says why it is left out, or is
-    empty.
+    """One device's points and memory.
+
+    `rounds` is the number of its solo probes; `lost` tells why the device is left out, or is empty.
     """
 
     alone: tuple[
         Point, ...
-    ]  # a process of its own while the other devices work too, which may slow it
-    at_rest: tuple[Point, ...]  # a process of its own while the others are idle
-    in_splits: tuple[Point, ...]  # its own part of the step of splits
+    ]  # in a process of its own while the other devices compute too, which may slow it
+    at_rest: tuple[Point, ...]  # in a process of its own while the others are idle
+    in_splits: tuple[Point, ...]  # its compute time (own work) in the steps of splits
     memory: Memory
     rounds: int
     lost: str
-    alone_in_passes: tuple[Point, ...] = ()  # as in the first two, but in several passes
+    alone_in_passes: tuple[Point, ...] = ()  # as `alone` and `at_rest`, but in several passes
     split_in_passes: tuple[Point, ...] = ()
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
@@ -52,13 +53,13 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     @property
     def best_rate(self) -> float:
-        """The most samples/s that it did alone."""
+        """The highest samples/s that the device reached alone."""
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """The points alone, and those at rest or in splits at larger batches than those.
+        """Return the points alone, and those at rest or in splits at larger batches.
 
-        Of a single device that is left (`devices` is 1), all points.
+        If only this device is left (`devices` is 1), return all points.
         """
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
         others = (*self.at_rest, *self.in_splits)
@@ -66,7 +67,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
 
 def read_device(store: Observations, position: int) -> DeviceEvidence:
-    """A device's evidence, read from the observations of exploration."""
+    """Return a device's evidence from the observations of exploration."""
     seen = store.explored(position)
     by_rows = [one for one in seen if one.probe.layout.by_rows]
     own = _sort_by_use(by_rows)
@@ -87,8 +88,10 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ByUse(msgspec.Struct):
-    """The observations of a device by what it did in them: one pass alone beside others, alone
-    while they were idle, alone in passes, or its share of a split.
+    """A device's observations, grouped by what it did in them.
+
+    It ran alone in one pass while others computed (`rounds`) or were idle (`at_rest`), alone in
+    several passes, or computed its share of a split.
     """
 
     rounds: list[Observation] = []
@@ -113,16 +116,17 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
 
 
 def _blames_passes(position: int, seen: Observation) -> bool:
-    """True if a probe failed for good with this device's share in passes, which the workload may
-    not support.
+    """True if the failure may be due to passes, which the workload may not support.
+
+    That is, a probe in which this device had several passes failed, and not because of a device.
     """
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
 
 
 def _memory(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """The device's memory by the batches that ran, alone and in splits, and those that didn't
-    fit.
+    """Return the device's memory use by batch, alone and in splits, with the batches
+    that didn't fit.
     """
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
@@ -147,8 +151,9 @@ def _memory(store: Observations, position: int, by_rows: list[Observation]) -> M
 
 
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
-    """True if this device ran out of memory: it is named, or had the largest share for what it ran
-    alone.
+    """True if this device is the one that ran out of memory.
+
+    Either the observation names it, or it had the largest share relative to what it ran alone.
     """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
@@ -165,8 +170,9 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if the device failed alone, for good, at a larger batch than it ran: some kernels have
-    such a limit.
+    """True if the device failed alone, for good, at a larger batch than it ran before.
+
+    Some kernels have such a limit.
     """
     layout = seen.probe.layout
     if layout.active != (position,) or layout.in_passes or seen.cause == "device":
@@ -176,10 +182,10 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 
 
 def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
-    """The reason why the device is left out, or empty.
+    """Return why the device is left out; empty if it isn't.
 
-    The device has gone, at any stage, or failed for good, alone or named by a split of 3 or more; a
-    failure in a pair is blamed on the pair.
+    A device is left out if it has gone, at any stage, or if it failed for good, alone or named by a
+    split of 3 or more devices; a failure in a pair is attributed to the pair.
     """
     if position in store.gone:
         return store.gone[position]
@@ -196,8 +202,10 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
 
 
 def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
-    """The factor by which steps now take longer, if it was held back in its last check, or always
-    before any; or 1.
+    """Return the factor by which the device's steps take longer since it is being held back; 1
+    if it isn't.
+
+    It is held back if it was so in its last check or, before any check, in all later measurements.
     """
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
@@ -211,8 +219,10 @@ def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
 
 
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
-    """The measurements in which the device was held back, if it was in its last check, or in all
-    later ones before any check; none if it wasn't, or was once, as that is a burst.
+    """Return the measurements since which the device has been held back; empty if it isn't.
+
+    It is held back if it was so in its last check or, before any check, in all splits and turns; a
+    single such measurement counts as a burst.
     """
     timed = store.timed("split", "race", "check")
     later = [one for one in timed if one.probe.layout.shares[position]]
@@ -224,18 +234,19 @@ def _held_back_since(store: Observations, position: int) -> list[Timed]:
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
-    """The device's points of the probes in which no device was held back."""
+    """Return the device's points from the probes in which no device was held back."""
     timed = (one for one in seen if isinstance(one, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 
 
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
-    """The device's own part of steps, or whole steps that it took alone, with standard errors.
+    """Yield the device's points: its compute time (own work) in a step, or the whole step if alone.
 
-    Each error is the larger of its own error and the error expected from the median noise per step:
-    an interval of few blocks is often too narrow by luck, as a probe ends once it is narrow enough;
-    but by `LUCKY` at most, as steps of few rows may be noisier. A device that was held back says
-    little of its curve, unless nothing else does, or it is `slower` by this factor since.
+    The error of a point is its own, or the error expected from the median noise per step if that is
+    larger: an interval of few blocks is often too narrow by chance, since a probe ends once it is
+    narrow enough. It is raised by a factor of `LUCKY` at most, since steps of few rows may be
+    noisier. Measurements in which the device was held back are used only if there are no others, or
+    if the device has become `slower` by this factor since.
     """
     found = [(one, _own_seconds(one, position)) for one in seen if isinstance(one, Timed)]
     found = [(one, seconds) for one, seconds in found if seconds]
@@ -257,14 +268,17 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """The median relative noise of a step, by the probes that show theirs; 0 without any."""
+    """Return the median relative noise of a step over the probes that show it; 0 without any."""
     certain = (one for one in seen if not one.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     return median(noises or [0.0])
 
 
 def _own_seconds(seen: Timed, position: int) -> float:
-    """The device's own part of a step, the whole step of a device alone, or 0 if unknown."""
+    """Return the device's compute time (own work) in a step, or the whole step if it ran alone.
+
+    Returns 0 if it is unknown.
+    """
     own = seen.device_seconds[position]
     if own:
         return own
@@ -272,11 +286,11 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """The evidence of all devices, whose errors include how much two probes of nearly one batch
-    were seen to differ.
+    """Return the evidence with errors that include the drift between two probes of
+    nearly one batch.
 
-    That is the median, beyond errors and rows, over all such pairs and one that shows none: a
-    lasting neighbour moves one pair of one device.
+    The drift is the median, beyond errors and the difference in rows, over all such pairs and one
+    pair without drift: a lasting disturbance changes one pair of one device.
     """
     drift = median_low([0.0, *_drifts(devices)])
 
@@ -292,8 +306,9 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """By how much, as a logarithm, each two points of nearly one batch of a device differ; 0 where
-    errors and rows explain it.
+    """Yield how far each two points of nearly one batch of a device differ, as a logarithm.
+
+    It is 0 if errors and the difference in rows explain it.
     """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
@@ -305,7 +320,7 @@ def _drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
 
 
 def relative_error(seen: Timed) -> float:
-    """Relative standard error of a step time, from its 95 % interval."""
+    """Return the relative standard error of a step time, from its 95 % interval."""
     if seen.step_seconds <= 0:
         return 1.0
     half = (seen.high_seconds - seen.low_seconds) / 2
@@ -313,8 +328,9 @@ def relative_error(seen: Timed) -> float:
 
 
 def step_error(seen: Timed) -> float:
-    """The same, for curves: of a lone step what such steps usually have, as its interval is only
-    unknown.
+    """Return the relative standard error of a step time, for fitting curves.
+
+    For a lone step, whose interval is unknown, it is the usual error of such steps.
     """
     return LONE_ERROR if seen.lone else relative_error(seen)
 
@@ -323,11 +339,10 @@ def step_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Positions grouped so that each is as fast as the first of its group; lost devices are groups
-    of their own.
+    """Group the positions of devices that are as fast as the first one of their group.
 
-    Devices of which the training has different parts (`limits`) are never one group, however
-    noisy their points are.
+    Lost devices form groups of their own. Devices with different `limits`, which compute different
+    parts of the training, are never in one group, however noisy their points are.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -340,7 +355,7 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Each in the last group whose first is the `same`, or in one of its own."""
+    """Add each position to the last group whose first member is the `same`, or to a new group."""
     groups: list[list[int]] = []
     for position in order:
         for group in reversed(groups):
@@ -353,8 +368,10 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 
 
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if noise alone explains how two devices differ, in time at every common batch, and none
-    took clearly longer for fewer rows than the other did for more.
+    """True if noise alone explains how the times of two devices differ.
+
+    This must hold at every common batch, and neither may have taken clearly longer for fewer rows
+    than the other for more.
     """
     if one.lost or other.lost:
         return False
@@ -364,8 +381,9 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if one of the devices took longer alone for fewer rows than the other for more, beyond
-    what noise explains: one curve for both would deny it.
+    """True if one device took longer alone for fewer rows than the other for more, beyond noise.
+
+    A single curve for both would contradict that.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
@@ -376,16 +394,18 @@ def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _gap(one: Point, other: Point) -> tuple[float, float]:
-    """The logarithm of the ratio of two times of nearly one batch, and its standard error."""
+    """Return the logarithm of the ratio of two times of nearly one batch, and
+    its standard error.
+    """
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
     return gap, math.hypot(one.sure_error, other.sure_error)
 
 
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
-    """True if noise explains logarithms of time ratios, with their standard errors, at two batches
-    or more.
+    """True if noise explains the gaps, which must come from at least two batches.
 
-    The first gap that it can't explain ends it: of 1024 devices half a million pairs are looked at
+    A gap is the logarithm of a ratio of times, with its standard error. The first gap that
+    noise can't explain ends the loop, since 1024 devices have half a million pairs to compare
     for each decision.
     """
     total = 0.0

@@ -1,9 +1,8 @@
-"""The speed that a device may have between the batches that it was measured with: what another
-batch could show.
+"""The speed that a device may have between its measured batches: what another batch could show.
 
-Times rise, and between two points they lie on no line that must be believed: a knee, a stair or
-another kernel may be there. In each gap time may go on as before it, for half of the gap: a step up
-may be anywhere. Stairs are hoped to go on beyond what ran.
+Times rise with the batch, but need not lie on a line between two points: there may be a knee, a
+stair or another kernel. For the first half of each gap, time may continue with the slope before the
+gap, since a step up may be anywhere. Stairs are assumed to continue beyond what ran.
 """
 
 from __future__ import annotations
@@ -19,7 +18,7 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
 def hopeful_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """The fastest curve that the points allow; the fitted one where that explains them."""
+    """Return the fastest curve that the points allow; the fitted one if it explains them."""
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
         stairs = fit_stairs(tuple(points))
@@ -41,10 +40,10 @@ def hopeful_curve(points: Sequence[Point], curve: Curve) -> Curve:
 
 
 def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
-    """The seconds of each sample beyond the last point.
+    """Return the seconds per sample beyond the last point.
 
-    Where each sample more took less and less time, that goes on as a power of the batch, over the
-    next growth.
+    If samples took less and less additional time, the slope is extrapolated as a power of the
+    batch, over the next growth.
     """
     first, middle, end = points[-3:]
     before = _slope(first, middle)
@@ -59,16 +58,18 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 
 
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
-    """True if the bend may be anywhere between points: one alone lies beyond a level stretch, or
-    three make it.
+    """True if the bend may be anywhere between points.
+
+    That is so if only one point lies beyond a level stretch, or if the curve has only three points.
     """
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
 
 
 def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """The most hopeful bend in the gap before a point: (batch, seconds); None where none is worth a
-    measurement.
+    """Return the most hopeful bend (batch, seconds) in the gap before a point.
+
+    Returns None if no bend is worth a measurement.
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
@@ -85,10 +86,10 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """The slope with which time may go on into the gap before a point, whose own slope is `own`.
+    """Return the slope with which time may continue into the gap before a point.
 
-    In the first gap nothing is hoped for (`own`), unless the next one rises clearly more steeply:
-    then the first batches may have been level.
+    `own` is the gap's own slope. It is returned for the first gap, unless the next gap rises
+    clearly more steeply: then the first batches may have been level.
     """
     if right > 1:
         return _slope(points[right - 2], points[right - 1])

@@ -1,10 +1,10 @@
-"""The number of samples that fit: a device's line of bytes(batch), the batches that ran or failed,
-the next guess.
+"""How many samples fit on a device: its memory use by batch, what ran or failed, and what
+to try next.
 
-The guess is where the line through the two largest distinct batches meets the device's memory. A
-guess that failed refutes the line; from then on a quarter of the gap between ran and failed is
-tried, as a failure costs more than one that runs. With unknown bytes the batch grows by a factor
-until it fails.
+The next guess is where the line through the two largest distinct batches reaches the device's
+memory. A guess that fails refutes the line; from then on, the next try is a quarter of the gap
+above what ran, since a failure costs more than a batch that runs. If bytes are unknown, the batch
+grows by a factor until it fails.
 """
 
 from __future__ import annotations
@@ -17,34 +17,37 @@ import msgspec
 
 from .step_time import LEVEL, SAME_BATCH, WIDE
 
-# of the predicted batch, left free: allocators round up, and a child starts again in 3 s
+# fraction of the predicted batch left as headroom: allocators round up, and a restart takes 3 s
 MARGIN = 0.003
-# times what ran: as far as a batch may grow where nothing tells, and a curve is trusted
+# factor over what ran by which a batch may grow blindly, and within which a curve is trusted
 BLIND_GROWTH = 8
-# of the predicted largest batch: safe without having run; and of the free memory, used where its
-# line bends upwards
+# fraction of the predicted largest batch that is safe without having run, and of the free memory
+# that is used if the memory line bends upwards
 SAFE_SHARE = 0.8
-# times the largest that ran: safe without having run, in bytes and in time; steps that differ by
-# less don't show how their tuning grows
+# factor over the largest batch that ran, safe without having run, in bytes and in time; steps that
+# differ by less don't show how their tuning grows
 SAFE_GROWTH = 1.25
 UNBOUNDED = 1 << 30  # samples
 
 
 class Memory(msgspec.Struct, frozen=True, dict=True):
-    """One device's evidence: `points` are (batch, bytes) in rising batch, `failed` the smallest
-    batch that ran out.
+    """One device's memory use.
+
+    `points` are (batch, bytes) in rising order of batch; `failed` is the smallest batch that ran
+    out of memory.
     """
 
     limit_bytes: int | None
     points: tuple[tuple[int, int], ...] = ()
     ran: int = 0
     failed: int | None = None
-    failures: int = 0  # times that it ran out
+    failures: int = 0  # how often it ran out of memory
 
     @cached_property
     def apart(self) -> tuple[tuple[int, int], ...]:
-        """The distinct points, chosen from the largest down; its outermost two if none are
-        distinct.
+        """The points at clearly distinct batches, chosen from the largest down.
+
+        If there are no two distinct ones, the outermost two points.
         """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
@@ -56,8 +59,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def line(self) -> tuple[float, float] | None:
-        """(bytes at 0 samples, bytes a sample) through the two largest batches, not falling; None
-        with fewer.
+        """The line (bytes at 0 samples, bytes per sample) through the two largest batches.
+
+        The slope is never negative; None if there are fewer than two points.
         """
         if len(self.apart) < 2:
             return None
@@ -66,9 +70,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return m1 - slope * b1, slope
 
     def predict_largest(self) -> int | None:
-        """The largest batch that fits by the line; None: unknown, or unbounded.
+        """Return the largest batch that fits by the line; None if unknown or unlimited.
 
-        If the slope grew by d, assume it grows by d again, and use only 80 % of what is free.
+        If the slope last grew by d, it is assumed to grow by d again, and only 80 % of the free
+        memory is used.
         """
         line = self.line
         if line is None or self.limit_bytes is None:
@@ -87,8 +92,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
-        """The bytes per sample by which the last slope is steeper than the one before; 0 if it
-        isn't.
+        """Return the bytes per sample by which the last slope exceeds the one before; 0
+        if it doesn't.
         """
         if len(self.apart) < 3:
             return 0.0
@@ -97,8 +102,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return last - before if last > before * (1 + LEVEL) else 0.0
 
     def largest_in_proportion(self) -> int | None:
-        """The largest batch that fits if all bytes of the one batch that ran went by its rows, as
-        it has some that don't; None if several ran, or one ran out.
+        """Return the largest batch that fits if memory use were proportional to rows.
+
+        This is a safe estimate, since some of the memory is a fixed cost. Returns None unless
+        exactly one batch was measured and none ran out of memory.
         """
         if self.failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
@@ -106,11 +113,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
-        """The largest batch worth trying, at most `cap`, a multiple of `quantum`; 0 if nothing can
-        fit.
+        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`; 0 if
+        nothing can fit.
 
-        With `hoped`, the largest that may fit after all, however many tries lie before it; two that
-        failed are enough.
+        With `hoped`, it is the largest that may fit after all, however many tries lie before it,
+        until two tries have failed.
         """
         narrow = max(quantum, SAME_BATCH * self.ran)
         settled = self.failed is not None and self.failed - self.ran <= narrow
@@ -128,8 +135,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
-        """The largest batch worth trying in a split: the next guess if bytes are known or `bold`,
-        else what ran.
+        """Return the largest batch worth trying in a split.
+
+        It is the next guess if bytes are known or if `bold`, else what ran.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -138,15 +146,16 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def _line_is_refuted(self) -> bool:
-        """True if it ran out of memory twice, and the line doesn't say so."""
+        """True if the device ran out of memory twice and the line doesn't predict that."""
         if self.failures < 2:
             return False
         guess = self.predict_largest()
         return guess is None or self.failed is None or guess >= self.failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """The largest batch, at most `cap`, that safely fits: what ran, or a little more far below
-        the limit.
+        """Return the largest batch up to `cap` that safely fits.
+
+        It is what ran, or a little more if that is far below the limit.
         """
         safe = self.ran
         guess = self.predict_largest()
@@ -155,8 +164,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
-        """The largest batch that takes at most `limit_bytes`, by lines from point to point, the
-        origin first.
+        """Return the largest batch that takes at most `limit_bytes`, by linear
+        interpolation between points.
+
+        A single point is joined with the origin.
         """
         points = self.points if len(self.points) > 1 else ((0, 0), *self.points)
         above = bisect_left(points, limit_bytes, key=lambda point: point[1])
@@ -176,8 +187,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 def read_memory(
     limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
 ) -> Memory:
-    """The evidence by the bytes of batches, the batches that fit, and those that ran out, once for
-    each time.
+    """Return a device's memory use from the bytes by batch, the batches that fit and
+    those that failed.
+
+    `full` has each failed batch once per failure.
     """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)

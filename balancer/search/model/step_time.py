@@ -1,9 +1,9 @@
-"""A device's seconds(batch): fitted to a few noisy points, rising, and inverted exactly.
+"""A device's seconds(batch): a rising curve, fitted to a few noisy points, and inverted exactly.
 
-The curve is the simplest that fits the points: straight (fixed cost + cost a sample), flat up to a
-knee and straight after it, stairs, or a line bent through the points; each point's deviation is
-shrunk by the share that noise explains. Where step times fall as the batch grows, fewer rows count
-as what more of them take: nobody would give so few.
+The curve is the simplest that fits the points: straight (fixed cost + cost per sample), level up to
+a knee and straight after it, stairs, or a line bent through the points, in which each point's
+deviation is shrunk by the fraction that noise explains. If step times fall as the batch grows,
+fewer rows count as taking as long as more rows do, since no plan would use so few.
 """
 
 from __future__ import annotations
@@ -19,30 +19,30 @@ import msgspec
 
 from evener.shares.curves import ROUNDING, Curve
 
-# relative: points nearer than this are one point, as their slope would be noise
+# relative; points closer than this are merged, since the slope between them would be noise
 SAME_BATCH = 0.02
-# relative: times that differ by less may be level, slopes one slope; between batches that differ by
-# less, allocators' rounding dominates
+# relative; times that differ by less may be level, and slopes equal; between batches that differ by
+# less, the rounding of allocators dominates
 LEVEL = 0.05
-# relative; no timing is trusted to be better: recorded H200 probes say ±0.04 %
+# relative; the least error of any timing: recorded H200 probes differ by ±0.04 %
 LEAST_ERROR = 0.0005
-# a line fits if no point is off by more than this many of its errors: so in 95 % of small fits
+# a line fits if no point is off by more than this many of its errors, as in 95 % of small fits
 LINE_ERRORS = 2.5
-# times: a gap of batches wider than this may hide a peak, and the width of stairs, so passes of
-# texts grow by it; between one that ran and one that failed, of unknown bytes, a wider one is cut
-# at its geometric mean
+# ratio of two batches: a wider gap may hide a peak and the width of stairs, so passes of texts grow
+# by this factor; a wider gap between a batch that ran and one that failed, with unknown bytes, is
+# cut at its geometric mean
 WIDE = 4
-FEWEST = 4  # points: one more than a level stretch and a line beyond it have
-LEAN = 0.04  # of a rise: a stair may lean by as much
-TILES = [1 << power for power in range(12, 0, -1)]  # samples: tried as the width of a stair
-CURVES_KEPT = 512  # those of 16 devices in the models of some twenty rounds
-MOST_STAIRS = 200  # in a curve: what reading one may take
+FEWEST = 4  # points of stairs: one more than a level stretch followed by a line needs
+LEAN = 0.04  # fraction of the rise by which a stair may lean
+TILES = [1 << power for power in range(12, 0, -1)]  # samples; stair widths that are tried
+CURVES_KEPT = 512  # cache size: the curves of 16 devices in about twenty rounds
+MOST_STAIRS = 200  # in one curve; limits the time to evaluate it
 
 Sample = tuple[float, float, float]  # x, y, weight
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measured time of a step in `passes` passes; `error` is its relative standard error."""
+    """One measured step time, in `passes` passes; `error` is its relative standard error."""
 
     batch: int
     seconds: float
@@ -51,23 +51,24 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def sure_error(self) -> float:
-        """The relative standard error, at least what any timing has."""
+        """The relative standard error, but at least the error of any timing."""
         return max(self.error, LEAST_ERROR)
 
     @property
     def weight(self) -> float:
-        """1 / variance of its relative error."""
+        """1 / variance of the relative error."""
         return 1 / self.sure_error**2
 
     @property
     def leeway(self) -> float:
-        """The seconds by which a line that explains it may miss it."""
+        """The seconds by which a line may miss the point and still fit it."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
-    """The curve that explains the points; None without any. `among` devices share a step: see
-    `Stairs.curve`.
+    """Return the curve that fits the points; None without any points.
+
+    `among` is the number of devices that share a step: see `Stairs.curve`.
     """
     return _fit_points(tuple(points), among)
 
@@ -96,15 +97,19 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
 
 
 def _level(one: Point) -> Curve:
-    """The curve of a single point: fewer rows may take as long, more at most in proportion."""
+    """Return the curve of a single point.
+
+    Fewer rows may take as long as the point; more rows take at most proportionally longer.
+    """
     batches = (0.0, float(one.batch))
     times = (one.seconds, one.seconds)
     return Curve(batches, times, one.seconds / one.batch, True, one.error)
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
-    """Points in rising batch; those whose batches are as `near` are averaged, if noise explains how
-    they differ.
+    """Return the points in rising order of batch, with similar ones averaged.
+
+    Points are averaged if their batches are as `near` and noise explains how their times differ.
     """
     groups: list[list[Point]] = []
     for point in sorted(points, key=lambda p: (p.batch, p.seconds, p.error)):
@@ -116,8 +121,9 @@ def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Poin
 
 
 def _is_same(one: Point, other: Point, near: float) -> bool:
-    """True if two points are of nearly one batch, and noise explains their times: a stair may lie
-    between.
+    """True if two points have nearly the same batch and noise explains how their times differ.
+
+    Otherwise a stair may lie between them.
     """
     errors = LINE_ERRORS * (one.sure_error + other.sure_error)
     larger = other.batch / one.batch - 1
@@ -136,7 +142,10 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest(points: Sequence[Point]) -> tuple[Curve, float]:
-    """A straight line if it fits, else flat-then-straight; and its worst residual, in errors."""
+    """Return a straight line if it fits, else a level stretch and a line; and its worst residual.
+
+    The residual is in standard errors.
+    """
     line = _line(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
@@ -146,7 +155,9 @@ def _simplest(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _hinge(points: Sequence[Point], cut: int) -> Curve:
-    """Flat through the points before `cut`, straight through the rest."""
+    """Return a curve that is level through the points before `cut` and straight
+    through the rest.
+    """
     before = points[:cut]
     rest = points[cut:]
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
@@ -159,8 +170,9 @@ def _hinge(points: Sequence[Point], cut: int) -> Curve:
 
 
 def _line(fixed: float, slope: float, flat: float = 0.0) -> Curve:
-    """max(flat, fixed + slope * b) seconds: level up to the knee if that lies above 0, and
-    straight.
+    """Return the curve of max(flat, fixed + slope * b) seconds.
+
+    It is level up to the knee, if that lies above 0, and straight beyond.
     """
     if slope > 0 and flat > fixed:
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
@@ -177,8 +189,9 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
 
 
 def _bends(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
-    """(batch, factor on the line) at each point, shrunk towards 1 by the share that noise
-    explains.
+    """Return (batch, factor on the line) for each point.
+
+    Factors are shrunk towards 1 by the fraction that noise explains.
     """
     residuals = [p.seconds / line.seconds(p.batch) - 1 for p in points]
     noise = math.fsum(p.error**2 for p in points) / len(points)
@@ -192,9 +205,10 @@ def _bends(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
 
 
 def make_rising(times: Sequence[float]) -> list[float]:
-    """The seconds at rising batches, none above those at a larger one or below 0.
+    """Return the times at rising batches, each lowered to at most the times of larger batches.
 
-    A larger batch may take less time, as another kernel computes it: fewer rows can do as it does.
+    No time is below 0. A larger batch may take less time if another kernel computes it; fewer rows
+    are assumed to be able to use that kernel too.
     """
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
 
@@ -202,12 +216,11 @@ def make_rising(times: Sequence[float]) -> list[float]:
 def rising_line(
     samples: Sequence[Sample], intercept_not_negative: bool = True
 ) -> tuple[float, float]:
-    """(intercept, slope) of y = intercept + slope * x by weighted least squares, the slope never
-    negative.
+    """Return (intercept, slope) of y = intercept + slope * x by weighted least squares.
 
-    Where the best intercept would be negative, the line goes through the origin, unless
-    `intercept_not_negative` is False. One sample alone is all slope. `samples` must not be empty;
-    weights are 1 / variance of y.
+    The slope is never negative. If the best intercept would be negative, the line goes through the
+    origin, unless `intercept_not_negative` is False. A single sample gives a line through the
+    origin. `samples` must not be empty; weights are 1 / variance of y.
     """
     total = math.fsum(w for _, _, w in samples)
     mean_x = math.fsum(w * x for x, _, w in samples) / total
@@ -225,8 +238,9 @@ def rising_line(
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """The seconds of each further pass beyond a step of its rows, by steps in several passes; never
-    nearly free.
+    """Return the seconds that each further pass adds to the time of its rows, from steps in passes.
+
+    A lower limit prevents further passes from being nearly free.
     """
     weights = []
     found = []
@@ -243,10 +257,10 @@ def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 
 
 class Stairs(msgspec.Struct, frozen=True):
-    """seconds(b) = first + rise * ceil(each * b + shift), but at least `least`.
+    """Stairs with seconds(b) = first + rise * ceil(each * b + shift), but at least `least`.
 
-    `places` are (each, lowest shift, highest shift) that put every point on its stair: the corners
-    of all that do.
+    `places` are triples (each, lowest shift, highest shift) that put every point on its stair: the
+    corners of the region of all that do.
     """
 
     first: float
@@ -255,11 +269,11 @@ class Stairs(msgspec.Struct, frozen=True):
     places: tuple[tuple[float, float, float], ...]
 
     def curve(self, largest: int, error: float, among: int = 1) -> Curve:
-        """The stairs up to a batch, and straight on beyond it.
+        """Return the stairs up to the batch `largest`, continued by a straight line.
 
-        A stair ends between the first batch at which it may and the last, at the part x of them
-        that gains most where one of n devices that is late makes all late: x * (1 - x)**n is
-        highest at x = 1 / (n + 1).
+        The end of a stair lies somewhere between its first and last possible batch. The fraction x
+        of that range is chosen to maximize the expected gain, if one late device out of n delays
+        all of them: x * (1 - x)**n is highest at x = 1 / (n + 1).
         """
         knots: dict[float, float] = {}
         each = math.fsum(one for one, _, _ in self.places) / len(self.places)
@@ -279,7 +293,7 @@ class Stairs(msgspec.Struct, frozen=True):
         return Curve(tuple(knots), tuple(knots.values()), self.rise * each, error=error)
 
     def _end(self, stair: int) -> tuple[int, int]:
-        """The last batch of a stair, at least and at most."""
+        """Return the lowest and the highest possible last batch of a stair."""
         early = min(math.floor((stair - most) / each + ROUNDING) for each, _, most in self.places)
         late = max(
             math.ceil((stair - least) / each - ROUNDING) - 1 for each, least, _ in self.places
@@ -289,9 +303,7 @@ class Stairs(msgspec.Struct, frozen=True):
 
 @lru_cache(CURVES_KEPT)
 def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
-    """The highest stairs that explain the points; None if none do, or the points are too few to
-    tell.
-    """
+    """Return the highest stairs that fit the points; None if none do or the points are too few."""
     points = merge_points(measured, 0.0)
     if len(points) < FEWEST:
         return None
@@ -312,14 +324,18 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 
 
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
-    """True of three levels, or if no wide gap hides the one rise: else many widths explain them."""
+    """True if the points show the width of a stair.
+
+    That takes three levels, or two without a wide gap between them; else many widths
+    fit the points.
+    """
     rise = bisect_left(levels, levels[0] + 1)
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
 def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """The stairs with these points on these levels; None if that contradicts their times or their
-    batches.
+    """Return the stairs with these points on these levels; None if their times or
+    batches contradict that.
     """
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
@@ -332,8 +348,9 @@ def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
 
 
 def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, float, float], ...]:
-    """The places of stairs that have these batches on these levels: if one is of tiles, powers of
-    two, that alone.
+    """Return the places of stairs that put these batches on these levels.
+
+    If a place has stairs of a power of two (tiles), only that one is returned.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
@@ -362,8 +379,9 @@ def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, 
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """The shifts at which stairs with this many levels a sample put these batches on these
-    levels.
+    """Return the lowest and the highest shift with which stairs put these batches on these levels.
+
+    `each` is the number of levels per sample.
     """
     most = min(n - each * b for b, n in zip(batches, levels, strict=True))
     return max(n - 1 - each * b for b, n in zip(batches, levels, strict=True)), most
