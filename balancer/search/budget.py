@@ -136,8 +136,7 @@ class Budget:
         return (Probe(layout, stage, seconds, turn),)
 
     def has_time(self, seconds: float, after: float = 0.0, step_seconds: float = 0.0) -> bool:
-        """True if exploration may spend `seconds` now and still leave `after` seconds
-        for what follows.
+        """True if exploration may take `seconds` now and still leave `after` seconds.
 
         If a step of `step_seconds` is so slow that probes time a lone step, there is no time for
         many probes: then any probe that leaves `after` seconds may run.
@@ -149,14 +148,15 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_dear(self, seconds: float) -> bool:
-        """True if `seconds` are more than a small part of what is left, so that losing them is
-        a real risk.
+        """True if losing `seconds` would be expensive: they are more than a small part of
+        what is left.
         """
         return seconds > PRICE * (self.seconds - self.spent)
 
     def cheap(self, seconds: float) -> bool:
-        """True if `seconds` are a small part of what is left, so that a probe without expected
-        gain may run.
+        """True if `seconds` are a small part of what is left.
+
+        A probe that takes so little may run even if no gain is expected from it.
         """
         return not self._endless and seconds <= PRICE * (self.seconds - self.spent)
 
@@ -178,8 +178,9 @@ class Budget:
         return self.starts.seconds(layout) + self._warm_up(layout, step) + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
-        """Return how many turns of these layouts still fit the budget; infinite
-        without a budget.
+        """Return how many turns of these layouts still fit the budget.
+
+        The result is infinite without a budget.
         """
         each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
         if not each:
@@ -187,16 +188,18 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def enough_for(self, missing_seconds: float) -> float:
-        """Return a budget with `missing_seconds` more for first turns, beside the
-        part for exploration.
+        """Return a budget with `missing_seconds` more for first turns.
+
+        Exploration's part of the budget is taken into account.
         """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 
     def enough_to_grow(self, grown_seconds: float) -> float:
-        """Return a budget in which packs may take `grown_seconds` more, given what the search spent
-        up to the first turns.
+        """Return a budget in which packs may take `grown_seconds` more.
+
+        It is based on what the search spent up to the first turns.
         """
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS
@@ -220,8 +223,7 @@ class Budget:
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _further_warm_up(self, layout: Layout) -> float:
-        """Return the additional warm-up of a probe that shows its noise, compared with
-        a lone step's.
+        """Return the warm-up that a probe takes in addition to that of a lone step's probe.
 
         It is 0 unless the layout was measured before, and only by lone steps.
         """
@@ -231,8 +233,7 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step(self, layout: Layout) -> float:
-        """Return the seconds of a step: measured, else predicted, else estimated from
-        the devices alone.
+        """Return the seconds of a step: measured, else predicted, else estimated from solo speeds.
 
         Returns 0 if none of the devices ran.
         """

@@ -72,8 +72,9 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 
 
 def explain_nobody(model: MachineModel) -> End:
-    """Return the end of a search in which no device can be used, with each
-    device's smallest failure.
+    """Return the end of a search in which no device can be used.
+
+    Its message has each device's smallest failure.
     """
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"

@@ -84,8 +84,9 @@ class DeviceModel:
 
     @cached_property
     def in_splits(self) -> Curve | None:
-        """The curve of the device within a split; it includes its compute time (own
-        work) in splits.
+        """The curve of the device within a split.
+
+        Its compute time (own work) in splits is fitted too.
         """
         points: list[Point] = []
         for one in self._group:
@@ -131,9 +132,7 @@ class DeviceModel:
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch that the next round alone may measure, limited by its growth
-        over what ran.
-        """
+        """The largest batch of the next round alone, limited by its growth over what ran."""
         if self.alone is None:
             return 0
         growth = self._growth(self.alone)
@@ -228,10 +227,9 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """The seconds that each further pass adds to the time of its rows; 0 before any
-        several passes ran.
+        """The seconds that each further pass adds to the time of its rows.
 
-        Measured in splits if possible, otherwise alone.
+        Measured in splits if possible, otherwise alone; 0 before any step in several passes ran.
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]
@@ -254,8 +252,8 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with the passes that are fastest for a fixed batch, given a curve
-        and a limit.
+        """Return the device with a given curve and limit, in the fastest passes for
+        a fixed batch.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
@@ -292,9 +290,7 @@ class DeviceModel:
 
 
 def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest share, from `rows` to `limit`, that one pass computes at least as
-    fast as two.
-    """
+    """Return the largest share in `rows` to `limit` that one pass computes as fast as two."""
     shares = range(rows, max(rows, limit))
 
     def two_are_faster(share: int) -> bool:

@@ -72,12 +72,11 @@ class Evaluation:
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wished)
 
     def _wishes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the probes that each part of the search wants next, by priority; empty if
-        it wants none.
+        """Yield the probes that each part of the search wants next, by priority.
 
-        The race is interrupted whenever exploration wants a probe and hasn't spent its part of the
-        budget. When the race is over, exploration may spend the rest of the budget, also after a
-        check, which adds points to the curves.
+        An empty tuple means that a part wants none. The race is interrupted whenever exploration
+        wants a probe and hasn't spent its part of the budget. When the race is over, exploration
+        may spend the rest of the budget, also after a check, which adds points to the curves.
         """
         if not self._seen.timed("check"):
             yield self._explore(self.budget)
@@ -175,8 +174,9 @@ class Evaluation:
         return self._settled()
 
     def _settled(self) -> End:
-        """Return the end of a search that has nothing left to measure, with any doubt
-        about its plan.
+        """Return the end of a search that has nothing left to measure.
+
+        It includes a doubt about the plan, if there is one.
         """
         if self.best is None or not self.machine.by_rows:
             return End(Stop.SETTLED)
@@ -202,8 +202,9 @@ class Evaluation:
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy that chooses layouts: by row lengths, or by row counts if no unequal
-        lengths are known.
+        """The policy that chooses layouts, by the lengths of rows or by their number.
+
+        Rows are counted if no unequal lengths are known.
         """
         if not self.problem.lengths:
             return self.by_rows
@@ -262,11 +263,10 @@ class Evaluation:
 
     @cached_property
     def best(self) -> Result | None:
-        """The best layout among all that were measured and may still run; None
-        before any measurement.
+        """The best layout among all that were measured and may still run.
 
-        Its samples/s come from the turns since it was chosen, if there are any: the highest of
-        several noisy values is biased upwards.
+        None before any measurement. Its samples/s come from the turns since it was chosen, if there
+        are any: the highest of several noisy values is biased upwards.
         """
         chosen = self._chosen
         if chosen is None:
@@ -410,8 +410,9 @@ class Evaluation:
         return tuple(found)
 
     def results(self) -> tuple[Result, ...]:
-        """Return every layout that ran and may run again, the fastest first; all that ran
-        if none may.
+        """Return every layout that ran and may run again, the fastest first.
+
+        If none may run again, all that ran are returned.
         """
 
         def order(one: Result) -> tuple[float, int, tuple[int, ...]]:
@@ -426,7 +427,7 @@ class Evaluation:
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """Return the best single device from the race, else the fastest one measured at
+        """Return the best single device from the race, else the fastest one at
         the requested batch.
         """
         for one in self.ranking():
@@ -438,17 +439,13 @@ class Evaluation:
 
     @property
     def _measured_retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race and the smaller one
-        that ran instead.
-        """
+        """Pairs of a layout that ran out of memory in the race and the smaller one that ran."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
     def _ungrown(self) -> tuple[Candidate, ...]:
-        """The next pack of each mode whose throughput was still growing when the budget for
-        packs ran out.
-        """
+        """The next pack of each mode that was still gaining when the budget for packs was spent."""
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
         return tuple(Candidate(PACK, layout) for layout in found if layout is not None)

@@ -1,6 +1,4 @@
-"""Exploration's next measurement: the machine model and its predictions tell the stages
-what to try.
-"""
+"""Exploration's next measurement, by the model of the machine and its predictions."""
 
 from __future__ import annotations
 

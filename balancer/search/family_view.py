@@ -79,7 +79,7 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best number of trainings in each mode, or the fewest if none was measured yet."""
+        """The best pack in each mode, or the smallest if none was measured yet."""
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:
@@ -87,8 +87,9 @@ class FamilyView:
         return [layout for layout in best.values() if layout is not None]
 
     def _logical(self, plain: Layout) -> Layout:
-        """The pack on logical devices of as many trainings as run best as plain processes, or of
-        the most measured.
+        """Return the pack on logical devices, with as many trainings as the best plain pack.
+
+        If the budget doesn't suffice for that, return the largest logical pack that was measured.
         """
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (one.probe.layout for one in self._seen.timed())

@@ -71,8 +71,9 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """True if the layout is one training run by shares without other knobs, so that global
-        batches are comparable.
+        """True if the layout is one training run by shares, without other knobs.
+
+        The global batches of such layouts are comparable.
         """
         return self.layout.traits.by_shares and not self.layout.knobs
 
@@ -119,8 +120,10 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
-    """True if two layouts have as many passes, and shares too close for a measurement to
-    tell them apart.
+    """True if a measurement couldn't tell two layouts apart.
+
+    They have equally many passes on each device, and their shares differ by at most `near`,
+    relative to the larger.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False

@@ -42,8 +42,9 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Return the cost in seconds by number of devices (the index, 0 to `most`);
-    it never decreases.
+    """Return the cost in seconds by number of devices (the index, 0 to `most`).
+
+    Costs never decrease with the number of devices.
     """
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
@@ -103,16 +104,14 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """The cost of gradient exchange that isn't hidden behind computation, within
-        and across hosts.
-        """
+        """The seconds of gradient exchange that computation doesn't hide, by hosts and devices."""
         samples = [self._exchange_sample(one) for one in self.splits]
         return fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange seconds for as many devices as the widest split that ran; None if
-        no split ran.
+        """The exchange seconds for as many devices as the widest split that ran;
+        None without splits.
         """
         layouts = [one.probe.layout for one in self.splits]
         if not layouts:
@@ -127,8 +126,9 @@ class MachineModel:
         return len({self.hosts[i] for i in positions})
 
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
-        """Return the exchange time that a split shows: its step less the longest compute
-        time (own work).
+        """Return the exchange time that a split shows.
+
+        It is the step less the longest compute time (own work) of a device.
         """
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
@@ -140,8 +140,9 @@ class MachineModel:
         return len(active), self._count_hosts(active), split.step_seconds - longest, error
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the compute time (own work) in seconds of each device in a split's step, as
-        predicted from its times alone.
+        """Return each device's compute time (own work) in a split, predicted from its times alone.
+
+        In seconds, for the active devices in order.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
@@ -162,8 +163,7 @@ class MachineModel:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """Return a layout of these shares, in passes if shares don't fit at once or if
-        passes are faster.
+        """Return a layout of these shares, in passes if they don't fit at once or are faster so.
 
         With `surely`, shares must fit with certainty.
         """
@@ -171,8 +171,9 @@ class MachineModel:
         return layout_of(shares, tuple(device.cut(share, surely) for device, share in both))
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return a layout of these shares whose passes ran before or surely fit; None if
-        that is impossible.
+        """Return a layout of these shares whose passes ran before or surely fit.
+
+        Returns None if that is impossible.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_hold(layout)), None)
@@ -183,9 +184,7 @@ class MachineModel:
         return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_hold(self, layout: Layout) -> bool:
-        """True if every pass of the layout ran before, or is far below what the
-        memory line allows.
-        """
+        """True if every pass of the layout ran before or is far below the memory limit."""
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
     @cached_property

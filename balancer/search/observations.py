@@ -87,16 +87,17 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes hold as much of the device's memory as when the layout ran
-        out of it.
+        """True if other processes hold as much of the device's memory as when this
+        layout ran out.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """Return the settled observations of some stages, stage by stage, each in the order
-        of its probes.
+        """Return the settled observations of some stages.
+
+        They are listed stage by stage, each in the order of its probes.
         """
         found: list[Observation] = []
         for stage in stages:
@@ -111,9 +112,7 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of some stages, in the order of `in_stage`; by default
-        of all stages.
-        """
+        """Return the timed observations of some stages, by default of all, in order."""
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
@@ -169,9 +168,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks, without those in which a device was held back that
-        has since recovered.
-        """
+        """Return a layout's checks, without those in which a device was held back temporarily."""
         checked = [one for one in timed if one.probe.stage == "check"]
         active = checked[0].probe.layout.active if checked else ()
         recovered = [i for i in active if self.recovered(i)]
@@ -179,9 +176,7 @@ class Observations:
         return {one.probe.turn: one for one in valid}
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
-        """Return a layout's turns from its first check on; these had no part in
-        choosing the layout.
-        """
+        """Return a layout's turns from its first check on, which had no part in its choice."""
         seen = self.timed_in(layout, "check", "race", "knobs")
         checks = (one.probe.turn for one in seen if one.probe.stage == "check")
         began = min(checks, default=math.inf)
@@ -194,8 +189,9 @@ class Observations:
         return max((one.probe.turn for one in self.in_stage("check")), default=-1)
 
     def broken(self, layout: Layout) -> Observation | None:
-        """Return the layout's first observation since the race began that isn't timed; None if
-        there is none.
+        """Return the layout's first observation since the race began that isn't timed.
+
+        Returns None if there is none.
         """
         own = (one for one in self.in_stage("race", "knobs", "check") if one.probe.layout == layout)
         return next((one for one in own if not isinstance(one, Timed)), None)
@@ -229,9 +225,7 @@ class Observations:
         return all(self.holds(i, one) for one in ran for i in layout.active)
 
     def holds(self, position: int, seen: Timed) -> bool:
-        """True if other processes still leave as much of the device's memory as the
-        layout took there.
-        """
+        """True if other processes leave as much of the device's memory as the layout took there."""
         _, others_bytes = self._held[position]
         if not others_bytes:
             return True
@@ -240,8 +234,9 @@ class Observations:
         return used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
-        """Return a device's bytes, less those that other processes were seen to hold;
-        None if unknown.
+        """Return a device's bytes, less those that other processes were seen to hold.
+
+        Returns None if unknown.
         """
         limit = self._problem.memory_bytes[position]
         if limit is None:
@@ -295,8 +290,9 @@ class Observations:
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the most rows of a pass that the device ran alone in exploration; less than
-        1 before any.
+        """Return the most rows of a pass that the device ran alone in exploration.
+
+        The result is less than 1 if it hasn't run.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
@@ -313,8 +309,9 @@ class Observations:
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
-        """Return the raced and checked splits in which the device took part; empty before
-        the first check.
+        """Return the raced and checked splits in which the device took part.
+
+        The result is empty before the first check.
         """
         if not self.in_stage("check"):
             return []
@@ -329,9 +326,7 @@ def _is_plain_split(layout: Layout) -> bool:
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Return an observation's rank: of several observations of one probe, the
-    highest-ranked is kept.
-    """
+    """Return an observation's rank; for each probe, the highest-ranked one is kept."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -360,10 +355,10 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _steady(turns: Turns) -> Turns:
-    """Return the turns without those in which a device was held back, unless that was so in
-    all of them.
+    """Return the turns without those in which a device was held back.
 
-    Lone steps, whose error is unknown, are left out if there are other turns.
+    If a device was held back in all of them, all count. Lone steps, whose error is unknown, are
+    left out if there are other turns.
     """
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns
     return {turn: one for turn, one in steady.items() if not one.lone} or steady

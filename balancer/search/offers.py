@@ -1,6 +1,4 @@
-"""The candidates of a race: the layouts that families offer, with smaller
-ones after out-of-memory.
-"""
+"""The candidates of a race: the families' layouts, or smaller ones after running out of memory."""
 
 from __future__ import annotations
 
@@ -42,9 +40,7 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race and the smaller one
-        that replaces it.
-        """
+        """Pairs of a layout that ran out of memory in the race and the smaller one in its place."""
         pairs = [(candidate, self._in_its_place(candidate)) for candidate in self._wished]
         return tuple((wished, instead) for wished, instead in pairs if instead != wished)
 
@@ -79,9 +75,7 @@ class Offers:
         return tuple(_distinct([one for one in found if one.family in self.options.wanted]))
 
     def _of(self, family: Family) -> Iterator[Candidate]:
-        """Yield a family's candidates; a layout of another kind belongs to the family of
-        its own kind.
-        """
+        """Yield a family's candidates; a layout of another kind belongs to that kind's family."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
@@ -111,8 +105,9 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without splits that a measurement couldn't tell apart from
-    an earlier one.
+    """Return the candidates without splits that a measurement couldn't tell apart.
+
+    Of several such splits, the first is kept.
     """
     kept: list[Candidate] = []
     splits: list[Layout] = []

@@ -54,8 +54,9 @@ class Packing:
         return pack_on(self._single, size, self._mode, self._batch(size))
 
     def best_layout(self) -> Layout | None:
-        """Return the best measured pack, or the next to measure if none has run yet; None if
-        there is none.
+        """Return the best measured pack, or the next to measure if none has run yet.
+
+        Returns None if there is none.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -163,8 +164,9 @@ class Packing:
 
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
-    """Return the number of trainings to try next, up to `most`; None if the best is
-    known well enough.
+    """Return the number of trainings to try next, up to `most`.
+
+    Returns None if the best is known well enough.
     """
     best = best_size(tried)
     sizes = sorted(tried)

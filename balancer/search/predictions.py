@@ -88,8 +88,9 @@ class Predictions:
         )
 
     def rate_of(self, batch: int) -> float:
-        """Return the samples/s of the fastest layout of this batch in one pass; 0 if none is
-        known to fit.
+        """Return the samples/s of the fastest layout of this batch in one pass.
+
+        Returns 0 if none is known to fit.
         """
         split = self._split(self._reachable, batch)
         rates = [split.samples_per_second if split else 0.0]
@@ -100,9 +101,7 @@ class Predictions:
         return max(rates)
 
     def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
-        """Return the fastest split of the batch `of`, by default of the request's batch,
-        over some devices.
-        """
+        """Return the fastest split over some devices, of the batch `of` or the request's batch."""
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
         quantum = self.machine.quantum
@@ -132,9 +131,7 @@ class Predictions:
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of one device alone: measured at rest if
-        possible, else predicted.
-        """
+        """The highest samples/s of one device alone, measured at rest or else predicted."""
         found = [
             self.machine.at_rest.get(i) or self.single(i)
             for i in {*self.machine.at_rest, *self.machine.live}
@@ -184,8 +181,9 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return each device's smallest batch with that rate alone; None for a device that
-        doesn't reach it.
+        """Return each device's smallest batch with that rate alone.
+
+        Returns None for a device that doesn't reach it.
         """
         found = []
         for one in self.machine.split_curves:

@@ -57,7 +57,7 @@ class Race:
         return tuple(one for one in here if self._seen.broken(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return another turn of the chosen layout or of the best other one, while
+        """Return another turn of the chosen layout or the best other one, while
         the budget lasts.
         """
         if self._problem.budget_seconds is None:
@@ -108,25 +108,19 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The first candidates of their families that weren't measured before the
-        budget was spent.
-        """
+        """The first candidates of their families that the budget left without a measurement."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
-        """The candidates that wait for a turn, and whether there is a tie that no further
-        turn would resolve.
-        """
+        """The candidates that wait for a turn, and whether there is an unresolvable tie."""
         rivals, tied = self._unsettled(self.running, "race")
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising of these candidates, if there is
-        time for it.
-        """
+        """Return the first probe of the most promising candidate, if there is time for it."""
         if not wanted:
             return ()
         layout = min(wanted, key=self._priority).layout
@@ -144,11 +138,10 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """Return the sort key of a first turn: the highest expected samples/s per second of
-        the probe first.
+        """Return the sort key of a first turn: the highest expected samples/s per second is first.
 
-        Extra candidates of families come last. Packs and placements are expected to be as fast as
-        the best of the other candidates.
+        Seconds are those of the probe. Extra candidates of families come last. Packs and placements
+        are expected to be as fast as the best of the other candidates.
         """
         comparable = [one]
         if not one.synchronous:
@@ -201,9 +194,7 @@ class Race:
         return self._budget.least_seconds(layout) + knobs
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
-        """Return the rivals of a turn: all in the first, later those that earlier
-        turns haven't settled.
-        """
+        """Return the rivals of a turn: all in the first, later those that aren't settled yet."""
         if turn == FIRST_TURN and stage == "knobs":  # `_first_turn` orders the race's own
             return list(rivals)
         if turn >= MOST_TURNS:
@@ -214,8 +205,7 @@ class Race:
     def _unsettled(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
-        """Return the rivals that deserve another turn, and whether there is a tie that no
-        turn would resolve.
+        """Return the rivals that deserve another turn, and whether there is an unresolvable tie.
 
         Only the turns `before` the given one count.
         """

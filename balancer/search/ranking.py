@@ -90,9 +90,7 @@ class Standing(msgspec.Struct, frozen=True):
 
     @property
     def unclear(self) -> bool:
-        """True for a tie whose measured gap is above 3 %: the difference may be 0, and
-        may be large.
-        """
+        """True for a tie whose measured gap is above 3 %: it may be 0, and may be large."""
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
     @property
@@ -166,8 +164,7 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
 def unsettled(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
-    """Return the layouts that deserve another turn, and whether there is a tie that
-    can't be resolved.
+    """Return the layouts that deserve another turn, and whether there is an unresolvable tie.
 
     A rival deserves another turn if it may still gain, and if the remaining turns can settle
     whether it does. The leader is included if any rival is.

@@ -54,8 +54,9 @@ class RowPolicy:
         return self.problem.global_batch is not None or not layout.in_passes
 
     def apart_seconds(self, layout: Layout) -> float | None:
-        """Return the longest time that a device would take alone for its share; None if
-        none ran alone.
+        """Return the longest time that a device would take alone for its share.
+
+        Returns None if none ran alone.
         """
         seconds = []
         for position in layout.active:
@@ -127,11 +128,10 @@ class RowPolicy:
         return sorted(fitting, key=lambda layout: -self.single_rate(layout, contended=False))
 
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
-        """Return the samples/s of a device alone: measured at rest, else in the solo
-        stage, else predicted.
+        """Return the samples/s of a device alone, measured or else predicted.
 
-        The solo stage counts only if `contended`. A prediction is the same for indistinguishable
-        devices.
+        A measurement at rest is preferred to one in the solo stage, which counts only if
+        `contended`. A prediction is the same for indistinguishable devices.
         """
         timed = self.seen.timed_in(layout, "rest")
         if not timed and contended:
@@ -141,9 +141,7 @@ class RowPolicy:
         )
 
     def efficient(self) -> list[Layout]:
-        """Return every device alone, and splits over the devices that should use
-        the least energy.
-        """
+        """Return every device alone, and the splits that should use the least energy."""
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
         return [layout for layout in layouts if self.machine.hold(layout)]
@@ -192,8 +190,9 @@ class RowPolicy:
     # ------------------------------------------------------------------ several devices
 
     def best_splits(self) -> list[Layout]:
-        """Return the preferred measured split, predicted splits that should beat it, and the
-        fastest measured one.
+        """Return the preferred measured split, then predicted ones, then the fastest measured one.
+
+        Predicted splits are included if they should beat the preferred one.
         """
         found = self._split_rates()
         if not found:
@@ -225,9 +224,7 @@ class RowPolicy:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising(self, chosen: Layout) -> list[Layout]:
-        """Return predicted splits that should be faster than `chosen`, or as good with
-        another global batch.
-        """
+        """Return predicted splits that should beat `chosen`, or equal it with another batch."""
         found = list(self._smaller(chosen))
         fastest = self.predictions.fastest_split
         least = self.machine.predicted_rate(chosen) * (1 + LEAST_GAIN)
@@ -264,10 +261,9 @@ class RowPolicy:
     def _smallest_within(
         self, turns: dict[Layout, Turns], leader: Turns, most: int
     ) -> Layout | None:
-        """Return the layout with the smallest batch that is as fast as the tolerance requires; None
-        if there is none.
+        """Return the layout with the smallest batch that is as fast as the tolerance requires.
 
-        Its batch is at most `most`, or it has been checked.
+        Its batch is at most `most`, or it has been checked. Returns None if none ran.
         """
         checked = {one.probe.layout for one in self.seen.in_stage("check")}
         found = []
@@ -291,8 +287,9 @@ class RowPolicy:
         return min(near, key=distance, default=layout)
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split over all live devices; with `scaling` also over 2, 4, ...
-        of the fastest.
+        """Return the even split over all live devices.
+
+        With `scaling`, also return even splits over 2, 4, ... of the fastest devices.
         """
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)

@@ -75,8 +75,9 @@ class Search:
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return the message that tells why the search is over; None if there are more
-        probes to run.
+        """Return the message that tells why the search is over.
+
+        Returns None if there are more probes to run.
         """
         end = self.ended()
         return None if end is None else end.words
@@ -102,9 +103,7 @@ class Search:
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch, in whole quanta, that leaves an epoch of these
-    rows enough steps.
-    """
+    """Return the largest batch, in whole quanta, that leaves an epoch enough steps."""
     quantum = problem.multiple_of
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)
     return max(quantum, min(rows, wanted) // quantum * quantum)

@@ -1,5 +1,4 @@
-"""Sharded trainings: the part of the model's state that each device holds, and the
-rows it computes.
+"""Sharded trainings: the part of the model's state, and the rows, that each device gets.
 
 Each device is first measured alone, on rows of a model whose units it gathers from a small
 part of the state: that shows its time, and the memory that isn't state. Then the state fills
@@ -48,8 +47,9 @@ DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card
 
 
 class Need(msgspec.Struct, frozen=True):
-    """A device's speed, and its memory beside its part of the state: without rows, and per row
-    of a pass.
+    """A device's speed, and the memory that it needs beside its part of the state.
+
+    That is `base_bytes` without rows, and `row_bytes` for each row of a pass.
     """
 
     base_bytes: float
@@ -68,8 +68,9 @@ class Sharding:
         self._seen, self._state = seen, problem.state or ModelState(0, 0)
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next rows for every device alone, else the next whole step; empty if
-        nothing is wanted.
+        """Return the next rows for every device alone, else the next whole step.
+
+        The result is empty if nothing is wanted.
         """
         if self.parts is None:
             return ()
@@ -157,9 +158,7 @@ class Sharding:
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The policy for rows, as if each device held the whole model in the memory
-        beside its part.
-        """
+        """The policy for rows, as if each device held the model in the memory beside its part."""
         left = self._without_state(
             self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices
         )
@@ -178,8 +177,8 @@ class Sharding:
         return tuple(size and max(1, size - state) for size, state in zip(sizes, held, strict=True))
 
     def _as_rows(self, one: Observation) -> Observation:
-        """Return the observation as if each device held the model, without the state
-        that it held.
+        """Return the observation as if each device held the model, without its part
+        of the state.
         """
         layout = one.probe.layout
         probe = msgspec.structs.replace(
@@ -194,8 +193,7 @@ class Sharding:
         return msgspec.structs.replace(one, probe=probe, memory_bytes=memory)
 
     def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
-        """Return the observation, or one of running out of memory if its rows don't fit
-        beside the state.
+        """Return the observation, or OutOfMemory if its rows don't fit beside the state.
 
         A device that was measured alone held a small part of the state, and so had more memory for
         rows than its own part leaves.
@@ -227,11 +225,11 @@ class Sharding:
 def share_state(
     limits: Sequence[float], needs: Sequence[Need], problem: Problem
 ) -> tuple[float, ...] | None:
-    """Return the fractions of the state that fill the memory left by rows; None if the
-    state doesn't fit.
+    """Return the fractions of the state that fill the memory left by rows.
 
     Rows are divided in proportion to speed. They are those of the fixed batch, or of the largest
     that fits in one pass, or fewer if only several passes fit. `limits` are the devices' bytes.
+    Returns None if the state doesn't fit.
     """
     assert problem.state is not None
     state = problem.state.state_bytes

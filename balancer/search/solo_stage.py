@@ -37,9 +37,7 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """Chooses the batches to measure on every device alone, by the machine model
-    and its predictions.
-    """
+    """Chooses the batches to measure on every device alone, by models and predictions."""
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
         self._predictions = predictions
@@ -59,8 +57,9 @@ class SoloStage:
     # ------------------------------------------------------------------ a round
 
     def _first_rounds(self) -> tuple[Probe, ...]:
-        """Return a round of one of the two small batches on each device; empty when
-        both were measured.
+        """Return a round of one of the two small batches on each device.
+
+        The result is empty when both were measured.
         """
         for turn in range(2):
             due = self._due(turn)
@@ -78,8 +77,9 @@ class SoloStage:
         return self._round(quick, self._turn)
 
     def _due(self, turn: int) -> Batches:
-        """Return the small batch of each device that took part in `turn` rounds so far, if
-        it hasn't run.
+        """Return the next small batch of each device that took part in `turn` rounds.
+
+        Batches that ran already are left out.
         """
         due: Batches = {}
         for one in self._live:
@@ -129,8 +129,7 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _hopeful_round(self) -> tuple[Probe, ...]:
-        """Return the batches of the optimistic layout that show something new, if the gain pays
-        for the time.
+        """Return the optimistic layout's batches that show something new, if their gain pays.
 
         Otherwise return a cheap round.
         """
@@ -153,8 +152,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _with_the_others(self, wanted: Batches) -> Batches:
-        """Return the round with batches for the other devices too, so that all compute as
-        in a split.
+        """Return the round with batches for the other devices too, which compute as in a split.
 
         A device is added if the round doesn't last longer because of it. For the even share, with
         which every plan is compared, the round may last twice as long.
@@ -188,8 +186,9 @@ class SoloStage:
         return self._round(self._with_the_others(wanted), self._turn)
 
     def _gap_at_best(self, one: DeviceModel) -> int:
-        """Return the middle of the wider gap beside the first of the best batches; 0 if it can't
-        hide a peak.
+        """Return the middle of the wider gap beside the first of the best batches.
+
+        Returns 0 if it can't hide a peak.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
         if one.alone is None or one.alone.error > TIE or undivided:
@@ -201,10 +200,10 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """Return the device's share in an even split of a fixed batch, if it hasn't run and may
-        fit; else 0.
+        """Return the device's share in an even split of a fixed batch; 0 if it isn't worth a try.
 
-        The split is over the devices of the optimistic layout.
+        It is worth one if it hasn't run and may fit. The split is over the devices of
+        the optimistic layout.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._in_split) // self._quantum * self._quantum
@@ -238,9 +237,7 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if every optimistic prediction holds, however many rounds
-        lie before it.
-        """
+        """The fastest layout if all optimistic predictions hold, however many rounds that takes."""
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
@@ -258,8 +255,7 @@ class SoloStage:
         return curve.rows if isinstance(curve, PassCurve) and share > curve.wall else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the relative gain of the optimistic layout over the best known one,
-        less the errors.
+        """Return the relative gain of the optimistic layout over the best known, less errors.
 
         Half of the gain is assumed to come true.
         """
@@ -280,8 +276,8 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, one: DeviceModel, share: int) -> bool:
-        """True if the share lies beyond what ran, or where the device may be faster
-        than its curve.
+        """True if the share is beyond what ran, or the device may be faster than
+        its curve there.
         """
         if one.alone is None or one.hope is None or not self._is_new(one, share):
             return False
@@ -299,17 +295,14 @@ class SoloStage:
         return self._budget.least_seconds(layout, _step(one, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """True if a round may take `seconds` and leave time for the first split, which a
-        plan depends on.
-        """
+        """True if a round may take `seconds` and still leave time for the first split."""
         return self._budget.has_time(seconds, self._after, step_seconds)
 
     @cached_property
     def _after(self) -> float:
-        """The seconds to reserve for the first split or, for one device, the fixed batch; 0
-        once it ran.
+        """The seconds to reserve for the first split or, for one device, the fixed batch.
 
-        There is no plan without it.
+        No plan is possible without that measurement. It is 0 once it ran.
         """
         if self._machine.splits or (self._machine.at_rest and len(self._live) == 1):
             return 0.0
@@ -333,9 +326,7 @@ class SoloStage:
     # ------------------------------------------------------------------ the first two batches
 
     def _small_batch(self, one: DeviceModel) -> int:
-        """Return one of the first two batches, or a smaller one after the device ran
-        out of memory.
-        """
+        """Return one of the first two batches, or a smaller one after an out-of-memory failure."""
         memory = one.memory
         quantum = self._quantum
         first, second = self._first_two(one.asked_rows)

@@ -38,8 +38,9 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """Return the next split, or one device with the others idle; None when the
-        stage is over.
+        """Return the next split, or one device with the others idle.
+
+        Returns None when the stage is over.
         """
         if len(self._seen.in_stage("split", "rest")) >= MOST_TURNS:
             return None
@@ -55,10 +56,9 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None without one or if it leaves too little
-        of the budget.
+        """Return the probe of an allocation; None without an allocation.
 
-        `after` are the seconds that must be left for what follows.
+        Also None if the budget doesn't allow it, with `after` seconds left for what follows.
         """
         if wanted is None:
             return None
@@ -118,9 +118,7 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should beat all measured splits and one device alone by
-        a measurable gain.
-        """
+        """True if the allocation should beat all measured splits and any device alone."""
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -129,8 +127,7 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
-        """Return the fastest device alone at a fixed batch, if there is time for the
-        split after it.
+        """Return the fastest device alone at a fixed batch, if that leaves time for a split.
 
         Otherwise, a split that is much slower might be all that was measured.
         """

@@ -77,11 +77,11 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return rates, none negative, such that the sum of rate * amount over each row is nearest to
-    its value, and the remaining distance.
+    """Return non-negative rates that fit the values, and the distance that remains.
 
-    Distances are in standard errors of the values, squared and summed. If the rows can't tell some
-    amounts apart, only one of these gets a rate.
+    For each row, the sum of rate * amount should be near its value. Distances are in standard
+    errors of the values, squared and summed. If the rows can't tell some amounts apart, only one of
+    these gets a rate.
     """
     scaled = [[amount / error for amount in row] for row, error in zip(rows, errors, strict=True)]
     columns = [list(column) for column in zip(*scaled, strict=True)]
@@ -144,8 +144,9 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone with rows of one length, or a batch
-        assigned by cost.
+        """Return the observations of a device alone, without those by rows.
+
+        They are of rows of one length, or of a batch assigned by cost.
         """
         own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
         return [seen for seen in own if not seen.probe.layout.by_rows]
@@ -211,9 +212,7 @@ class TextModel(MachineModel):
         return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
     def _factor(self, position: int, alone: StepCost) -> float:
-        """Return the device's compute time (own work) in splits, divided by its
-        predicted time alone.
-        """
+        """Return the device's compute time (own work) in splits over that predicted alone."""
         own = 0.0
         expected = 0.0
         for one in self.splits:
@@ -232,8 +231,9 @@ class TextModel(MachineModel):
         return [one for one in found if one]
 
     def predict_parts(self, split: Timed) -> list[float]:
-        """Return the compute time (own work) in seconds of each device in a split's step, as
-        predicted from its cost alone.
+        """Return each device's compute time (own work) in a split, predicted from its cost alone.
+
+        In seconds, for the active devices in order.
         """
         found = []
         for position in split.probe.layout.active:
@@ -252,8 +252,9 @@ class TextModel(MachineModel):
 
     @staticmethod
     def _wall(memory: Memory) -> int:
-        """Return the most padded tokens of one pass by a device's memory; 0 if no
-        limit is known.
+        """Return the most padded tokens of one pass by a device's memory.
+
+        Returns 0 if no limit is known.
         """
         most = memory.predict_largest()
         if most is None and memory.failed is None:
@@ -295,9 +296,7 @@ class TextModel(MachineModel):
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """Return the layout of a batch dealt to some devices; its shares are mean
-        numbers of rows.
-        """
+        """Return the layout of a batch dealt to some devices; shares are mean numbers of rows."""
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._deals(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]
@@ -326,11 +325,11 @@ class TextModel(MachineModel):
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return a layout's samples/s with rows assigned by cost, even if the layout doesn't
-        assign them so.
+        """Return a layout's samples/s with rows assigned by cost; 0 if costs are unknown.
 
-        Returns 0 if costs are unknown. Passes over rows of one length are predicted in proportion
-        to the largest pass so far, since a cost fitted to small passes is too low.
+        Rows are taken as assigned by cost even if the layout doesn't assign them so. Passes over
+        rows of one length are predicted in proportion to the largest pass so far, since a cost
+        fitted to small passes is too low.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
@@ -344,10 +343,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The devices that should be fastest together, with a batch dealt to them; None if
-        fewer than two.
+        """The devices that should be fastest together, with a batch dealt to them.
 
-        Of all devices, or of those on one host, the slowest may be left out.
+        Of all devices, or of those on one host, the slowest may be left out. None if there are
+        fewer than two devices, or if they can't hold the longest row.
         """
         able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
@@ -361,9 +360,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The global batch: the fixed one, else the smallest within the tolerance
-        of the fastest.
-        """
+        """The global batch: the fixed one, else the smallest within the tolerance."""
         problem = self.problem
         if problem.global_batch is not None:
             return problem.global_batch

@@ -41,9 +41,7 @@ class TextStage:
         self._problem = machine.problem
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next passes of every device alone, else the next global batch on each,
-        else a split.
-        """
+        """Return the next passes of devices alone, else global batches alone, else a split."""
         passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._next_alone(passes)
         if not probes:
@@ -74,8 +72,9 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next passes over rows of one length on a device; None when its
-        cost is known.
+        """Return the next passes over rows of one length on a device.
+
+        Returns None when its cost is known.
         """
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._passes(position):
@@ -132,8 +131,9 @@ class TextStage:
     # ------------------------------------------------------------------ global batches
 
     def _next_whole(self, position: int) -> Layout | None:
-        """Return the global batch on one device, in smaller passes if it ran out of memory;
-        None if done.
+        """Return the global batch on one device, in smaller passes if it ran out of memory.
+
+        Returns None if it ran or failed, or if the device can't hold the longest row.
         """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
@@ -143,8 +143,9 @@ class TextStage:
         return layout if all(one.probe.layout.tokens != layout.tokens for one in tried) else None
 
     def _next_split(self) -> tuple[Probe, ...]:
-        """Return the split that the costs predict to be fastest; empty if a similar
-        one was measured.
+        """Return the split that the costs predict to be fastest.
+
+        The result is empty if a similar one was measured.
         """
         tried = [
             one.probe.layout

@@ -105,9 +105,7 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """The seconds of a typical probe that are neither its start nor timed steps:
-        tracing and warm-up.
-        """
+        """The seconds that a typical probe takes for tracing and warm-up, without its start."""
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property

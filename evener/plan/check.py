@@ -92,8 +92,9 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """Yield a message for each way in which this training run differs from what the plan was
-    measured with. Arguments that are None aren't compared.
+    """Yield a message for each difference between this training run and what was measured.
+
+    Arguments that are None aren't compared.
     """
     missing = [
         describe(share)

@@ -87,9 +87,7 @@ _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 
 
 class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Measured samples/s over whole synchronized steps, with the 95 % interval from
-    `low` to `high`.
-    """
+    """Measured samples/s over whole synchronized steps, with their 95 % interval."""
 
     samples_per_second: float
     low: float
@@ -132,8 +130,9 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The machine and model that the plan was measured on; any other machine or model needs
-    a new plan.
+    """The machine and model that the plan was measured on.
+
+    Any other machine or model needs a plan of its own.
     """
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
@@ -334,8 +333,9 @@ def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
 
 
 def as_unicode(data: Any) -> Any:
-    """Return a copy of the data in which each byte of a file name that can't be decoded is a
-    question mark, since neither TOML nor JSON can store such bytes.
+    """Return a copy of the data with a question mark for each byte that can't be decoded.
+
+    File names may contain such bytes, and neither TOML nor JSON can store them.
     """
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()

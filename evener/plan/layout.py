@@ -136,16 +136,15 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def by_cost(self) -> bool:
-        """True if shares are fractions of the batch's cost, which depends on row lengths, not
-        of its rows.
+        """True if shares are fractions of the batch's cost instead of its rows.
+
+        The cost depends on the lengths of rows.
         """
         return any(share.cost is not None for share in self.active)
 
     @property
     def states(self) -> tuple[float, ...]:
-        """The fraction of the model's state that each active device holds; empty if each holds
-        all of it.
-        """
+        """The fraction of the model's state on each active device; empty unless it is sharded."""
         return tuple(share.state for share in self.active) if self.traits.sharded else ()
 
 
@@ -248,7 +247,7 @@ def check_layout(layout: PlanLayout, where: str) -> None:
 
 
 def _check_named_once(layout: PlanLayout, where: str) -> None:
-    """PlanError if two shares name the same device of a host."""
+    """Raise PlanError if two shares name the same device on one host."""
     for key in ("index", "device"):
         seen = set()
         for share in layout.share:

@@ -81,9 +81,7 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], walls: Sequence[int]) -> tuple[int, ...]:
-    """Return the most rows per pass for each share: the whole share if it fits at once,
-    else the wall.
-    """
+    """Return the most rows per pass for each share: all rows if they fit, else the wall."""
     pairs = zip(shares, walls, strict=True)
     return tuple(min(share, wall) if wall else share for share, wall in pairs)
 

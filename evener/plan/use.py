@@ -76,10 +76,10 @@ def explain_once(path: str, words: str) -> None:
 
 
 def describe_unused(imported: Container[str], program: bool) -> str:
-    """Return what is wrong with a script that reads no plan, and the lines to add
-    for its libraries.
+    """Return what is wrong with a script that reads no plan, and the lines to add to it.
 
-    `program` is True if evener run could balance the script without changes.
+    The lines depend on the libraries that the script has `imported`. `program` is True if evener
+    run could balance the script without changes.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

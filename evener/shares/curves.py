@@ -121,8 +121,9 @@ class Curve(msgspec.Struct, frozen=True):
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return the most samples that take at most `seconds`, without a ceiling;
-        may be fractional.
+        """Return the most samples that take at most `seconds`, without a ceiling.
+
+        It may be fractional.
         """
         seconds *= 1 + ROUNDING
         times = self.times
@@ -142,8 +143,9 @@ class Curve(msgspec.Struct, frozen=True):
         )
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the finish times at which throughput may peak: those of the knots below `ceiling`,
-        and that of `ceiling` itself.
+        """Return the finish times at which throughput may peak.
+
+        They are those of the knots below `ceiling`, and that of `ceiling` itself.
         """
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
@@ -226,8 +228,9 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the finish times at which throughput may peak, in rising order: those of one
-        pass's knots, those of shares whose passes are all full, and that of `ceiling`.
+        """Return the finish times at which throughput may peak, in rising order.
+
+        They are those of one pass's knots, of shares whose passes are all full, and of `ceiling`.
         """
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [

@@ -32,9 +32,7 @@ ROUNDS = 8  # how often a quantum is added to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """A device's curve while the other devices compute too, and the most samples that
-    it may get.
-    """
+    """A device's curve while the other devices compute too, and its most samples."""
 
     position: int
     curve: Curve | PassCurve
@@ -42,9 +40,7 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A predicted layout: (device, samples) for each device that takes part, and
-    the step's seconds.
-    """
+    """A predicted layout: (device, samples) pairs for active devices, and the step's seconds."""
 
     shares: tuple[tuple[int, int], ...]
     seconds: float
@@ -132,10 +128,9 @@ def split_free(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """Return the allocation with the highest samples/s on at least `fewest` devices; None
-    if none fits.
+    """Return the allocation with the highest samples/s on at least `fewest` devices.
 
-    It has at most `limit` samples.
+    Returns None if none fits. It has at most `limit` samples.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -161,8 +156,9 @@ def smallest_reaching(
     limit: int | None = None,
     fewest: int = 2,
 ) -> Allocation | None:
-    """Return the allocation with the smallest global batch that reaches `rate` samples/s; None
-    if none does.
+    """Return the allocation with the smallest global batch that reaches `rate` samples/s.
+
+    Returns None if none does.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
@@ -332,8 +328,9 @@ def _best_count(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the highest samples/s that ends by `seconds`, over the best number
-    of devices; None if no number of devices is allowed.
+    """Return the allocation with the highest samples/s that ends by `seconds`.
+
+    It is over the best number of devices, at least `fewest`. Returns None if no number is allowed.
     """
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
@@ -383,8 +380,9 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """Two finish times between which a number of devices first reaches a rate, and the samples at
-    the later time.
+    """The finish times between which a number of devices first reaches a rate.
+
+    `samples` are those at the later time.
     """
 
     samples: int
@@ -411,8 +409,9 @@ def _find_crossings(
 def _just_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that ends as early as possible with `rate`, by bisection
-    of the crossing.
+    """Return the allocation that ends as early as possible with `rate`.
+
+    It is found by bisection of the crossing.
     """
     _, early, late, k = crossing
     for _ in range(HALVINGS // 2):

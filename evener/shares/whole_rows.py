@@ -15,9 +15,7 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless all ratios are finite and not negative, and at least one
-    is above 0.
-    """
+    """Raise RequestError unless `ratios` are finite, not negative, and not all 0."""
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
@@ -51,13 +49,12 @@ def is_ratio(ratio: object) -> bool:
 
 
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Split `batch` samples in proportion to `ratios`, by largest remainder; the result
-    sums to `batch`.
+    """Split `batch` samples in proportion to `ratios`, by largest remainder.
 
-    A device with a ratio above 0 gets at least one sample if the batch has one for each such
-    device, since an empty replica can abort a TensorFlow process. If there are fewer samples than
-    such devices, the first ones get one sample each. A device with ratio 0 gets none. Ties go to
-    the earlier device.
+    The result sums to `batch`. A device with a ratio above 0 gets at least one sample if the batch
+    has one for each such device, since an empty replica can abort a TensorFlow process. If there
+    are fewer samples than such devices, the first ones get one sample each. A device with ratio 0
+    gets none. Ties go to the earlier device.
     """
     check_ratios(ratios)
     batch = _check_batch(batch)
@@ -133,11 +130,11 @@ def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
 
 
 def gradient_weight(sizes: Sequence[int], rank: int) -> float:
-    """Return the weight of a rank's gradient, averaged over its own rows, in the gradient
-    of the batch.
+    """Return the weight of a rank's mean gradient in the mean gradient of the batch.
 
-    With n_i rows on device i and N rows in total, the mean over the batch = sum_i (n_i / N) *
-    mean_i. Raises RequestError if a size is negative or all are 0.
+    A rank's gradient is the mean over its own rows. With n_i rows on device i and N rows in total,
+    the mean over the batch = sum_i (n_i / N) * mean_i. Raises RequestError if a size is negative or
+    all are 0.
     """
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:
@@ -171,9 +168,7 @@ def split_passes(batch: int, micro: int) -> tuple[int, ...]:
 
 
 def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
-    """Return the largest batch in the proportions of `shares` that every device computes
-    in one pass.
-    """
+    """Return the largest batch in these proportions that every device computes in one pass."""
     return min(
         micro * sum(shares) // share for share, micro in zip(shares, micros, strict=True) if share
     )

@@ -125,9 +125,7 @@ def _blames_passes(position: int, seen: Observation) -> bool:
 
 
 def _memory(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return the device's memory use by batch, alone and in splits, with the batches
-    that didn't fit.
-    """
+    """Return the device's memory use by batch, with the batches that ran and those that failed."""
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []
@@ -202,10 +200,9 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
 
 
 def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
-    """Return the factor by which the device's steps take longer since it is being held back; 1
-    if it isn't.
+    """Return the factor by which the device's steps now take longer; 1 if it isn't held back.
 
-    It is held back if it was so in its last check or, before any check, in all later measurements.
+    It counts as held back if it was so in its last check or, before any check, in all measurements.
     """
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
@@ -219,10 +216,10 @@ def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
 
 
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
-    """Return the measurements since which the device has been held back; empty if it isn't.
+    """Return the measurements in which the device was held back; empty unless it still is.
 
-    It is held back if it was so in its last check or, before any check, in all splits and turns; a
-    single such measurement counts as a burst.
+    It still is if it was held back in its last check or, before any check, in all splits and turns;
+    a single such measurement counts as a burst.
     """
     timed = store.timed("split", "race", "check")
     later = [one for one in timed if one.probe.layout.shares[position]]
@@ -286,11 +283,11 @@ def _own_seconds(seen: Timed, position: int) -> float:
 
 
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
-    """Return the evidence with errors that include the drift between two probes of
-    nearly one batch.
+    """Return the evidence with drift between probes added to the errors of points.
 
-    The drift is the median, beyond errors and the difference in rows, over all such pairs and one
-    pair without drift: a lasting disturbance changes one pair of one device.
+    The drift is the median difference between two points of nearly one batch, beyond errors and
+    rows, over all such pairs and one pair without drift: a lasting disturbance changes one pair
+    of one device.
     """
     drift = median_low([0.0, *_drifts(devices)])
 
@@ -394,8 +391,9 @@ def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _gap(one: Point, other: Point) -> tuple[float, float]:
-    """Return the logarithm of the ratio of two times of nearly one batch, and
-    its standard error.
+    """Return the logarithm of the ratio of two times at nearly one batch, with its error.
+
+    The error is a standard error.
     """
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
     return gap, math.hypot(one.sure_error, other.sure_error)

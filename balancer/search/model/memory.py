@@ -1,5 +1,4 @@
-"""How many samples fit on a device: its memory use by batch, what ran or failed, and what
-to try next.
+"""How many samples fit on a device, by its memory use and by what ran or failed.
 
 The next guess is where the line through the two largest distinct batches reaches the device's
 memory. A guess that fails refutes the line; from then on, the next try is a quarter of the gap
@@ -92,8 +91,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
-        """Return the bytes per sample by which the last slope exceeds the one before; 0
-        if it doesn't.
+        """Return the bytes per sample by which the last slope exceeds the one before.
+
+        Returns 0 if it doesn't.
         """
         if len(self.apart) < 3:
             return 0.0
@@ -113,11 +113,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
-        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`; 0 if
-        nothing can fit.
+        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`.
 
-        With `hoped`, it is the largest that may fit after all, however many tries lie before it,
-        until two tries have failed.
+        Returns 0 if nothing can fit. With `hoped`, it is the largest that may fit after all,
+        however many tries lie before it, until two tries have failed.
         """
         narrow = max(quantum, SAME_BATCH * self.ran)
         settled = self.failed is not None and self.failed - self.ran <= narrow
@@ -164,8 +163,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
-        """Return the largest batch that takes at most `limit_bytes`, by linear
-        interpolation between points.
+        """Return the largest batch that takes at most `limit_bytes`, interpolated between points.
 
         A single point is joined with the origin.
         """
@@ -187,10 +185,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 def read_memory(
     limit_bytes: int | None, points: Mapping[int, int], ran: Iterable[int], full: Collection[int]
 ) -> Memory:
-    """Return a device's memory use from the bytes by batch, the batches that fit and
-    those that failed.
+    """Return a device's memory use, from its bytes by batch and from what ran or failed.
 
-    `full` has each failed batch once per failure.
+    `ran` are the batches that fit; `full` are those that ran out, once for each failure.
     """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)

@@ -155,9 +155,7 @@ def _simplest(points: Sequence[Point]) -> tuple[Curve, float]:
 
 
 def _hinge(points: Sequence[Point], cut: int) -> Curve:
-    """Return a curve that is level through the points before `cut` and straight
-    through the rest.
-    """
+    """Return a curve that is level before the point `cut`, and straight from it on."""
     before = points[:cut]
     rest = points[cut:]
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
@@ -334,8 +332,9 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
 
 
 def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the stairs with these points on these levels; None if their times or
-    batches contradict that.
+    """Return the stairs with these points on these levels.
+
+    Returns None if their times or batches contradict that.
     """
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
