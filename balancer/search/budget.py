@@ -148,8 +148,8 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_dear(self, seconds: float) -> bool:
-        """True if losing `seconds` would be expensive: they are more than a small part of
-        what is left.
+        """True if losing `seconds` would be expensive, as they are more than a small part
+        of the rest.
         """
         return seconds > PRICE * (self.seconds - self.spent)
 

@@ -252,9 +252,7 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with a given curve and limit, in the fastest passes for
-        a fixed batch.
-        """
+        """Return the device with its fastest passes for a fixed batch, by a curve and a limit."""
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
         if not self._divides or batch is None:

@@ -427,9 +427,7 @@ class Evaluation:
         return tuple(fastest.get(i) for i in range(self.problem.devices))
 
     def best_single(self) -> Result | None:
-        """Return the best single device from the race, else the fastest one at
-        the requested batch.
-        """
+        """Return the best single device from the race, else the fastest at the requested batch."""
         for one in self.ranking():
             if one.candidate.layout.traits.alone:
                 return one.result

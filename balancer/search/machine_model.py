@@ -110,9 +110,7 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange seconds for as many devices as the widest split that ran;
-        None without splits.
-        """
+        """The exchange seconds for as many devices as the widest split has; None without splits."""
         layouts = [one.probe.layout for one in self.splits]
         if not layouts:
             return None

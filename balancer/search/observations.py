@@ -87,8 +87,9 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes hold as much of the device's memory as when this
-        layout ran out.
+        """True if other processes hold as much of the device's memory as when it ran out.
+
+        `seen` is the observation in which a layout ran out of memory.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 

@@ -57,9 +57,7 @@ class Race:
         return tuple(one for one in here if self._seen.broken(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return another turn of the chosen layout or the best other one, while
-        the budget lasts.
-        """
+        """Return another turn of the chosen layout or its best rival, while the budget lasts."""
         if self._problem.budget_seconds is None:
             return ()
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]

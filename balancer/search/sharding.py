@@ -177,9 +177,7 @@ class Sharding:
         return tuple(size and max(1, size - state) for size, state in zip(sizes, held, strict=True))
 
     def _as_rows(self, one: Observation) -> Observation:
-        """Return the observation as if each device held the model, without its part
-        of the state.
-        """
+        """Return the observation as if each device held the model, without its part's bytes."""
         layout = one.probe.layout
         probe = msgspec.structs.replace(
             one.probe,

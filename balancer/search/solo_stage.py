@@ -276,9 +276,7 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, one: DeviceModel, share: int) -> bool:
-        """True if the share is beyond what ran, or the device may be faster than
-        its curve there.
-        """
+        """True if the share is beyond what ran, or where the device may beat its curve."""
         if one.alone is None or one.hope is None or not self._is_new(one, share):
             return False
         if share > one.memory.ran:
