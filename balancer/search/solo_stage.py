@@ -344,8 +344,9 @@ class SoloStage:
     def _likely_to_fit(self, one: DeviceModel, first: int, second: int) -> int:
         """Return the second batch, reduced if running out of memory would be expensive.
 
-        Then it is one that surely fits or is twice the first, if the cost would be a slow step. If
-        a child process would have to start again, even less is risked.
+        If it would cost a slow step, the reduced batch is at most twice the first, or as large as
+        surely fits. If it would restart a child process, it is only a quarter larger than the
+        first, or as large as surely fits.
         """
         surely = one.memory.largest_in_proportion()
         if surely is None:

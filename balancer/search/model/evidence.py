@@ -21,7 +21,7 @@ from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 CLEAR = 2.0  # standard errors (95 %); values that differ by less may be equal
 # blocks of a typical probe (5 to 16), to convert its interval's half-width into a standard error
 TYPICAL_BLOCKS = 8
-LUCKY = 4.0  # factor by which an interval of three blocks is too narrow in 1 of 20 probes
+LUCKY = 4.0  # factor; in 1 of 20 probes, an interval of three blocks is too narrow by more
 # standard errors by which the mean ratio of the times of two equal devices may differ from 1
 MEAN_ERRORS = 3.0
 BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several
