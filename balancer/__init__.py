@@ -1,1 +1,1 @@
-"""The brain: search, session, journal and probes. Knows no screen."""
+"""The search, its sessions, journals and probes. Has no user interface."""

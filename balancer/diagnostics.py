@@ -1,7 +1,7 @@
-"""The checks behind `evener doctor`: of this machine, or of each host of a cluster, what differs,
-and their network.
+"""The checks behind `evener doctor`: of this machine, or of each host of a cluster and the network
+between the hosts.
 
-Frameworks are checked in children, so that none is loaded here.
+Frameworks are checked in child processes, so that none is imported into this one.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def check_machine() -> tuple[Check, ...]:
 def check_links(
     devices: Sequence[Device], driver: str, report: Callable[[LinkFigure], None]
 ) -> tuple[tuple[Check, ...], tuple[LinkFigure, ...]]:
-    """Measure the links between devices of this machine and keep the figures; a line for each pair
-    and for all together.
+    """Measure the links between devices of this machine and save the results. Returns one check for
+    each pair of devices and one for all devices together, and the measurements.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"
@@ -123,7 +123,9 @@ def check_links(
 
 
 def describe_link(figures: Sequence[LinkFigure]) -> Check:
-    """The line of one pair of devices, by all ways that were measured."""
+    """Return the check for the link of one set of devices, from all transports
+    that were measured.
+    """
     own, *others = figures
     name = f"link {' – '.join(own.devices)}"
     found = "; ".join(map(write_link, figures))
@@ -147,7 +149,7 @@ def describe_link(figures: Sequence[LinkFigure]) -> Check:
 
 
 def write_link(figure: LinkFigure) -> str:
-    """as it is 6.1 GB/s, 28 µs."""
+    """Format one measurement of a link: as it is 6.1 GB/s, 28 µs."""
     if figure.outcome == "ok":
         speed = f"{figure.bytes_per_second / 1e9:.3g} GB/s"
         return f"{figure.way} {speed}, {figure.latency_seconds * 1e6:.3g} µs"
@@ -156,7 +158,7 @@ def write_link(figure: LinkFigure) -> str:
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:
-    """The version of a maker's driver, and its number of devices."""
+    """Return the check of a vendor's driver version, and the number of devices it reports."""
     name = f"{backend.maker} driver"
     try:
         listing = backend.list_devices()
@@ -171,8 +173,8 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check the frameworks; one that works is enough, and what is wrong with the other is then a
-    note.
+    """Check the frameworks. One working framework is enough: a problem with the other is then
+    only a note.
     """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
@@ -212,7 +214,7 @@ def _check_framework(name: str, gpus: int) -> Check:
 
 
 def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
-    """The check that a framework that works sees all GPUs of the driver."""
+    """Check that a working framework sees all GPUs that the driver reports."""
     found = f"{version}, sees {seen} of {gpus} GPUs"
     if seen < gpus:
         variables = " and ".join(
@@ -226,7 +228,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Installed packages that don't work together."""
+    """Find installed packages that don't work together."""
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -250,7 +252,9 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """What evener does without, as each extra is optional, and the line that adds it."""
+    """Return a check that lists the optional extras that aren't installed, with the command
+    that adds each.
+    """
     missing = [
         name
         for name, (_, modules) in EXTRAS.items()
@@ -295,14 +299,14 @@ def _check_folder(name: str, folder: Path, variable: str) -> Check:
 
 
 class HostReport(msgspec.Struct, frozen=True):
-    """The results of one host's checks, and the versions that it would train with."""
+    """The results of one host's checks, and the versions that a training would use there."""
 
     checks: tuple[Check, ...]
     versions: dict[str, str]
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Every check of the hosts that `spec` names; never raises."""
+    """Check every host that `spec` names; never raises."""
     terms = parse_request(spec)
     try:
         connect(address)
@@ -329,7 +333,9 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """An agent on each node, and a problem for each that can't have one."""
+    """Start an agent on each node. Returns the agents, and a failed check for each node
+    that has none.
+    """
 
     def start(node: Node) -> Agent | Check:
         try:
@@ -345,14 +351,16 @@ def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 
 
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
-    """Runs on a host: its checks, and what is to be the same on all hosts."""
+    """Run this host's checks, and collect the versions that must be the same on all hosts. Called
+    on each host.
+    """
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
     return HostReport((*check_machine(), *network), describe_versions())
 
 
 def _check_interface(other: str) -> Check:
-    """Check the interface by which gloo and NCCL reach another host."""
+    """Check the network interface through which gloo and NCCL reach another host."""
     name = "network interface"
     way = find_interface(other)
     if not way:
@@ -375,8 +383,8 @@ def _check_interface(other: str) -> Check:
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Each result once, with the hosts that have it unless all do; in the order of the first
-    host's.
+    """Merge equal results of several hosts, in the order of the first host's. Each names its hosts
+    unless all hosts share it.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and its result
     for host, checks in by_host.items():
@@ -409,7 +417,7 @@ def _compare_versions(by_host: Mapping[str, dict[str, str]]) -> tuple[Check, ...
 
 
 def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
-    """Check that every host reaches ports of every other."""
+    """Check that every host can connect to ports of every other host."""
     if len(agents) < 2:
         return ()
     remedy = (
@@ -423,7 +431,7 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Place, str]]:
-    """Each host that can't connect to another, where, and why."""
+    """Find the connections between hosts that fail: from which host, to which place, and why."""
     with ExitStack() as stack:
         doors = {
             agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))

@@ -1,5 +1,5 @@
-"""The events of a session, for a terminal, a screen or a viewer of journals, and the thread that
-reports them.
+"""The events that a session reports to a terminal, a screen or a journal viewer, and the thread
+that reports them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class Started(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
-    """A measurement began; several run at the same time."""
+    """A measurement began. Several may run at the same time."""
 
     probe: Probe
     at_seconds: float  # of the session's clock
@@ -56,7 +56,7 @@ Report = Callable[[ProbeProgress], None]  # is called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
-    """A measurement ended, was journalled, and the search has it."""
+    """A measurement ended, was written to the journal, and was passed to the search."""
 
     seen: Observation
     belief: Belief
@@ -73,8 +73,8 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The session ended with a plan; a line of its journal. A resumed run may end again; the last
-    end counts.
+    """The session ended with a plan; stored as a line of its journal. A resumed run may end again,
+    and then the last end counts.
     """
 
     plan: Plan
@@ -90,14 +90,14 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """Work that reports events as it goes.
+    """Does work that reports events while it runs.
 
-    `run` does it on the caller's thread. Otherwise it has a thread of its own, and the caller reads
-    `events`. A subclass does its work in `_work`: it reports with `_emit`, waits for `_going`
-    before each thing it begins, and ends once `_halt` is set.
+    `run` does the work on the caller's thread. Otherwise the work has a thread of its own, and the
+    caller reads `events`. Subclasses implement `_work`: it reports with `_emit`, waits for `_going`
+    before it begins each piece of work, and returns once `_halt` is set.
 
-    A signal that interrupts the reader of the events doesn't break it: the handler calls `stop`,
-    and reading goes on.
+    A signal that interrupts the reader of the events is safe: the signal handler calls `stop`, and
+    the reader can continue.
     """
 
     def __init__(self) -> None:
@@ -109,27 +109,27 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Work on this thread, and report each event as it happens; it may come from another
-        thread.
+        """Do the work on this thread, and report each event as it happens. `report` may be called
+        from another thread.
         """
         self._emit = report
         self._work()
 
     def events(self) -> Iterator[Event]:
-        """Start, and yield what happens; what ended the work is raised. It can be iterated again
-        after an interrupt.
+        """Start the work and yield its events. An exception that ended the work is raised here. Can
+        be iterated again after an interrupt.
         """
         if self._thread.ident is None:
             self._thread.start()
         return iter(self._next_event, None)
 
     def stop(self) -> None:
-        """End soon; from any thread or signal handler."""
+        """Ask the work to end soon. Safe to call from any thread or signal handler."""
         self._halt.set()
         self._going.set()
 
     def pause(self) -> None:
-        """Begin nothing more; what runs continues."""
+        """Start no new work; work in progress continues."""
         self._going.clear()
 
     def unpause(self) -> None:
@@ -137,7 +137,7 @@ class EventThread:
         self._going.set()
 
     def close(self) -> None:
-        """Stop, and wait until it has ended; safe to call twice."""
+        """Stop the work and wait until it has ended; safe to call twice."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)

@@ -1,6 +1,7 @@
-"""The families: ways to use the devices, of which a search compares layouts.
+"""The layout families: the ways to use the devices, from which a search takes the
+layouts it compares.
 
-`Family` is what each of them has to say; `FAMILIES` lists them.
+`Family` is the interface of a family; `FAMILIES` lists all families.
 """
 
 from __future__ import annotations
@@ -24,23 +25,23 @@ MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "
 
 
 class Placement(msgspec.Struct, frozen=True):
-    """A workload's own way to lay its parts on devices."""
+    """A workload's own way to place the parts of its model on devices."""
 
     name: str
     devices: int = 2  # most that it uses
 
 
 class Offer(Protocol):
-    """The ways of running trainings that the workload offers to families."""
+    """The families a search may use, and what the workload and the machine offer them."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
-        """The workload's own ways to lay its parts on devices."""
+        """The workload's own ways to place the parts of its model on devices."""
 
 
 class View(Protocol):
-    """The findings of exploration by which families choose their layouts; lists have the best
-    first.
+    """The results of exploration from which families choose their layouts. Lists are
+    sorted, best first.
     """
 
     @property
@@ -49,41 +50,41 @@ class View(Protocol):
 
     @property
     def options(self) -> Offer:
-        """The families that were asked for, and what the machine offers them."""
+        """The requested families, and what the workload and the machine offer them."""
 
     @property
     def common_batch(self) -> int | None:
-        """The batch for layouts that have none of their own; None before one is known, and where
-        rows go by cost.
+        """The global batch for layouts without a batch of their own. None before it is known, and
+        where rows are assigned by cost.
         """
 
     @property
     def singles(self) -> Sequence[Layout]:
-        """One device alone: the best one, and others that may beat it."""
+        """Layouts on one device: the best device, and others that may beat it."""
 
     @property
     def splits(self) -> Sequence[Layout]:
-        """Splits worth a race; none unless they were asked for."""
+        """The candidate splits worth racing; empty unless splits were requested."""
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """Even splits at about the batch of the best split."""
+        """Even splits whose global batch is close to the best split's."""
 
     @property
     def shards(self) -> Sequence[Layout]:
-        """Sharded trainings worth a race; none where each device holds the whole model, unless they
-        were asked for.
+        """The sharded layouts worth racing; empty if each device holds the whole model, unless
+        shards were requested.
         """
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best pack of each mode, or the first to try."""
+        """The best pack of each mode, or the first pack to try if none has run."""
 
 
 class Family(ABC):
     """A way to use the devices.
 
-    `kind` is the name that its layouts have in journals and plans, `name` its own on the command
+    `kind` is the name of its layouts in journals and plans, `name` the family's name on the command
     line and in JSON.
     """
 
@@ -105,62 +106,64 @@ class Family(ABC):
 
     @abstractmethod
     def layouts(self, view: View) -> Sequence[Layout]:
-        """The family's layouts for the race, the best first."""
+        """Return the family's layouts for the race, best first."""
 
     @abstractmethod
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """A layout's name in tables, of `another` than the family's first; `devices` is how many
-        there are.
+        """Return a layout's name for tables. `another`: the layout isn't the family's first one;
+        `devices` is the number of devices.
         """
 
     @abstractmethod
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """What to do, as the first words of a verdict: 826 + 571 on GPU:0 + GPU:1.
+        """Return the recommendation that begins a verdict: 826 + 571 on GPU:0 + GPU:1.
 
-        `labels` are of all devices, `ratios` of the parts of each batch's work.
+        `labels` name all devices; `ratios` are the fractions of each batch's work, by device.
         """
 
 
 def write_rows(layout: Layout) -> str:
-    """The samples of each device of a layout: 826 + 571; of many devices, their sum."""
+    """Format the samples per device of a layout: 826 + 571; only their sum if there
+    are many devices.
+    """
     shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
     return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
 
 
 def write_devices(layout: Layout, labels: Sequence[str]) -> str:
-    """The devices of a layout: GPU:0 + GPU:1; many are counted."""
+    """Format the devices of a layout: GPU:0 + GPU:1; only their number if there are many."""
     names = [labels[i] for i in layout.active]
     return " + ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} devices"
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """The parts of the devices of a layout: 0.591 : 0.409; nothing for many."""
+    """Format the devices' fractions of the work: 0.591 : 0.409; empty if there are many devices."""
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
 
 
 class SoloFamily(Family):
-    """One training on one device; the others are left out."""
+    """One training on one device; the other devices are unused."""
 
     name = kind = "solo"
     in_balance = True
 
     def layouts(self, view: View) -> Sequence[Layout]:
-        """The best device, and others that the race favours."""
+        """Return the best device, and others that the race favours."""
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Best single device, or another one."""
+        """Return the name of the best single device, or of another one."""
         return "another single device" if another else BEST_SINGLE
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """1024 on GPU:0 alone."""
+        """Return the recommendation: 1024 on GPU:0 alone."""
         alone = " alone" if len(labels) > 1 else ""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}{alone}"
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """2, 4, 8, ... and all of them: how many devices an even split is measured on."""
+    """Return how many devices an even split is measured on: 2, 4, 8, ... and all of them."""
     counts = []
     count = 2
     while count < devices:
@@ -172,8 +175,8 @@ def device_counts(devices: int) -> tuple[int, ...]:
 def split_evenly(
     devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1
 ) -> Layout | None:
-    """The batch spread evenly over some devices, in whole quanta; None if it has too few for
-    them.
+    """Spread the batch evenly over the devices at `positions`, in whole quanta. None if the batch
+    isn't a multiple of the quantum, or has fewer quanta than devices.
     """
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -188,7 +191,7 @@ def is_even(layout: Layout, quantum: int = 1) -> bool:
 
 
 class EvenFamily(Family):
-    """One training whose devices have equal shares."""
+    """One training in which all devices have equal shares."""
 
     name = "even"
     kind = "split"
@@ -199,22 +202,26 @@ class EvenFamily(Family):
     in_balance = True
 
     def layouts(self, view: View) -> Sequence[Layout]:
-        """Over all devices and fewer, once it is clear what batch splits take."""
+        """Return even splits over all devices and over fewer, once the batch for
+        splits is known.
+        """
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """The even split, or how many of the devices it is over."""
+        """Return the name of the even split, with its number of devices if there are several."""
         count = len(layout.active)
         name = EVEN_SPLIT if count == devices else f"even over {count}"
         return f"another {name}" if another else name
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """128 + 128 on GPU:0 + GPU:1, split evenly."""
+        """Return the recommendation: 128 + 128 on GPU:0 + GPU:1, split evenly."""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
 
 
 class SplitFamily(Family):
-    """One training whose devices have the shares that they finish at the same time."""
+    """One training in which each device has the share that lets all devices finish at
+    the same time.
+    """
 
     name = kind = "split"
     fewest_devices = 2
@@ -224,15 +231,19 @@ class SplitFamily(Family):
     in_balance = True
 
     def layouts(self, view: View) -> Sequence[Layout]:
-        """The preferred split, and others that may beat it; one of them may be one device."""
+        """Return the preferred split, and others that may beat it, one of which may use
+        a single device.
+        """
         return view.splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Best split, or another one."""
+        """Return the name of the best split, or of another one."""
         return "another split" if another else BEST_SPLIT
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """826 + 571 on GPU:0 + GPU:1; where rows are assigned by cost, the parts of that."""
+        """Return the recommendation: 826 + 571 on GPU:0 + GPU:1. Where rows are assigned by cost,
+        it has the fractions of the cost instead.
+        """
         where = write_devices(layout, labels)
         if not layout.costs:
             return f"{write_rows(layout)} on {where}"
@@ -242,8 +253,8 @@ class SplitFamily(Family):
 
 
 class ShardFamily(Family):
-    """One training whose devices hold parts of the model by their memory, and compute rows by their
-    speed.
+    """One training whose model state is sharded by the devices' memory, and whose rows are split
+    by their speed.
     """
 
     name = kind = "shard"
@@ -253,15 +264,19 @@ class ShardFamily(Family):
     in_balance = True
 
     def layouts(self, view: View) -> Sequence[Layout]:
-        """Rows by speed, state by the memory that is left beside them."""
+        """Return layouts with rows by the devices' speed, and model state by the memory left
+        beside the rows.
+        """
         return view.shards
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Shards of the model."""
+        """Return the name of sharded layouts in tables."""
         return "another shards of the model" if another else "shards of the model"
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """820 + 568 on GPU:0 + GPU:1, the model in shards 0.600 : 0.400."""
+        """Return the recommendation: 820 + 568 on GPU:0 + GPU:1, the model in shards
+        0.600 : 0.400.
+        """
         parts = write_ratios(layout, layout.state) if layout.state else ""
         where = write_devices(layout, labels)
         return f"{write_rows(layout)} on {where}, the model in shards {parts}".rstrip()
@@ -270,15 +285,17 @@ class ShardFamily(Family):
 def pack_on(
     single: Layout, processes: int, mode: PackMode = "", batch: int | None = None
 ) -> Layout:
-    """Several trainings side by side on the device of a solo layout, each with its batch unless
-    another is given.
+    """Return a pack: several trainings side by side on the device of a solo layout. Each has the
+    solo layout's batch unless `batch` is given.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
 
 
 class PackFamily(Family):
-    """The number of trainings that together get the most out of one device."""
+    """Several trainings side by side on one device, as many as give the
+    highest total throughput.
+    """
 
     name = kind = "pack"
     simplicity = 4
@@ -287,23 +304,23 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: View) -> Sequence[Layout]:
-        """The best number of trainings in each mode, or the fewest."""
+        """Return the best pack of each mode, or the one with the fewest trainings."""
         return view.packs
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Pack of 5 under MPS."""
+        """Return the name of a pack: Pack of 5 under MPS."""
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
         return f"another {name}" if another else name
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """5 trainings of 256 side by side on GPU:0."""
+        """Return the recommendation: 5 trainings of 256 side by side on GPU:0."""
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """The model's parts on the first devices; the shares only say who takes part. None if there are
-    too few.
+    """Place the model's parts on the first devices. The shares only mark which devices take part.
+    None if there are too few devices.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
@@ -311,7 +328,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """One training in one process, whose parts lie as the workload says."""
+    """One training in one process, whose model parts are placed as the workload defines."""
 
     name = kind = "place"
     fewest_devices = 2
@@ -320,19 +337,19 @@ class PlaceFamily(Family):
     plural = "placements"
 
     def layouts(self, view: View) -> Sequence[Layout]:
-        """Each placement, at the batch of the best single device."""
+        """Return each placement, at the batch of the best single device."""
         if view.common_batch is None:
             return []
         found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Place towers."""
+        """Return the name of a placement: Place towers."""
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """256 on GPU:0 + GPU:1, the model's parts placed as towers."""
+        """Return the recommendation: 256 on GPU:0 + GPU:1, the model's parts placed as towers."""
         where = write_devices(layout, labels)
         return f"{layout.global_batch} on {where}, the model's parts placed as {layout.placement}"
 
@@ -348,14 +365,14 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """Add a family; with the traits of its layouts if they are of a kind of their own."""
+    """Register a family, with the traits of its layouts if these have a kind of their own."""
     FAMILIES[family.name] = family
     if traits is not None:
         KINDS[family.kind] = traits
 
 
 def find_family(name: str) -> Family:
-    """A family by its name; RequestError if there is none."""
+    """Return the family with this name. Raises RequestError if there is none."""
     if name not in FAMILIES:
         raise RequestError(
             f"There is no family of layouts {name!r}.", f"Choose from {', '.join(FAMILIES)}."
@@ -364,11 +381,11 @@ def find_family(name: str) -> Family:
 
 
 def find_families(names: Iterable[str]) -> tuple[Family, ...]:
-    """The families of these names, in the order of the registry."""
+    """Return the families with these names, in the order of the registry."""
     wanted = {find_family(name).name for name in names}
     return tuple(family for name, family in FAMILIES.items() if name in wanted)
 
 
 def family_of(layout: Layout) -> Family:
-    """A layout's family, by its kind."""
+    """Return a layout's family, by the layout's kind."""
     return FAMILIES[layout.kind]

@@ -1,9 +1,9 @@
-"""The way in: a request, the devices and the workload become a job that is checked, once, before
-anything starts.
+"""Turns a request into a job: finds the devices and the workload, and checks everything once,
+before anything starts.
 
-Everything that can be wrong with a request is found here, before a run is made or a child is
-started; for a comparison also which layouts can be measured on these devices, and why not the
-others.
+Every error in a request is found here, before a run is created or a child is started. For
+a comparison, this also decides which layouts can be measured on these devices, and why
+the others can't.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ MOST_DEVICES = 1024
 
 
 def take_in(request: Request) -> Job:
-    """Find devices and workload; RequestError or DeviceError says what is wrong or missing."""
+    """Resolve a request to a job. Raises RequestError or DeviceError, which says what is
+    wrong or missing.
+    """
     check_request(request)
     found = discover(request.devices, ray_address=request.ray_address)
     name = request.workload or registry.default_name(request.framework, found.devices[0].on_cpu)
@@ -65,8 +67,8 @@ def take_in(request: Request) -> Job:
 
 
 def read_job(header: Header) -> Job:
-    """The job of a journal; RequestError if no search can do it, as somebody may have changed the
-    file.
+    """Return the job of a journal. Raises RequestError if no search can run it, as the file may
+    have been edited.
     """
     check_request(header.request)
     check_problem(header.job.problem)
@@ -74,7 +76,9 @@ def read_job(header: Header) -> Job:
 
 
 def _check_fit(job: Job, settings: object) -> None:
-    """RequestError for an option or a setting that the devices or the framework can't follow."""
+    """Raises RequestError for an option or a setting that the devices or the
+    framework don't support.
+    """
     request = job.request
     devices = job.devices
     if job.machine is not None:
@@ -92,7 +96,7 @@ def _check_fit(job: Job, settings: object) -> None:
 
 
 def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> None:
-    """RequestError if the engine can't train in this framework on these devices."""
+    """Raises RequestError if the engine can't train in this framework on these devices."""
     if framework != "tensorflow":
         raise RequestError(
             f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out."
@@ -114,7 +118,7 @@ def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> Non
 
 
 def _check_writable(settings: object) -> None:
-    """RequestError for settings that a journal can't hold."""
+    """Raises RequestError for settings that a journal can't store."""
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
@@ -124,7 +128,7 @@ def _check_writable(settings: object) -> None:
 
 
 def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
-    """RequestError if a device can't report its energy."""
+    """Raises RequestError if a device can't report its energy."""
     for position, device in enumerate(devices):
         if device.on_cpu:
             raise RequestError(
@@ -140,8 +144,8 @@ def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Notes on the devices and what runs on them; RequestError or DeviceError if a host can't train
-    on its own.
+    """Return notes on the devices and on other programs that use them. Raises RequestError or
+    DeviceError if a host can't train on its own.
     """
     if job.machine is None:
         hosts = check_hosts(group_by_host(job.devices), job.framework)
@@ -151,8 +155,8 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """A note where a split on one host is measured with TensorFlow's servers, which have no
-    password.
+    """Return a note if a split on one host is measured with TensorFlow's servers, which
+    have no password.
     """
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
@@ -162,8 +166,8 @@ def _find_open_servers(job: Job) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
-    """Notes on GPUs that others use; RequestError or DeviceError if a host can't train on its
-    devices.
+    """Return notes on GPUs that other programs use. Raises RequestError or DeviceError if a host
+    can't train on its devices.
     """
     notes: list[str] = []
     for host, own in hosts.items():
@@ -181,10 +185,10 @@ def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tupl
 
 
 def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
-    """Notes on devices of this machine that others use; an error if the framework can't train on
-    them.
+    """Return notes on devices of this machine that other programs use.
 
-    DeviceError if others hold the memory of all of them.
+    Raises an error if the framework can't train on the devices, and DeviceError if other programs
+    hold the memory of all of them.
     """
     if framework != "none" and find_spec(framework) is None:
         raise RequestError(
@@ -201,7 +205,7 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
 
 def check_request(request: Request) -> None:
-    """Raise RequestError for the first number or word that is out of range."""
+    """Raises RequestError for the first option whose value is out of range."""
     _check_batches(request)
     _check_numbers(request)
     for option, word, words in (
@@ -270,7 +274,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raise RequestError for a problem that has no answer."""
+    """Raises RequestError for a problem that has no solution."""
     quantum = problem.multiple_of
     batch = problem.global_batch
     largest = problem.largest_share
@@ -308,10 +312,10 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by what --try calls them
 def take_in_comparison(
     request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
 ) -> Job:
-    """The request as `take_in` has it, with the layouts that can be compared here.
+    """Resolve a request as `take_in` does, and add the layouts to compare on these devices.
 
-    What was named and isn't possible is explained in `request.compare.left_out`; RequestError for
-    unknown words, or if nothing is left.
+    `request.compare.left_out` explains which of the named layouts aren't possible. Raises
+    RequestError for unknown names, or if no layout is left.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
@@ -347,7 +351,7 @@ def take_in_comparison(
 def _sort_families(
     resolved: Job, families: Sequence[Family], placements: Sequence[Placement]
 ) -> tuple[list[Family], list[str]]:
-    """The families that can be compared here, and a sentence on each that can't."""
+    """Return the families that can be compared here, and a message for each that can't."""
     possible = []
     notes = []
     for family in families:
@@ -360,10 +364,10 @@ def _sort_families(
 
 
 def take_in_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """The request of a search as `take_in` has it, whose winner is measured with these knobs too.
+    """Resolve a search request as `take_in` does; the winner is also measured with these knobs.
 
-    What isn't possible here is explained in `request.compare.left_out`; RequestError for unknown
-    words.
+    `request.compare.left_out` explains which knobs aren't possible here. Raises RequestError
+    for unknown names.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = take_in(request)
@@ -375,7 +379,7 @@ def take_in_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """The knobs that can be tried here, and why others can't."""
+    """Return the knobs that can be tried here, and why the others can't."""
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -397,7 +401,7 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """The words without repeats, in the order of `allowed`."""
+    """Return the words without repeats, in the order of `allowed`."""
     for word in words:
         if word not in allowed:
             raise RequestError(
@@ -417,7 +421,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Why a family of layouts can't be measured; empty if it can."""
+    """Explain why a family of layouts can't be measured; empty if it can."""
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:
@@ -443,6 +447,8 @@ def _can_shard(resolved: Job) -> bool:
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
-    """Plain processes; on GPUs also logical devices in TensorFlow."""
+    """Return the pack modes to compare: plain processes, and on GPUs also logical
+    devices in TensorFlow.
+    """
     parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
     return ("", "logical") if parts else ("",)

@@ -1,9 +1,9 @@
-"""The journal of a run: JSON lines that are only ever appended, and are on the disk before anybody
-acts on them.
+"""The journal of a run: JSON lines that are only appended, each written to disk before
+it takes effect.
 
-An incomplete last line is what a kill or a full disk leaves, and is cut off; a broken line before
-it is an error that names the line. Only a file of this user's own that nobody else may write is
-trusted.
+A kill or a full disk may leave an incomplete last line, which is cut off; a broken line before the
+last is an error that names the line. A journal is trusted only if its file belongs to this user and
+nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -40,11 +40,13 @@ NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
 class UnwrittenError(RequestError):
-    """A line of a journal can't be written, as on a full disk; the lines before it are whole."""
+    """A journal line can't be written, for example because the disk is full. Earlier
+    lines are intact.
+    """
 
 
 class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
-    """The first line: what was asked for, on which devices."""
+    """The first line of a journal: the request, and the devices it was made for."""
 
     run: str
     created: str  # UTC, RFC 3339
@@ -59,7 +61,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
     @property
     def job(self) -> Job:
-        """The job of the run; its devices are those that it was measured on."""
+        """The job of the run, with the devices that it was measured on."""
         return Job(
             self.request,
             self.devices,
@@ -71,21 +73,21 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
-    """The search asked for these probes, to be run at the same time."""
+    """The search requested these probes, to be run at the same time."""
 
     probes: tuple[Probe, ...]
     at_seconds: float  # of the session's clock
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
-    """The observation of a probe."""
+    """The result of one probe."""
 
     seen: Observation
     at_seconds: float
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """Versions and engine, once a child has reported them."""
+    """Software versions and engine, once a child has reported them."""
 
     facts: Facts
 
@@ -103,7 +105,7 @@ _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
 class Record(msgspec.Struct, frozen=True):
-    """The content of a journal; `whole_bytes` is the size without an incomplete last line."""
+    """The content of a journal. `whole_bytes` is its size without an incomplete last line."""
 
     header: Header
     entries: tuple[LaterEntry, ...]
@@ -111,17 +113,17 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def seen(self) -> tuple[ObservationEntry, ...]:
-        """Every observation, in the order in which it was made."""
+        """Every observation entry, in the order of measurement."""
         return tuple(entry for entry in self.entries if isinstance(entry, ObservationEntry))
 
     @property
     def observations(self) -> tuple[Observation, ...]:
-        """Every observation without its time, in the order in which it was made."""
+        """Every observation without its time, in the order of measurement."""
         return tuple(entry.seen for entry in self.seen)
 
     @property
     def facts(self) -> Facts:
-        """The facts that were reported last."""
+        """The most recently reported facts."""
         return next(
             (entry.facts for entry in reversed(self.entries) if isinstance(entry, FactsEntry)),
             Facts(),
@@ -129,8 +131,8 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last asking and those of its probes that have no observation yet; None if it was
-        answered.
+        """The last request for probes, and those of its probes that have no observation yet. None
+        if all have one.
         """
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
@@ -143,8 +145,8 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The time at which the session's clock goes on: the start of an unanswered asking, or the
-        last observation.
+        """The session clock's value from which a resumed run continues: the time of an unanswered
+        request for probes, or of the last observation.
         """
         pending = self.pending
         if pending is not None:
@@ -153,7 +155,7 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The last end, unless something was measured after it."""
+        """The last end of the run, unless something was measured after it."""
         last = next(
             (
                 entry
@@ -166,20 +168,22 @@ class Record(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The last end, if it was one with a plan."""
+        """The last end of the run, if that had a plan."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
 
 class Journal:
-    """An open journal; `append` returns when the line is on the disk."""
+    """An open journal. `append` returns once the line is on disk."""
 
     def __init__(self, path: Path, stream: BinaryIO) -> None:
         self.path = path
         self._stream = stream
 
     def append(self, entry: Entry) -> None:
-        """Write one line; UnwrittenError if that fails, and what was there before is unchanged."""
+        """Append one line. Raises UnwrittenError if that fails; earlier lines
+        are then unchanged.
+        """
         descriptor = self._stream.fileno()
         content = msgspec.json.encode(entry) + b"\n"
         before = os.lseek(descriptor, 0, os.SEEK_END)
@@ -201,7 +205,9 @@ class Journal:
 
 
 def create(path: Path, header: Header) -> Journal:
-    """Start a journal in a folder for this user alone; RequestError if it can't be written."""
+    """Create a journal in a folder that only this user can access. Raises RequestError if it
+    can't be written.
+    """
     with _writing(path, "Set XDG_STATE_HOME to a folder that you may write."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         descriptor = os.open(
@@ -218,7 +224,7 @@ def create(path: Path, header: Header) -> Journal:
 
 
 def reopen(path: Path) -> tuple[Journal, Record]:
-    """Read a journal and open it for more entries; an incomplete last line is cut off."""
+    """Read a journal and open it for more entries. An incomplete last line is cut off."""
     record = read(path)
     with _writing(path, "Check who may write it."):
         descriptor = os.open(path, os.O_RDWR | os.O_APPEND | os.O_NOFOLLOW)
@@ -227,9 +233,11 @@ def reopen(path: Path) -> tuple[Journal, Record]:
 
 
 def read(path: Path, *, foreign: bool = False) -> Record:
-    """The content of a journal; RequestError names the file and the line that is wrong.
+    """Read the content of a journal. Raises RequestError, which names the file and
+    the invalid line.
 
-    A `foreign` one may belong to anybody: it is shown, and nothing that it asks for is run.
+    A `foreign` journal may belong to any user: it is only displayed, and nothing it
+    requests is run.
     """
     content = read_trusted(path, foreign=foreign)
     if foreign and b'"header"' not in content.partition(b"\n")[0]:
@@ -253,7 +261,7 @@ def read(path: Path, *, foreign: bool = False) -> Record:
 
 
 def _say_cut(line: str, foreign: bool) -> str:
-    """What to do about a broken line."""
+    """Explain what to do about a broken line."""
     return (
         "Copy the file again."
         if foreign
@@ -292,7 +300,9 @@ class _Stamp(msgspec.Struct):
 
 
 def _check_schema(text: bytes, path: Path) -> None:
-    """RequestError for a first line of a newer evener, whatever else is in it."""
+    """Raises RequestError if the first line was written by a newer evener, whatever
+    else it contains.
+    """
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         schema = msgspec.json.decode(text, type=_Stamp).schema
         if schema > SCHEMA:
@@ -301,8 +311,8 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """The entry; RequestError for a second header, and for what no measurement on the header's
-    devices can say.
+    """Return the entry. Raises RequestError for a second header, and for values that can't have
+    been measured on the header's devices.
     """
     if isinstance(entry, Header):
         raise RequestError(f"{where} is a second header.", _say_cut("that line", foreign))
@@ -314,8 +324,8 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
-    """True if sizes fit each other and the header's devices; each number was checked when it was
-    decoded.
+    """True if the entry's sizes match each other and the header's devices. Single numbers were
+    already checked during decoding.
     """
     devices = len(header.devices)
     match entry:
@@ -353,8 +363,8 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """The content of a plain file that isn't too large, and, unless `foreign`, is this user's to
-    write alone.
+    """Read a plain file up to a maximum size. Unless `foreign`, the file must be writable by
+    this user alone.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

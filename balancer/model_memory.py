@@ -1,7 +1,8 @@
-"""The memory that a training's state takes, by the way it trains: all parameters, LoRA or QLoRA.
+"""The memory for a training's state, by training method: all parameters, LoRA or QLoRA.
 
-Bytes are of a parameter of the model. Adapters of rank 16 on all linear layers of models of 1 to 8
-billion parameters have about a hundredth as many, with gradients and AdamW's averages in float32.
+Bytes are per parameter of the model. For models of 1 to 8 billion parameters, adapters of rank
+16 on all linear layers have about a hundredth as many parameters, with gradients and AdamW's
+averages in float32.
 """
 
 from __future__ import annotations
@@ -14,8 +15,8 @@ ADAPTER_BYTES = 16 * 0.01  # whole on each device
 
 
 class TrainingWay(msgspec.Struct, frozen=True):
-    """A way to train a model: the bytes of a parameter that shards divide, and those that each
-    device has whole.
+    """A training method: the bytes per parameter that are sharded, and the bytes per parameter that
+    each device holds whole.
     """
 
     kind: str
@@ -24,17 +25,18 @@ class TrainingWay(msgspec.Struct, frozen=True):
     whole_bytes: float = 0.0
 
     def need(self, parameters: int) -> int:
-        """The bytes of a model's state on one device."""
+        """Return the bytes of a model's state on one device."""
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """The most parameters where each device holds the model."""
+        """Return the largest number of parameters if each device holds the whole model."""
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
-        """The most parameters where the devices hold parts of the model.
+        """Return the largest number of parameters if the model is sharded over the devices.
 
-        Every device has its whole part beside them: a device that can't is the bound.
+        Each device also holds the unsharded bytes, so the device with the least memory for them may
+        set the limit.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

@@ -1,4 +1,4 @@
-"""Figures as every sentence and table writes them."""
+"""Formats numbers with units for all messages and tables."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Samples/s with four significant digits at least, thousands set apart: 12.35, 684.2, 2 123,
-    158 012.
+    """Format samples/s with at least four significant digits and grouped thousands: 12.35, 684.2, 2
+    123, 158 012.
     """
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
@@ -19,17 +19,19 @@ def rate(samples_per_second: float) -> str:
 
 
 def factor(times: float) -> str:
-    """A factor in two digits, or whole: 0.83, 2.7, 140."""
+    """Format a factor with two digits, or as an integer: 0.83, 2.7, 140."""
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
 
 def efficiency(samples_per_joule: float) -> str:
-    """Samples per joule with three significant digits at least: 0.699, 28, 3 197."""
+    """Format samples per joule with at least three significant digits: 0.699, 28, 3 197."""
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 
 def milliseconds(seconds: float) -> str:
-    """Milliseconds with two significant digits at least: 0.48 ms, 7.1 ms, 157 ms."""
+    """Format seconds as milliseconds with at least two significant digits: 0.48 ms, 7.1
+    ms, 157 ms.
+    """
     count = seconds * 1000
     if count >= 9.95:
         return f"{count:.0f} ms"
@@ -38,12 +40,14 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """A relative figure: 0.173 is "17 %"."""
+    """Format a fraction as a percentage: 0.173 is "17 %"."""
     return f"{share * 100:.{digits}f} %"
 
 
 def write_share(batch: int, micro: int) -> str:
-    """A share in passes of up to `micro` rows: 820 for one, 820 = 2 × 410, 820 = 2 × 273 + 274."""
+    """Format a share with its passes of up to `micro` rows: 820 for one pass, 820 = 2 × 410, 820 =
+    2 × 273 + 274.
+    """
     passes = Counter(split_passes(batch, micro or batch or 1))
     if passes.total() < 2:
         return str(batch)
@@ -52,24 +56,24 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Half of the figure's 95 % interval, relative to the figure; the upper half, as the lower one
-    ends at 0.
+    """Return half the width of a value's 95 % interval, relative to the value. Uses the upper half,
+    as the lower one ends at 0.
     """
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """The figure behind every ±: half of the 95 % interval, in percent."""
+    """Format half of the 95 % interval in percent, as written after ±."""
     return write_error(relative_error(value, low, high))
 
 
 def write_error(relative: float) -> str:
-    """A relative error behind ±: 0.4 %, < 0.05 %."""
+    """Format a relative error as written after ±: 0.4 %, < 0.05 %."""
     return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 
 def duration(seconds: float) -> str:
-    """A time in short: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """Format a duration: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -83,12 +87,12 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """A step or a part of one: 0.48 ms, 157 ms, 12 s."""
+    """Format the time of a step or of a part of it: 0.48 ms, 157 ms, 12 s."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 
 def size(count: float) -> str:
-    """Bytes in binary units with three significant digits: 512 MiB, 7.63 GiB."""
+    """Format bytes in binary units with three significant digits: 512 MiB, 7.63 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000 or unit == "GiB":
             break
@@ -97,21 +101,21 @@ def size(count: float) -> str:
 
 
 def count_words(count: float) -> str:
-    """A count with its thousands set apart: 12 040."""
+    """Format a count with grouped thousands: 12 040."""
     return f"{count:,.0f}".replace(",", " ")
 
 
 def millions(count: int) -> str:
-    """A large number in short: 740 million, 2.1 billion."""
+    """Format a large number briefly: 740 million, 2.1 billion."""
     return f"{count / 1e9:.1f} billion" if count >= 999.5e6 else f"{count / 1e6:.3g} million"
 
 
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
-    """Pairs of a share and its rows in one pass: 150 + 106; in passes (820 = 2 × 410) + 568."""
+    """Format pairs of a share and its rows per pass: 150 + 106; in passes (820 = 2 × 410) + 568."""
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
-    """The words as a list in a sentence: one, two and three."""
+    """Join words to a list in a sentence: one, two and three."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -1,6 +1,6 @@
-"""The objectives: what a search can be asked to have most of.
+"""The objectives: the metrics that a search can maximize.
 
-`Objective` is what each of them has to say; `OBJECTIVES` lists them, the default first.
+`Objective` is the interface of an objective; `OBJECTIVES` lists them, the default first.
 """
 
 from __future__ import annotations
@@ -16,10 +16,10 @@ from .types import Power, Timed
 
 
 class Objective(msgspec.Struct, frozen=True):
-    """Something to have most of; where nothing is overridden, samples/s.
+    """A metric to maximize; samples/s unless a subclass overrides it.
 
-    An objective that `trades_speed` chooses the layout of the most `value`, among those that are at
-    most a given part slower than the fastest. Others choose by speed.
+    An objective that `trades_speed` chooses the layout with the highest `value` among the layouts
+    that are at most a given fraction slower than the fastest. Other objectives choose by speed.
     """
 
     name: str  # on the command line, in journals and in JSON
@@ -31,43 +31,45 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # without the devices' power it can't be counted
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """The objective's value for a layout that trained at this rate in these measurements; 0 if
+        """Return the objective's value for a layout with this rate and these measurements; 0 if
         it is unknown.
         """
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """The cost of each device for a second that it trains and for one that only others do;
-        empty if unknown.
+        """Return for each device its cost per second of training and its cost per second in which
+        only other devices train; empty if unknown.
 
-        The value of a split is predicted as its samples/s over the sum of these.
+        The predicted value of a split is its samples/s divided by the sum of these costs.
         """
         return []
 
     def write(self, value: float) -> str:
-        """A value for a sentence, with its unit."""
+        """Format a value with its unit."""
         return f"{value:.3g} {self.unit}"
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """The power of all devices of the request over the turns in which every one reported it; None
-    without any.
+    """Return the mean power of all devices of the request, over the turns in which every device
+    reported its power. None if there are no such turns.
     """
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
 
 
 class Energy(Objective, frozen=True):
-    """Samples/s over the power of all devices of the request, idle ones too."""
+    """Samples/s divided by the power of all devices of the request, including idle devices."""
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Samples per joule by the mean power of the turns in which every device reported it."""
+        """Return samples per joule, from the mean power over the turns in which every device
+        reported its power.
+        """
         power = mean_power(turns)
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """The most watts that each device drew while it trained, and the least while others did; 0
-        where unknown.
+        """Return for each device the highest watts it drew while training, and the lowest while
+        others trained; 0 where unknown.
         """
         drawn = [(one.probe.layout, one.watts) for one in seen if one.watts]
         found = []
@@ -78,7 +80,7 @@ class Energy(Objective, frozen=True):
         return found if any(active for active, _ in found) else []
 
     def write(self, value: float) -> str:
-        """3.45 samples per joule."""
+        """Format a value: 3.45 samples per joule."""
         return f"{efficiency(value)} {self.unit}"
 
 
@@ -97,12 +99,12 @@ OBJECTIVES: dict[str, Objective] = {one.name: one for one in (SPEED, TOKENS, SAM
 
 
 def add(objective: Objective) -> None:
-    """Add an objective."""
+    """Register an objective."""
     OBJECTIVES[objective.name] = objective
 
 
 def find_objective(name: str) -> Objective:
-    """An objective by its name; RequestError if there is none."""
+    """Return the objective with this name. Raises RequestError if there is none."""
     if name not in OBJECTIVES:
         raise RequestError(
             f"There is no objective {name!r}.", f"Choose from {', '.join(OBJECTIVES)}."
@@ -111,5 +113,5 @@ def find_objective(name: str) -> Objective:
 
 
 def that_trade_speed() -> str:
-    """The names of objectives that a largest slowdown goes with, for a message."""
+    """Return the names of the objectives that accept a maximum slowdown, for a message."""
     return " or ".join(name for name, one in OBJECTIVES.items() if one.trades_speed)

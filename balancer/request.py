@@ -1,4 +1,4 @@
-"""A user's request, and the job that it means on this machine."""
+"""A user's request, and the job that results from it on this machine."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ MICROS = ("auto", "off")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """Devices, workload and bounds of a search; journalled whole, so a run can be resumed by its
-    id.
+    """The devices, workload and limits of a search. The journal stores all of it, so a run can be
+    resumed by its id.
     """
 
     devices: str = "auto"
@@ -57,9 +57,7 @@ class Request(msgspec.Struct, frozen=True):
 
 
 class Job(msgspec.Struct, frozen=True, dict=True):
-    """A request that was checked, with the devices, the workload and the framework that it means
-    here.
-    """
+    """A checked request, with the devices, workload and framework found for it on this machine."""
 
     request: Request
     devices: tuple[Device, ...]
@@ -72,12 +70,14 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def simulated(self) -> bool:
-        """True if the devices are simulated, as a journal of the job says too."""
+        """True if the devices are simulated, which a journal of the job also records."""
         return is_simulated(device.kind for device in self.devices)
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem that a search is to solve, for a new job as for one that a journal has."""
+        """The problem that a search has to solve, the same for a new job and for one read
+        from a journal.
+        """
         request = self.request
         devices = self.devices
         micro = allows_passes(request, self.framework)
@@ -101,22 +101,22 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
 
 def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """A number from 0 for each value, equal ones for equal values."""
+    """Number the distinct values from 0; equal values get equal numbers."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """True if a share may be computed in passes: it is asked for, and the training's way of
-    stepping can.
+    """True if a share may be computed in passes: the request allows it, and the
+    engine supports it.
     """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)
 
 
 def deals_by_cost(request: Request, framework: str) -> bool:
-    """True if rows of unequal length are assigned by what they cost: that takes passes, and
-    PyTorch's loader.
+    """True if rows of unequal length are assigned by their cost. That needs passes,
+    and PyTorch's loader.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

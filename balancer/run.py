@@ -1,6 +1,4 @@
-"""A run that goes on: a new one, or an old one that is taken up again, with its lock and its
-journal.
-"""
+"""A run in progress, new or resumed, with its lock and its journal."""
 
 from __future__ import annotations
 
@@ -32,8 +30,8 @@ CHANGEABLE = (
 
 
 class Run(msgspec.Struct):
-    """A run's job and journal, what it has recorded so far, and the locks that keep others off it
-    and its devices.
+    """A run's job and journal, its record so far, and the locks that keep other sessions off the
+    run and its devices.
     """
 
     job: Job
@@ -52,12 +50,16 @@ class Run(msgspec.Struct):
 
     @property
     def record(self) -> Record:
-        """All that the run has recorded; a copy, which isn't to be made for each entry."""
+        """A copy of everything the run has recorded. Don't call it for each entry:
+        copying is slow.
+        """
         before = self.began_with
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
 
     def write(self, entry: LaterEntry) -> None:
-        """Record an entry, on disk first; UnwrittenError if the journal can't be written."""
+        """Append an entry to the journal on disk, then to the record. Raises UnwrittenError if the
+        journal can't be written.
+        """
         self.journal.append(entry)
         self._written.append(entry)
 
@@ -69,11 +71,11 @@ class Run(msgspec.Struct):
 def open_run(
     request: Request, *, resume: str | None = None, extend_seconds: float | None = None
 ) -> Run:
-    """A new run for this request, or with `resume` the one of that name, taken up again.
+    """Open a new run for this request, or resume the run named by `resume`.
 
-    A run that had ended goes on if its budget is raised, or by `extend_seconds` more: its best
-    layouts are measured again until that time is spent. RequestError or DeviceError if it can't
-    begin.
+    A run that had ended continues if its budget is raised, or for `extend_seconds` more: its best
+    layouts are measured again until that time is used up. Raises RequestError or DeviceError if the
+    run can't start.
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)
@@ -81,7 +83,7 @@ def open_run(
 
 
 def begin(job: Job) -> Run:
-    """Begin a run; DeviceError if another session has the devices."""
+    """Begin a new run. Raises DeviceError if another session has the devices."""
     folder = runs_folder() / new_run_id()
     with ExitStack() as locks:
         locks.enter_context(lock_job(job, run=folder.name))
@@ -107,11 +109,11 @@ def begin(job: Job) -> Run:
 
 
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> Run:
-    """Go on with a run; RequestError if it is going on, or was measured by another request or on
-    other devices.
+    """Resume a run. Raises RequestError if the run is in progress, or if it was measured with
+    another request or on other devices.
 
-    Its own request counts, except for `pace`, `share` and a new budget. `extend_seconds` is a
-    budget from here on.
+    The run's own request applies, except for `pace`, `share` and a new budget. `extend_seconds` is
+    a budget that counts from now.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:
@@ -150,7 +152,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 
 
 def _choose_budget(record: Record, request: Request, extend_seconds: float | None) -> float | None:
-    """The budget of a run that goes on: extended, as requested, or its own."""
+    """Return the budget of a resumed run: the extended one, the requested one, or the run's own."""
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
     given = request.budget_seconds
@@ -158,8 +160,8 @@ def _choose_budget(record: Record, request: Request, extend_seconds: float | Non
 
 
 def _read_budget(record: Record) -> float | None:
-    """The run's own budget: that of its last end if it was raised before that, else that of its
-    request.
+    """Return the run's own budget: the budget at its last end if it had been raised before, else
+    that of its request.
     """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
@@ -167,7 +169,9 @@ def _read_budget(record: Record) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """RequestError if an option differs from the run's own, whose measurements would not apply."""
+    """Raises RequestError if an option differs from the run's own, as the earlier measurements
+    would not apply.
+    """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
     for field in Request.__struct_fields__:
@@ -181,8 +185,8 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_hope(record: Record) -> None:
-    """RequestError for a run in which the workload's own code failed before anything ran: it has
-    nothing to keep.
+    """Raises RequestError if the workload's own code failed before anything ran, as there is no
+    measurement to reuse.
     """
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)

@@ -1,5 +1,5 @@
-"""A session: it asks the search for probes, journals them, measures them, journals what came, and
-tells the search.
+"""A session runs a search: it writes the requested probes and their observations to the journal,
+runs the probes, and passes the observations to the search.
 """
 
 from __future__ import annotations
@@ -39,12 +39,12 @@ FIRST_SECONDS = {
 
 
 class Session(EventThread):
-    """One run, new or resumed, driven by `events`; it closes the run. RequestError or DeviceError
-    if it can't begin.
+    """One run, new or resumed; iterate `events` to run it. The session closes the run. Raises
+    RequestError or DeviceError if it can't begin.
 
     The last event is Finished; without a plan, NoLayoutError is raised instead. If the journal
-    can't be written, the session ends with what it has journalled: UnwrittenError is raised, behind
-    Finished where that gives a plan.
+    can't be written, the session ends with what the journal holds, and UnwrittenError is raised,
+    after Finished if there is a plan.
     """
 
     def __init__(self, run: Run) -> None:
@@ -74,24 +74,24 @@ class Session(EventThread):
 
     @property
     def search(self) -> Search:
-        """The search that decided on the probes; read it once the session has ended."""
+        """The search that chose the probes. Read it only after the session has ended."""
         return self._search
 
     def report(self) -> SearchReport:
-        """What the search has come to; read it once the session has ended with a plan."""
+        """The search's report. Read it only after the session has ended with a plan."""
         report = self._search.report(self._job.request.own_batch)
         assert report is not None, "a session without a plan raises"
         return report
 
     def stop(self) -> None:
-        """End with the best plan so far; Finished says that it was interrupted. From any thread or
-        signal handler.
+        """Stop with the best plan so far; Finished then says that it was interrupted. Safe to call
+        from any thread or signal handler.
         """
         self._interrupted = True
         super().stop()
 
     def close(self) -> None:
-        """End every child and release the devices; safe to call twice."""
+        """Kill every child and release the devices; safe to call twice."""
         self.stop()
         self._prober.close()
         super().close()
@@ -109,8 +109,8 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Measure until the search or the session ends; what kept the journal from being written,
-        if that ended it.
+        """Measure until the search or the session ends. Returns the error if the journal could no
+        longer be written, else None.
         """
         try:
             self._loop()
@@ -169,21 +169,21 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Report progress, from any thread."""
+        """Report progress; called from any thread."""
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
         self._emit(progress)
 
     def _hopeless(self, seen: Observation) -> bool:
-        """True if the workload's own code failed before anything ran, as it would on every
-        device.
+        """True if the workload's own code failed before anything ran, as it would then fail
+        on every device.
         """
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
     def _take(self, seen: Observation) -> None:
-        """Journal an observation, then tell the search."""
+        """Write an observation to the journal, then pass it to the search."""
         at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
@@ -199,8 +199,8 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Keep what a split's first probe has measured of its link, for the monitor and later
-        searches.
+        """Save the link speed that a split's first probe has measured, for the monitor
+        and later searches.
         """
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
@@ -210,7 +210,9 @@ class Session(EventThread):
             note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
-        """RequestError if energy is to decide and a device has trained twice and reported none."""
+        """Raises RequestError if the objective needs energy and a device has trained twice
+        without reporting any.
+        """
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
         ):
@@ -228,8 +230,8 @@ class Session(EventThread):
             )
 
     def _learn(self, facts: Facts, at: float) -> None:
-        """Take the facts that children report; RequestError if tokens are to be counted and rows
-        have none.
+        """Store the facts that children report. Raises RequestError if the request counts tokens
+        and rows have no lengths.
         """
         self._run.write(FactsEntry(facts))
         self._facts = facts
@@ -243,13 +245,13 @@ class Session(EventThread):
             )
 
     def _fail(self, at: float, message: str, remedy: str) -> RequestError:
-        """The error of a request that can't be met after all, journalled."""
+        """Write the failure of a request to the journal, and return it as an error."""
         self._run.write(FailedEntry(message, at))
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Set alarms that end running probes after the budget and its grace; a simulated prober
-        ends them itself.
+        """Start timers that stop running probes after the budget and its grace period. A simulated
+        prober stops its own probes.
         """
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:
@@ -265,10 +267,11 @@ class Session(EventThread):
         return alarms
 
     def _ring(self, spared: tuple[str, ...] = ()) -> None:
-        """The time is over, unless a probe is in one of the `spared` phases.
+        """Stop the probes because the time is over, unless a probe is in one of
+        the `spared` phases.
 
-        If nothing has ended yet, the workload is built first: the user should hear of an error
-        there.
+        If no probe has ended yet, waits until the workload is built, so that errors in the user's
+        code are reported.
         """
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -287,8 +290,9 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """The best plan so far, journalled if that can be; NoLayoutError if there is none, or what
-        kept the journal from being written.
+        """Return the end of the session with the best plan so far, after writing it to the journal
+        if possible. Raises NoLayoutError if there is no plan, or the error that prevented
+        writing the journal.
         """
         running = tuple(
             one
@@ -323,11 +327,13 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """The session's clock, in seconds: the prober's, which stands still during a pause."""
+        """The session's clock, in seconds. It is the prober's clock, which stops during a pause."""
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
-        """Seconds that the search took; a replayed run that is complete keeps its own."""
+        """The duration of the search in seconds; a complete run that is replayed keeps
+        its original duration.
+        """
         if len(self._seen) == self._run.replayed:
             return self._run.record.clock_seconds
         return max(0.0, self._now())
@@ -339,8 +345,8 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Seconds after which a run's probes are stopped: the budget and its grace; infinite without
-    one.
+    """Return the seconds after which a run's probes are stopped: the budget plus its grace period;
+    infinite without a budget.
     """
     return (
         math.inf

@@ -1,5 +1,5 @@
-"""A session's events folded into one frozen state, and the figures that follow from it: rivals,
-curves, time left.
+"""Folds a session's events into one frozen state, and derives from it: rivals, curves and
+the remaining time.
 """
 
 from __future__ import annotations
@@ -55,7 +55,9 @@ class SessionState(msgspec.Struct, frozen=True):
 def first_state(
     devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[ObservationEntry] = ()
 ) -> SessionState:
-    """The state before anything was reported; `kept` is what a run that goes on has measured."""
+    """Return the state before any event. `kept` are the observations that a resumed
+    run already has.
+    """
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
         run=run,
@@ -70,7 +72,7 @@ def first_state(
 
 
 def advance(state: SessionState, event: Event) -> SessionState:
-    """The state after one more event; pure, so that a journal replays to the same state."""
+    """Return the state after one more event. Pure, so replaying a journal gives the same state."""
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
     if isinstance(event, Started):
@@ -88,7 +90,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
 
 
 def _with(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
-    """The running probes, with the newest report of one of them."""
+    """Return the running probes, with `newest` in place of its probe's earlier report."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
 
@@ -106,7 +108,7 @@ def _observed(state: SessionState, event: Observed, at_seconds: float) -> Sessio
 
 
 def timed(state: SessionState) -> list[Timed]:
-    """Every successful measurement, in the order in which they ended."""
+    """Return every successful measurement, in the order in which the measurements ended."""
     return [each.seen for each in state.seen if isinstance(each.seen, Timed)]
 
 
@@ -116,7 +118,7 @@ def has_split(state: SessionState) -> bool:
 
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
-    """The fastest measurement of one device alone."""
+    """Return the fastest measurement of one device alone."""
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
     return _fastest(
         [each for each, layout in layouts if layout.traits.alone and layout.active == (device,)]
@@ -124,7 +126,7 @@ def best_solo(state: SessionState, device: int) -> Timed | None:
 
 
 def chosen_layout(state: SessionState) -> Layout | None:
-    """The shares and passes of the plan, or of the best layout so far."""
+    """Return the layout of the plan, or the best layout so far."""
     if state.finished is not None:
         shares = state.finished.plan.layout.share
         return layout_of(
@@ -134,7 +136,7 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 
 def memory_wall(state: SessionState, device: int) -> int | None:
-    """The fewest rows of a pass at which the device alone ran out of memory."""
+    """Return the smallest number of rows per pass at which the device alone ran out of memory."""
     walls = [
         each.seen.probe.layout.pass_rows[device]
         for each in state.seen
@@ -144,13 +146,15 @@ def memory_wall(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """The most rows that ran on the device in one pass, alone or with others; 0 if none did."""
+    """Return the largest number of rows that ran on the device in one pass, alone or with others; 0
+    if none did.
+    """
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 
 class RivalRate(NamedTuple):
-    """One way to train, and its measured samples/s; `device` is its label if it is one device of
-    several.
+    """One way to train, with its measured samples/s. `device` is the label if it is one
+    device of several.
     """
 
     kind: RivalKind
@@ -163,8 +167,8 @@ class RivalRate(NamedTuple):
     earlier: float = 0.0  # samples/s of one device at this batch, where they were higher before
 
     def gain_of(self, other: RivalRate) -> float | None:
-        """The gain of another layout by the printed rates, or as measured in turn; None if they
-        can't be compared.
+        """Return this layout's gain over another, from the printed rates or as measured in turn.
+        None if they can't be compared.
         """
         if not is_comparable(other.figure, other.batches, self.figure, self.batches):
             return None
@@ -193,7 +197,9 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RivalRate, ...]:
-    """The best layout so far, or the plan, and what it is compared with; only what was measured."""
+    """Return the plan, or the best layout so far, and its rivals; only layouts
+    that were measured.
+    """
     if state.finished is None:
         return _rivals_so_far(state)
     plan, labels = state.finished.plan, state.devices
@@ -202,7 +208,9 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
 
 
 def _rivals_so_far(state: SessionState) -> tuple[RivalRate, ...]:
-    """The best layout, equal shares, the fastest device alone, and the sum of all devices alone."""
+    """Return the best layout, equal shares, the fastest device alone, and the sum of
+    all devices alone.
+    """
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
     solos = _list_solos(state)
@@ -225,13 +233,13 @@ def _rivals_so_far(state: SessionState) -> tuple[RivalRate, ...]:
 
 
 def _list_solos(state: SessionState) -> list[Timed]:
-    """The fastest measurement of each device alone, of those that ran."""
+    """Return the fastest measurement of each device that ran alone."""
     alone = (best_solo(state, device) for device in range(len(state.devices)))
     return [each for each in alone if each is not None]
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement is of another way to train than the best so far."""
+    """True if a measurement used a way to train other than the best so far."""
     return best is None or not _same_way(seen.probe.layout, best.layout)
 
 
@@ -241,22 +249,23 @@ def _is_even_on_all(seen: Timed) -> bool:
 
 
 def _same_way(one: Layout, other: Layout) -> bool:
-    """True if both are one layout, or one device at two batches."""
+    """True if both are the same layout, or the same device at two batches."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
-    """The plan itself, to be compared."""
+    """Return the plan as a row for comparison with its rivals."""
     return _rival("plan", "the plan", figure_of(plan.throughput), plan.layout.batches, labels)
 
 
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RivalRate, ...]:
-    """The rivals of a plan: a split, one device, a larger batch, the sum of all devices alone.
+    """Return the rivals of a plan: a split, one device, a larger batch, and the sum of
+    all devices alone.
 
     A plan of one device is compared with the faster of the even and the best split, and with
-    another device alone. The sum is of each device at its fastest, or of `alone_at_batch`.
+    another device alone. The sum uses each device at its fastest, or `alone_at_batch`.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for each in plan.evidence:
@@ -278,10 +287,11 @@ def plan_rivals(
 
 
 def _find_single(plan: Plan) -> Evidence | None:
-    """The device alone to compare a plan with, another one if the plan is one device: the one that
-    was raced, unless another one had more samples/s at the same batch, and no more than the plan.
+    """Return the single device to compare a plan with; another device if the plan uses one device.
+    It is the device that was raced, unless another device had more samples/s at the same batch
+    and no more than the plan.
 
-    What had more than the plan was measured while the machine was faster.
+    A device with more samples/s than the plan was measured while the machine was faster.
     """
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     others = [each for each in alone_at_batch(plan).values() if _positions(each.layout) != own]
@@ -318,7 +328,7 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RivalRat
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """The even split, or which one beside a plan that is one too."""
+    """Return the name of the even split, or which even split it is if the plan is one too."""
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return "even split"
@@ -326,8 +336,8 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """The most samples/s that one device had at the batch of `single`, where that is more than it
-    has; 0 if it isn't.
+    """Return the highest samples/s that one device reached at the batch of `single`, if that is
+    higher than the samples/s of `single`; else 0.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0
@@ -352,12 +362,14 @@ def _speed(each: Evidence) -> float:
 
 
 def best_alone(plan: Plan) -> dict[int, Evidence]:
-    """Each device alone at its fastest, by position."""
+    """Return each device alone at its fastest, by position."""
     return _choose_alone(plan, _speed)
 
 
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
-    """Each device alone, at the plan's batch where it ran at that, else at its fastest one."""
+    """Return each device alone, by position: at the plan's batch if the device ran at it, else at
+    its fastest batch.
+    """
     batch = plan.layout.global_batch
 
     def prefer(each: Evidence) -> tuple[bool, bool, float]:
@@ -382,12 +394,12 @@ def _fastest(measurements: list[Timed]) -> Timed | None:
 
 
 def figure_of(throughput: Throughput) -> Interval:
-    """Samples/s of a plan's file with their interval."""
+    """Return samples/s from a plan's file with their interval."""
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
 def _sum(solos: list[Interval]) -> tuple[RivalRate, ...]:
-    """All devices' solos added up; nothing for fewer than two."""
+    """Return the sum of all devices alone; empty for fewer than two devices."""
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
@@ -395,7 +407,7 @@ def _sum(solos: list[Interval]) -> tuple[RivalRate, ...]:
 
 
 class CurvePoints(NamedTuple):
-    """A device's points in the chart: samples/s against batch."""
+    """One device's points in the chart of samples/s against batch."""
 
     device: int
     believed: tuple[tuple[int, float], ...]
@@ -409,7 +421,7 @@ class CurvePoints(NamedTuple):
 
 
 def curves(state: SessionState) -> tuple[CurvePoints, ...]:
-    """Each device's curve as throughput; devices without any data are left out."""
+    """Return each device's throughput curve, without devices that have no data."""
     sketches = (
         {sketch.device: sketch for sketch in state.belief.curves}
         if state.belief is not None
@@ -429,7 +441,7 @@ def curves(state: SessionState) -> tuple[CurvePoints, ...]:
 
 
 def _measured_alone(state: SessionState, device: int) -> tuple[tuple[int, float], ...]:
-    """Every measurement of one device alone: its batch and its samples/s, by batch."""
+    """Return every measurement of one device alone as (batch, samples/s), sorted by batch."""
     alone = [
         each
         for each in timed(state)
@@ -449,13 +461,13 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """The seconds left of the budget; None without one, 0 when it is used up."""
+    """Return the seconds left of the budget; None without a budget, 0 when it is used up."""
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
     return max(0.0, state.budget_seconds - state.at_seconds)
 
 
 def own_speed(running: ProbeProgress, device: int) -> float:
-    """One device's part of the samples/s of a running measurement."""
+    """Return one device's part of the samples/s of a running measurement."""
     layout = running.probe.layout
     return (running.samples_per_second or 0.0) * layout.shares[device] / max(1, layout.global_batch)

@@ -1,7 +1,7 @@
-"""Intervals of step times, for probes and the search.
+"""Confidence intervals of step times, for probes and the search.
 
-Student's t is tabulated, since SciPy is not a dependency; beyond the table a Cornish-Fisher term
-gives three digits.
+Student's t is tabulated, since SciPy is not a dependency. Beyond the table, a Cornish-Fisher term
+is accurate to three digits.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
 
 
 def student(freedom: int) -> float:
-    """Two-sided 95 % quantile of Student's t; `freedom` is at least 1."""
+    """Return the two-sided 95 % quantile of Student's t; `freedom` is at least 1."""
     if freedom < 1:
         raise ValueError(f"Student's t has at least 1 degree of freedom, not {freedom}")
     if freedom <= len(STUDENT_95):
@@ -41,18 +41,18 @@ def student(freedom: int) -> float:
 
 
 def lone_error(first_seconds: float, seconds: float) -> float:
-    """The relative half-width of a single step's 95 % interval, by the step before it, unless that
-    took much longer.
+    """Return the relative half-width of a single step's 95 % interval. Uses the difference from the
+    step before it, unless that step took much longer.
 
-    The variance of a step is what steps usually have, pooled with that of the two.
+    The variance pools the usual variance of steps with the variance of these two.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """The same by many pairs of a first step and the one after it: by what they differ from the
-    usual pair, in which a first step may take longer.
+    """Return the half-width as `lone_error` does, from many pairs of a first step and the step
+    after it. Differences are taken from the usual pair, as a first step may take longer.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     middle = median(ratios or [0.0])
@@ -60,8 +60,8 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """The half-width by relative differences of two steps, of whose freedom `fitted` degrees are
-    used up.
+    """Return the half-width from relative differences of two steps; `fitted` of their degrees of
+    freedom are already used.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
@@ -69,10 +69,10 @@ def _pool_lone(differences: Sequence[float], fitted: int) -> float:
 
 
 def relative_half_width(interval: Interval) -> float:
-    """Half the interval's width over its value; infinite for a value of 0."""
+    """Return half the interval's width divided by its value; infinite for a value of 0."""
     return (interval.high - interval.low) / 2 / interval.value if interval.value > 0 else math.inf
 
 
 def is_known(*figures: Interval) -> bool:
-    """True if samples/s are certain enough to be compared."""
+    """True if all samples/s are precise enough to be compared."""
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)

@@ -1,10 +1,10 @@
-"""Measurements outside a search: runs at batch sizes that a person chooses, and an outlook on a
-search.
+"""Measurements outside a search: runs at batch sizes that a user chooses, and dry runs, which show
+what to expect of a search.
 
-Per-device figures of a run come from the step itself where a device's own work can be separated
-from waiting (CPU slices, simulated devices); elsewhere each device is timed alone at its share. An
-outlook comes from one build and the steps of two small batches on one device, of which nothing is
-kept.
+A run's metrics per device come from the step itself if a device's compute time (own work) can be
+separated from waiting (CPU slices, simulated devices); otherwise each device is timed alone at its
+share. A dry run builds the workload once and runs steps of two small batches on one device; none of
+its results are kept.
 """
 
 from __future__ import annotations
@@ -54,8 +54,8 @@ TELLING = 0.02
 
 
 class RunLength(msgspec.Struct, frozen=True):
-    """The length of each run without warm-up: seconds, or a number of optimizer steps if that isn't
-    0.
+    """The length of each run without warm-up: optimizer steps if their number isn't
+    0, else seconds.
     """
 
     seconds: float = DEFAULT_SECONDS
@@ -63,8 +63,8 @@ class RunLength(msgspec.Struct, frozen=True):
 
 
 class TimedRun(msgspec.Struct, frozen=True):
-    """One run: samples and samples/s so far over all runs, and each device's own samples/s, None
-    where unknown.
+    """One run: samples and samples/s so far over all runs, and each device's own samples/s,
+    None where unknown.
     """
 
     samples: int
@@ -87,10 +87,10 @@ def _count(number: int, thing: str) -> str:
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
-    """One batch for each position, or for the first devices, in passes of up to `micro` rows where
-    that is given.
+    """Return the layout with one batch for each position, or for the first devices, in passes of up
+    to `micro` rows if `micro` is given.
 
-    RequestError if they don't fit together.
+    Raises RequestError if the arguments don't fit together.
     """
     if any(batch < 1 for batch in batches):
         raise RequestError(
@@ -140,8 +140,8 @@ def timed_runs(
 ) -> Iterator[Iterator[TimedRun]]:
     """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
 
-    NoLayoutError if the batch doesn't fit or the training fails, DeviceError if another session has
-    a device.
+    Raises NoLayoutError if the batch doesn't fit or the training fails, and DeviceError if another
+    session has a device.
     """
     with _lent_prober(resolved, layout.active) as prober:
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)
@@ -149,7 +149,7 @@ def timed_runs(
 
 @contextmanager
 def _lent_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
-    """A prober, with a lock on the job's devices or those at `positions`."""
+    """Lock the job's devices, or the devices at `positions`, and yield a prober for them."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
 
@@ -197,14 +197,14 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """One measurement; None if it was stopped."""
+    """Run one measurement; None if it was stopped."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
 def _require(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
-    """The measurement, or None if it was stopped.
+    """Return the measurement, or None if it was stopped.
 
-    NoLayoutError if the batch doesn't fit or the training failed.
+    Raises NoLayoutError if the batch doesn't fit or the training failed.
     """
     if isinstance(seen, OutOfMemory):
         labels = ", ".join(devices[i].label for i in seen.devices)
@@ -222,7 +222,7 @@ def _require(seen: Observation | None, devices: Sequence[Device]) -> Timed | Non
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Each device by itself at its share."""
+    """Measure each device alone at its share."""
     figures: list[float | None] = []
     for position, share in enumerate(layout.shares):
         sizes = (layout.shares, layout.pass_rows)
@@ -234,7 +234,7 @@ def _measure_alone(
 
 
 class DeviceOutlook(msgspec.Struct, frozen=True):
-    """A device's memory, and the most rows that should fit it at once; None: unknown."""
+    """A device's memory, and the most rows that should fit in it at once; None if unknown."""
 
     label: str
     name: str
@@ -243,22 +243,22 @@ class DeviceOutlook(msgspec.Struct, frozen=True):
 
 
 class LargestSizes(msgspec.Struct, frozen=True):
-    """The most parameters of a model, by the devices' memory alone."""
+    """The largest numbers of parameters of a model that the devices' memory allows."""
 
     whole: int  # each device holds the model
     sharded: int  # the devices hold parts of it
 
 
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
-    """The most parameters that AdamW trains in float32, and those of a frozen model beside whose
-    layers adapters are trained.
+    """The most parameters that AdamW can train in float32, and the most parameters of a frozen
+    model on whose layers adapters are trained.
     """
 
     lora: LargestSizes
     qlora: LargestSizes
 
     def write(self) -> str:
-        """All figures, and what they leave out."""
+        """Format all sizes, and what they don't include."""
         return (
             f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
             f"holds the model, and {millions(self.sharded)} in shards (split.shard); "
@@ -269,7 +269,7 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
 
 
 class Outlook(msgspec.Struct, frozen=True):
-    """The findings of a dry run; `steps` are (batch, seconds) on the first device."""
+    """The results of a dry run. `steps` are (batch, seconds) on the first device."""
 
     workload: str
     framework: str
@@ -282,7 +282,7 @@ class Outlook(msgspec.Struct, frozen=True):
     largest: LargestModel | None = None  # that the devices could train; None: unknown
 
     def write_tried(self) -> str:
-        """What was built and stepped."""
+        """Describe what was built and stepped."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
@@ -292,7 +292,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
 
     def write_rest(self) -> str:
-        """How long a search takes, and the largest model that fits."""
+        """Describe how long a search takes, and the largest model that fits."""
         sentences = []
         if self.budget_seconds is not None:
             sentences.append(f"A search takes at most {duration(self.budget_seconds)}.")
@@ -302,9 +302,10 @@ class Outlook(msgspec.Struct, frozen=True):
 
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
-    """Build on the first device, step two batches, and say what fits; None once `stop` is set.
+    """Build the workload on the first device, step two batches, and estimate what fits. None once
+    `stop` is set.
 
-    NoLayoutError if the workload fails, or doesn't step within the budget.
+    Raises NoLayoutError if the workload fails, or runs no step within the budget.
     """
     alone = _keep_first(resolved)
     with _lent_prober(alone) as prober:
@@ -315,7 +316,9 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
 
 
 def _keep_first(job: Job) -> Job:
-    """The job on its first device alone, with an even split's part of a fixed batch at the most."""
+    """Return the job on its first device alone. A fixed batch is reduced to one device's part of
+    an even split.
+    """
     machine = job.machine
     request = job.request
     if machine is not None:
@@ -335,8 +338,8 @@ def _step(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """The first batches of a search on one device, as many as ran until `stop`; where none fits,
-    the error names the `largest` model.
+    """Measure the first batches of a search on one device, as many as run before `stop`. If no
+    batch fits, the error names the `largest` model.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
@@ -362,8 +365,8 @@ def _step(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` after so many seconds, if any, unless the block ends before; the event that is
-    given is set then too.
+    """Set `stop` after `seconds`, if given, unless the block ends before. Yields an event that is
+    set at the same time.
     """
     over = threading.Event()
 
@@ -383,7 +386,9 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """The first batches of the search that ran; NoLayoutError if the workload fails."""
+    """Return the first batches of the search that ran. Raises NoLayoutError if
+    the workload fails.
+    """
     search = make_search(alone)
     timed: list[Timed] = []
     while len(timed) < BATCHES and not stop.is_set():
@@ -402,7 +407,9 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """An error for a device on which no batch fits; it names the largest model, if known."""
+    """Return the error for a device on which no batch fits; it names the largest
+    model, if known.
+    """
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
         return NoLayoutError(none, "Free some of its memory.")
@@ -436,8 +443,8 @@ def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
 
 
 def find_largest_model(job: Job) -> LargestModel | None:
-    """The most parameters that the devices hold whole and in shards; None where the workload can't
-    be sharded, or the memory isn't known.
+    """Return the most parameters that fit whole on each device, and in shards over the devices.
+    None if the workload can't be sharded or the memory is unknown.
     """
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards

@@ -1,8 +1,8 @@
-"""The nouns of a session: what can be measured, and what came of it. Frozen data, no behaviour
-beyond arithmetic.
+"""The data types of a session: what can be measured, and what was observed. Frozen, with no
+behaviour beyond arithmetic.
 
-Devices are positions in the request (0 .. K-1); the caller of a session knows which device a
-position is.
+Devices are positions in the request (0 .. K-1); the caller of a session knows which device
+each position is.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """A way to lay the workload on the devices; `shares` are samples, 0 for a device that is left
-    out.
+    """One way to use the devices for the workload. `shares` are samples per device, 0 for
+    an unused device.
     """
 
     kind: Kind
@@ -72,12 +72,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
-        """The most rows that each device has in one pass: what its memory must hold."""
+        """The most rows per pass on each device, which its memory must hold."""
         return self.micro or self.shares
 
     @cached_property
     def children(self) -> Layout:
-        """The layout without its sizes: equal for all layouts that the same children can run."""
+        """The layout without its sizes: equal for all layouts that the same child
+        processes can run.
+        """
         shares = tuple(min(1, share) for share in self.shares)
         return Layout(
             self.kind, shares, self.processes, self.placement, self.knobs, state=self.state
@@ -85,33 +87,36 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def in_passes(self) -> bool:
-        """True if a device takes its share in more than one pass."""
+        """True if a device computes its share in more than one pass."""
         return bool(self.micro)
 
     @property
     def by_rows(self) -> bool:
-        """True if shares are rows in the order of the data, whatever their length."""
+        """True if shares count rows in the order of the data, whatever the rows' lengths."""
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """The number of passes that a device takes for its share; 0 for one that is left out."""
+        """Return the number of passes in which a device computes its share; 0 for
+        an unused device.
+        """
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
 
 
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
-    """One of `devices` devices alone at `batch` samples, in passes of at most `micro` rows if it
-    isn't 0.
+    """Return the layout of one device alone, out of `devices`, at `batch` samples, in passes of at
+    most `micro` rows unless `micro` is 0.
     """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
 
 
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
-    """Solo if one device has samples, else split; in passes of at most `micro` rows, each as many
-    as its passes need.
+    """Return a solo layout if one device has samples, else a split, in passes of at most `micro`
+    rows. `micro` is reduced to the rows that the passes need.
 
-    So of all `micro` that mean the same passes one is kept, and none where every share is one pass.
+    So all values of `micro` that give the same passes give equal layouts, and `micro` is empty if
+    every share is one pass.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -124,8 +129,8 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One measurement to make. Equal probes are the same measurement; `turn` tells repeats of a
-    layout apart.
+    """One measurement to run. Equal probes are the same measurement; `turn` distinguishes repeats
+    of a layout.
     """
 
     layout: Layout
@@ -152,10 +157,9 @@ Doubt = Literal[  # in the order in which they are said
 
 
 class Warned(msgspec.Struct, frozen=True):
-    """A doubt about a measurement, as a value; its text and remedy are made in
-    `evener.balancer.result`.
+    """A doubt about a measurement, as data. `evener.balancer.result` writes its text and remedy.
 
-    "changed" is about several: those of one layout differ.
+    "changed" is about several measurements of one layout, which differ.
     """
 
     code: Doubt
@@ -165,23 +169,23 @@ class Warned(msgspec.Struct, frozen=True):
 
 
 class Power(msgspec.Struct, frozen=True):
-    """The power that the devices of a request draw while a layout trains."""
+    """The power that the request's devices draw while a layout trains."""
 
     active_watts: float  # devices that compute
     idle_watts: float  # devices that are left out
 
     @property
     def watts(self) -> float:
-        """The power of all devices: idle ones are a part of what a layout costs."""
+        """The power of all devices. Idle devices count, as they are part of a layout's cost."""
         return self.active_watts + self.idle_watts
 
     def samples_per_joule(self, samples_per_second: float) -> float | None:
-        """The samples per joule of all devices together; None if they draw nothing."""
+        """Return the samples per joule of all devices together; None if they draw no power."""
         return samples_per_second / self.watts if self.watts else None
 
     @classmethod
     def mean(cls, found: Sequence[Power]) -> Power | None:
-        """The mean power of several measurements; None without any."""
+        """Return the mean power of several measurements; None if there are none."""
         return (
             cls(fmean(one.active_watts for one in found), fmean(one.idle_watts for one in found))
             if found
@@ -190,9 +194,9 @@ class Power(msgspec.Struct, frozen=True):
 
 
 class PartSeconds(msgspec.Struct, frozen=True):
-    """Parts of one device's step, in seconds, beside its own work; None: unknown.
+    """Parts of one device's step besides its compute time (own work), in seconds; None if unknown.
 
-    They may overlap: a process that is starved of cores also fetches its rows late.
+    The parts may overlap: a process that is starved of cores also fetches its rows late.
     """
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch
@@ -210,7 +214,7 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """Seconds of a step on a batch that is kept and used again, with the 95 % interval."""
+    """The seconds of a step on a batch that is kept and used again, with the 95 % interval."""
 
     step_seconds: Amount
     low_seconds: Amount
@@ -218,7 +222,7 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """A layout that ran: seconds per synchronised optimizer step, with its 95 % interval."""
+    """A layout that ran: the seconds per synchronised optimizer step, with their 95 % interval."""
 
     probe: Probe
     step_seconds: Annotated[float, Meta(gt=0, le=10**15)]
@@ -249,17 +253,19 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def restart_seconds(self) -> float:
-        """Seconds of the same start once everything is imported."""
+        """The seconds that the same start takes once everything is imported."""
         return self.start_seconds - self.import_seconds
 
     @property
     def lone(self) -> bool:
-        """True if one step was timed, as its probe was meant to take less: its noise is unknown."""
+        """True if only one step was timed, because it exceeded the probe's intended time. Its noise
+        is then unknown.
+        """
         return self.steps == 1
 
     def held_back(self, position: int = -1) -> bool:
-        """True if a device, or the one at `position`, is known to have been throttled during the
-        measurement.
+        """True if any device, or the device at `position`, is known to have been throttled
+        during the measurement.
         """
         throttled = [one.device for one in self.warnings if one.code == "throttled"]
         slowed = [device for device in throttled if device >= 0]
@@ -267,7 +273,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def power(self) -> Power | None:
-        """The power of all devices together; None if one doesn't report it."""
+        """The power of all devices together; None if a device doesn't report its power."""
         watts = [each for each in self.watts if each is not None]
         if not watts or len(watts) < len(self.watts):
             return None
@@ -276,31 +282,31 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def tokens(self) -> float:
-        """Tokens of a step without padding; 0 where rows have no lengths."""
+        """Tokens per step without padding; 0 if rows have no lengths."""
         return sum(each.tokens for each in self.work if each)
 
     @property
     def padding(self) -> float:
-        """The part of the computed tokens that is padding."""
+        """The fraction of the computed tokens that is padding."""
         padded = sum(each.padded for each in self.work if each)
         return 1 - self.tokens / padded if padded else 0.0
 
     @property
     def samples_per_second(self) -> float:
-        """Combined throughput."""
+        """The samples/s of all devices together."""
         return self.probe.layout.global_batch * self.probe.layout.processes / self.step_seconds
 
     @property
     def throughput(self) -> Interval:
-        """Samples/s, as uncertain as the step time."""
+        """The samples/s, with the same relative uncertainty as the step time."""
         value = self.samples_per_second
         half = value * (self.high_seconds - self.low_seconds) / 2 / self.step_seconds
         return Interval(value, max(0.0, value - half), value + half)
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
-    """A layout that does not fit. `devices` names those that ran out, empty if the framework did
-    not say.
+    """A layout that did not fit in memory. `devices` are the positions that ran out of memory,
+    empty if the framework did not say.
     """
 
     probe: Probe
@@ -327,8 +333,8 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: turns of the race from here on were
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """A probe of a journal up to 0.1 in today's stages: "rest" was part of "split", "knobs" of
-    "race".
+    """Convert a probe from a journal up to 0.1 to today's stages: "rest" was part of "split", and
+    "knobs" part of "race".
     """
     if probe.stage == "split" and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage="rest")
@@ -338,13 +344,13 @@ def upgrade_probe(probe: Probe) -> Probe:
 
 
 def upgrade_observation(seen: Observation) -> Observation:
-    """An observation of a journal up to 0.1 in today's stages."""
+    """Convert an observation from a journal up to 0.1 to today's stages."""
     probe = upgrade_probe(seen.probe)
     return seen if probe is seen.probe else msgspec.structs.replace(seen, probe=probe)
 
 
 class Interval(msgspec.Struct, frozen=True):
-    """A figure with its 95 % interval."""
+    """A value with its 95 % interval."""
 
     value: float
     low: float
@@ -360,7 +366,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class CurveSketch(msgspec.Struct, frozen=True):
-    """One device as the search models it, to be drawn; batches in samples."""
+    """The search's model of one device, for plotting; batches in samples."""
 
     device: int
     # (batch, seconds) believed for plotting, increasing in batch
@@ -370,7 +376,7 @@ class CurveSketch(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """The search's view between two probes."""
+    """The search's beliefs between two probes."""
 
     curves: tuple[CurveSketch, ...]
     doing: str  # one sentence: what is measured now and why
@@ -381,8 +387,8 @@ MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """The bytes of a model that a sharded training divides, and of what each rank has beside its
-    part.
+    """The bytes of a model that a sharded training divides, and the bytes that each rank has
+    besides its shard.
     """
 
     state_bytes: int  # parameters, gradients and the optimizer's state
@@ -393,8 +399,8 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem for a search. `memory_bytes` is what a training process can have on each device, if
-    known.
+    """A problem for a search. `memory_bytes` is the memory that a training process can use on each
+    device, if known.
     """
 
     devices: int
@@ -424,8 +430,8 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The software and data that probes ran with, for the plan's fingerprint; it grows as probes
-    run.
+    """The software and data that probes ran with, for the plan's fingerprint. More facts are added
+    as probes run.
     """
 
     versions: dict[str, str] = {}  # framework -> version
@@ -443,7 +449,7 @@ class Facts(msgspec.Struct, frozen=True):
 
 
 class Stop(StrEnum):
-    """Why a search ended, or its run."""
+    """The reasons why a search or its run ended."""
 
     SETTLED = "Nothing left to measure is expected to gain more than --tolerance."
     UNSURE = (
@@ -464,17 +470,17 @@ class Stop(StrEnum):
 
 
 class End(msgspec.Struct, frozen=True):
-    """Why a search ended, or its run, with what there is to add to the reason."""
+    """The reason why a search or its run ended, with details."""
 
     stop: Stop
     detail: str = ""
 
     @property
     def code(self) -> str:
-        """The reason in a word, as `settled` or `budget`."""
+        """The reason's identifier, such as `settled` or `budget`."""
         return self.stop.name.lower()
 
     @property
     def words(self) -> str:
-        """The reason as a sentence."""
+        """The reason as a message."""
         return f"{self.stop.value}: {self.detail}." if self.detail else self.stop.value

@@ -1,7 +1,8 @@
-"""The verdict of a search as a value: what to do, what it gains over what, and what to know of it.
+"""The verdict of a search as data: the recommendation, its gain over each rival, and
+doubts about it.
 
-`result/judge.py` makes it, `result/sentences.py` writes it, and `--json` gives its fields
-(docs/json.md). Gains, errors and parts are relative: 0.17 is 17 %.
+`result/judge.py` creates it, `result/sentences.py` writes it as text, and `--json` prints its
+fields (docs/json.md). Gains, errors and fractions are relative: 0.17 is 17 %.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ WhyNot = Literal[  # a layout with more samples/s isn't the plan
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """Samples/s with their 95 % interval; not `known` if that is too wide to compare them."""
+    """Samples/s with their 95 % interval; not `known` if the interval is too
+    wide for comparisons.
+    """
 
     samples_per_second: float
     low: float
@@ -66,10 +69,11 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class RateGap(msgspec.Struct, frozen=True):
-    """The plan's samples/s over a rival's, less 1, with the 95 % interval of that comparison.
+    """The plan's samples/s divided by a rival's, minus 1, with the 95 % interval
+    of that comparison.
 
-    `alternately`: from turns that both took one right after the other, so it may be better known
-    than either figure, and differ from what the two figures say.
+    `alternately`: measured in alternating turns of both layouts. The gap may then be more precise
+    than either layout's samples/s, and may differ from the gap between those two values.
     """
 
     value: float
@@ -88,7 +92,7 @@ Action = Literal[
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """What to do: the one recommendation, with the layout that it is about."""
+    """The one recommendation, with the layout that it is about."""
 
     action: Action
     devices: tuple[str, ...]
@@ -99,8 +103,8 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The layout to train by; `devices`, `batches` and `micro` are of the devices that take
-    part.
+    """The layout to train with. `devices`, `batches` and `micro` list the devices
+    that take part.
     """
 
     family: str  # solo, even, split, shard, pack or place
@@ -137,7 +141,9 @@ class Rival(msgspec.Struct, frozen=True):
 
 
 class SplitLoss(msgspec.Struct, frozen=True):
-    """Why the best split is slower than one device; `known` seconds are of one step."""
+    """Why the best split is slower than one device. Times are seconds of one step,
+    None if unknown.
+    """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
     step_seconds: float
@@ -147,9 +153,10 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why several devices reach much less than the sum of each alone; seconds are of one step.
+    """Why several devices reach much less than the sum of each device alone. Times are seconds
+    of one step.
 
-    `lost_seconds`: what a step takes beyond a step at the sum's speed.
+    `lost_seconds`: how much longer a step takes than a step at the sum's speed.
     """
 
     # both: the two together explain it, and neither does alone
@@ -161,7 +168,9 @@ class SumLoss(msgspec.Struct, frozen=True):
 
 
 class UnequalTwins(msgspec.Struct, frozen=True):
-    """Two devices of one product, one of them much faster than the other at the same batch."""
+    """Two devices of the same product, one of which is much faster than the other at
+    the same batch.
+    """
 
     fast: str
     slow: str
@@ -208,7 +217,7 @@ class LeftOut(msgspec.Struct, frozen=True):
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
-    """A layout that ran out of memory, and what was measured instead."""
+    """A layout that ran out of memory, and the layout that was measured instead."""
 
     name: str
     wished: str
@@ -216,7 +225,7 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """What had not ended when the time was over."""
+    """A phase before measuring in which probes still were when the time was over."""
 
     phase: str  # importing | loading | building | preparing | warming up
     name: str
@@ -233,7 +242,7 @@ class TakenMemory(msgspec.Struct, frozen=True):
 
 
 class CodeLimit(msgspec.Struct, frozen=True):
-    """The user's code fails with more rows, though memory doesn't."""
+    """The user's code fails above a number of rows, though memory suffices."""
 
     rows: int  # the most that ran below it
     failed_rows: int  # the fewest that failed
@@ -241,7 +250,7 @@ class CodeLimit(msgspec.Struct, frozen=True):
 
 
 class FewSteps(msgspec.Struct, frozen=True):
-    """An epoch has so few steps that little is learnt."""
+    """An epoch has so few steps that the model learns little."""
 
     steps: int
     global_batch: int
@@ -258,14 +267,14 @@ class ShortBudget(msgspec.Struct, frozen=True):
 
 
 class PassStatistics(msgspec.Struct, frozen=True):
-    """A layer takes its statistics over the rows of a pass, not over a device's share."""
+    """A layer computes its statistics over the rows of a pass, not over a device's whole share."""
 
     layer: str
     rows: int
 
 
 class ObjectiveReached(msgspec.Struct, frozen=True):
-    """The chosen layout's value of an objective that decided against speed."""
+    """The chosen layout's value of an objective that overruled speed."""
 
     objective: str
     value: float
@@ -274,7 +283,7 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 
 
 class Learning(msgspec.Struct, frozen=True):
-    """What the batch is worth in learning, where the noise scale or the script's batch is known."""
+    """What the batch means for learning, if the noise scale or the script's batch is known."""
 
     global_batch: int
     scale: NoiseScale | None = None
@@ -290,7 +299,9 @@ class Learning(msgspec.Struct, frozen=True):
 
 
 class AdapterMemory(msgspec.Struct, frozen=True):
-    """The memory of a frozen model with adapters, about, and the devices that hold it alone."""
+    """The approximate memory of a frozen model with adapters, and the devices that can
+    hold it alone.
+    """
 
     kind: str  # lora, qlora
     words: str
@@ -299,7 +310,9 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 
 
 class StateMemory(msgspec.Struct, frozen=True):
-    """The memory of a model's state, where it was tried in shards, and what would take less."""
+    """The memory of a model's state, if shards were tried, and training methods that
+    would need less.
+    """
 
     state_bytes: int
     whole_on: tuple[str, ...]  # devices that hold it alone
@@ -308,7 +321,7 @@ class StateMemory(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
-    """What a search has found."""
+    """The result of a search."""
 
     chosen: Chosen
     figure: Figure
