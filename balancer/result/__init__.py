@@ -1,1 +1,1 @@
-"""The result of a search: the plan, its evidence, and the sentences that explain it."""
+"""The result of a search: the plan, its evidence, and the text that explains it."""

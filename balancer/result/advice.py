@@ -1,7 +1,7 @@
-"""The one recommendation of a verdict: one device, equal shares without a plan, the plan, another
-measurement, or the user's code first.
+"""Chooses a verdict's one recommendation: one device, equal shares without a plan, the plan,
+another measurement, or fixing the user's code first.
 
-Of layouts that are equally fast the simpler one is recommended, whichever the search has taken.
+Of layouts that are equally fast, the simplest is recommended, whichever of them the search chose.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", D
 
 
 def advise(verdict: Verdict) -> Recommendation:
-    """The recommendation, from all other fields of the verdict."""
+    """Return the recommendation, from all other fields of the verdict."""
     chosen = verdict.chosen
     own = Recommendation("plan", chosen.devices, chosen.batches, chosen.answer)
 
@@ -45,7 +45,9 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Why to measure again before anything else is done; empty where the figures will do."""
+    """Return why to measure again before anything else is done; empty if
+    the measurements suffice.
+    """
     for code, most in REASONS:
         if any(one.code == code and one.value >= most for one in verdict.doubts):
             return code
@@ -57,7 +59,9 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if time ran out before uneven shares could be compared with equal ones or one device."""
+    """True if time ran out before uneven shares could be compared with equal shares
+    or one device.
+    """
     if verdict.chosen.kind != "other_shares":
         return False
     compared = [one for one in verdict.rivals if one.gain is not None]
@@ -65,8 +69,8 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """The device alone that is as fast as a plan of several, at no larger a batch; None if there is
-    none, or if the two may differ by much.
+    """Return the single device that is as fast as a plan of several devices, at no larger a batch.
+    None if there is no such device, or if the two may differ by much.
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:

@@ -1,5 +1,5 @@
-"""Why a session ended without a plan, as the error to raise: what failed, what doesn't fit, or too
-short a budget.
+"""Builds the error for a session that ended without a plan: what failed, what doesn't fit, or that
+the budget was too short.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ MEND = "Fix what failed, free memory, or choose another workload or other device
 
 
 def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutError | DeviceError:
-    """The error of a run without a plan, by what was seen, what the search believes of the devices,
-    and its ending.
+    """Return the error for a run without a plan, from its observations, the search's beliefs about
+    the devices, and the reason it ended.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -55,20 +55,22 @@ def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutErro
 
 
 def _lost_all(seen: Sequence[Observation]) -> bool:
-    """True if every probe failed as its device couldn't be used."""
+    """True if every probe failed because its device couldn't be used."""
     return all(isinstance(one, Failed) and one.cause == "device" for one in seen)
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
-    """True if nothing but the same exception was seen, so that no device or memory is to blame."""
+    """True if every observation is the same exception, so that no single device nor its memory
+    is the cause.
+    """
     raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
     errors = {cut_place(one.detail) for one in raised}
     return len(raised) == len(seen) and len(errors) == 1
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Where the workload's function is, for an error that names no line of the user's own, as one
-    that comes from inside a layer.
+    """Return the end of an error message: where the workload's function is defined, for an error
+    that names no line of the user's code, such as an error from inside a layer.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -85,7 +87,7 @@ def _find_maker(workload: str, why: str) -> str:
 
 
 def _explain_shards(record: Record) -> Iterator[str]:
-    """Why the model can't be trained in shards either, if that was tried."""
+    """Explain why the model can't be trained in shards either, if shards were tried."""
     tried = [one for one in record.observations if one.probe.stage in SHARDED]
     failed = next((one for one in tried if isinstance(one, Failed)), None)
     full = _active(tried, OutOfMemory) - _active(tried, Timed)
@@ -100,7 +102,7 @@ def _explain_shards(record: Record) -> Iterator[str]:
 
 
 def _explain_state(state: ModelState, memory_bytes: int) -> str:
-    """That the state fits the memory of all devices no more than it fits one."""
+    """Explain that the state doesn't fit in the memory of all devices together either."""
     return (
         f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices have "
         f"{size(memory_bytes)} in all, for that and, on each, {size(state.gathered_bytes)} of "
@@ -109,13 +111,13 @@ def _explain_state(state: ModelState, memory_bytes: int) -> str:
 
 
 def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]:
-    """The devices of the probes that came to this, by position."""
+    """Return the positions of the devices whose probes had this outcome."""
     return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
 
 
 def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
-    """The error of a run that was stopped, or whose search or budget was over; `ran`: something was
-    measured.
+    """Return the error for a run that was stopped, or whose search or budget ended. `ran`:
+    something was measured.
     """
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
@@ -143,8 +145,8 @@ def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Each phase before measuring in which probes still are: on which devices, how long, and where
-    in the code.
+    """Return each phase before measuring in which probes still are, with their devices, the time
+    spent in it, and the line of code.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -166,7 +168,8 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """A phase in the user's words, and what is in it: the workload, or the function that builds it.
+    """Return a phase in the user's terms, and what it works on: the workload, or the function
+    that builds it.
 
     A workload without a function of the user's is prepared, not built.
     """
@@ -178,7 +181,7 @@ def _name_phase(phase: str, workload: str) -> tuple[str, str]:
 
 
 def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> list[str]:
-    """Each device's smallest failure in words, or the one failure that all share."""
+    """Describe each device's smallest failure, or the one failure that all devices share."""
     smallest = _find_smallest(seen)
     positions = sorted(smallest)
     failed = {i: one for i, one in smallest.items() if isinstance(one, Failed)}
@@ -190,7 +193,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
 
 
 def _find_smallest(seen: Sequence[Observation]) -> dict[int, Failed | OutOfMemory]:
-    """The failure with the fewest rows in a pass, by the device's position."""
+    """Return for each device's position the failure with the fewest rows in a pass."""
     smallest: dict[int, Failed | OutOfMemory] = {}
     for one in seen:
         if isinstance(one, Timed):
@@ -211,7 +214,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """What failed, behind the word failed: while warming up: ValueError."""
+    """Complete a sentence that ends in "failed" with the phase: while warming up: ValueError."""
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 
@@ -223,7 +226,7 @@ def _why(seen: Failed, device: Device) -> str:
 def _explain_too_large(
     header: Header, largest: Sequence[int], seen: Sequence[Observation]
 ) -> NoLayoutError:
-    """The error of a fixed global batch that is too large for the devices."""
+    """Return the error for a fixed global batch that is too large for the devices."""
     taken, most = find_taken_bytes(seen), sum(largest)
     holds = []
     for i, (device, rows) in enumerate(zip(header.devices, largest, strict=True)):

@@ -1,4 +1,4 @@
-"""Makes the verdict of a search from its report, its record and its end."""
+"""Builds the verdict of a search from its report, its record and the reason it ended."""
 
 from __future__ import annotations
 
@@ -63,8 +63,8 @@ COVERS = 0.8  # of a loss: what is named as its cause
 
 
 class RunEnd(msgspec.Struct, frozen=True):
-    """Why a run ended, after how many seconds of its clock, and what had not ended when the time
-    was over.
+    """Why a run ended, after how many seconds on its clock, and which phases
+    were unfinished then.
     """
 
     end: End
@@ -74,7 +74,7 @@ class RunEnd(msgspec.Struct, frozen=True):
 
     @property
     def why_stopped(self) -> str:
-        """The reason as a sentence."""
+        """The reason as a message."""
         return self.end.words
 
     @property
@@ -84,7 +84,7 @@ class RunEnd(msgspec.Struct, frozen=True):
 
 
 def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
-    """The verdict of a run."""
+    """Return the verdict of a run."""
     chosen, devices, request = report.chosen, record.header.devices, record.header.request
     labels = tuple(device.label for device in devices)
     rivals = compare_all(chosen, report.ranking, report.results, report.single)
@@ -145,7 +145,7 @@ def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
 
 
 def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
-    """The layout to take, in words and as data."""
+    """Return the chosen layout as data, with its description."""
     layout = report.chosen.layout
     family = find_own_family(layout)
     ratios = find_ratios(layout, report.mean_length)
@@ -165,7 +165,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
 
 
 def find_kind(family: Family, layout: Layout) -> LayoutKind:
-    """What a layout is to a verdict."""
+    """Return the verdict's kind for a layout."""
     traits = layout.traits
     if traits.placed:
         return "placed"
@@ -179,7 +179,7 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
 
 
 def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> Figure:
-    """Samples/s of a layout, and tokens/s where rows have lengths."""
+    """Return the samples/s of a layout, and its tokens/s if rows have lengths."""
     plain = Figure(figure.value, figure.low, figure.high, is_known(figure))
     if not report.mean_length:
         return plain
@@ -189,8 +189,8 @@ def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if all devices of the request take equal shares in one pass, as plain data parallelism
-    gives them.
+    """True if all devices of the request take equal shares in one pass, as in
+    plain data parallelism.
     """
     if not layout.traits.together or layout.traits.sharded:
         return False
@@ -199,23 +199,25 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Each device's part of a batch; of its cost, where rows are assigned by what they cost."""
+    """Return each device's fraction of a batch, or of the batch's cost if rows are
+    assigned by cost.
+    """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
     return tuple(share / layout.global_batch for share in layout.shares)
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Each device's part of the cost of a batch, when all finish at the same time; of passes of a
-    few usual rows.
+    """Return each device's fraction of a batch's cost if all devices finish at the same time, for
+    passes of a few typical rows.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """The part of a step in which the busiest device waits for others or for data; None where that
-    isn't measured.
+    """Return the fraction of a step in which the busiest device waits for other devices or for
+    data. None if it wasn't measured.
     """
     own = _own_seconds(seen)
     if own is None or any(one.step_seconds <= 0 for one in seen):
@@ -226,13 +228,13 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
-    """The part of the computed tokens that is padding."""
+    """Return the fraction of the computed tokens that is padding."""
     return fmean([one.padding for one in seen] or [0.0])
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """The difference between the devices' own work, as a part of the longest; None if it wasn't
-    measured.
+    """Return the difference between the longest and the shortest compute time (own work) of the
+    devices, relative to the longest. None if it wasn't measured.
     """
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
@@ -241,8 +243,8 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """The own work of each device that computes, by measurement; None where one of them is
-    unknown.
+    """Return the compute time of each active device, for each measurement. None if any of these
+    times is unknown.
     """
     own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.active] for one in seen]
     missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.active)
@@ -253,9 +255,10 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 
 
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
-    """Each device alone at the plan's batch, where it ran at that, else at its fastest one.
+    """Return each device alone: at the plan's batch if the device ran at it, else at
+    its fastest batch.
 
-    A device that is the plan itself has the plan's figure.
+    If the plan is one device, that device has the plan's samples/s.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
     found = []
@@ -275,7 +278,7 @@ def list_alone(report: SearchReport) -> list[ComparedLayout]:
 
 
 def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
-    """The comparison of a device alone with the chosen layout, which may be that device."""
+    """Compare a device alone with the chosen layout, which may be the same device."""
     figure = chosen.throughput if one.layout == chosen.layout else one.throughput
     return compare(chosen, Candidate(SOLO, one.layout), figure)
 
@@ -283,7 +286,7 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Every rival, each device alone, and the fastest layout of all, if it isn't the plan."""
+    """Return every rival, each device alone, and the fastest layout of all if it isn't the plan."""
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
     devices = {one.layout.active for one in rivals if one.layout.traits.alone}
@@ -305,10 +308,10 @@ def _name_rivals(
 def _choose_single(
     chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
 ) -> ComparedLayout | None:
-    """The device alone to compare the plan with: the one that was raced, unless another one had
-    more samples/s at the same batch, and no more than the plan has.
+    """Return the single device to compare the plan with. It is the device that was raced, unless
+    another device had more samples/s at the same batch and no more than the plan.
 
-    What had more than the plan was measured while the machine was faster.
+    A device with more samples/s than the plan was measured while the machine was faster.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
@@ -322,13 +325,13 @@ def _choose_single(
 
 
 def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
-    """The rivals that are one device, with the knobs as they are."""
+    """Return the rivals that use one device without changed knobs."""
     return [one for one in rivals if one.family and one.layout.traits.alone]
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """The layout with the highest figure, if that is above the plan's; nothing if it is `known`
-    already.
+    """Return the layout with the highest samples/s, if they exceed the plan's; empty if that layout
+    is already `known`.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [one for one in report.results if batch in (None, one.layout.global_batch)]
@@ -346,7 +349,9 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """A rival as the verdict has it; `alone` are devices alone with their earlier figures."""
+    """Convert a rival to the verdict's form. `alone` are the single devices with
+    their earlier samples/s.
+    """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
     name = f"{labels[layout.active[0]]} alone" if kind == "one_device" else name
@@ -377,7 +382,9 @@ def _describe_rival(
 
 
 def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNot | None:
-    """Why a layout whose figure is above the plan's isn't the plan; None for a slower one."""
+    """Return why a layout with more samples/s than the plan isn't the plan; None for
+    a slower layout.
+    """
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
         return None
@@ -394,8 +401,8 @@ def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNot | None:
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """The cause of the best split's loss against one device: keeping in step, or time that a
-    smaller share doesn't shorten; else known times.
+    """Return why the best split is slower than one device: synchronization, or time that a smaller
+    share doesn't reduce. If neither explains the loss, returns the known times.
     """
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _loses(split):
@@ -416,7 +423,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _loses(split: ComparedLayout) -> bool:
-    """True if the chosen layout is surely faster."""
+    """True if the chosen layout is surely faster than the split."""
     return not split.tie and split.gain >= 0
 
 
@@ -424,8 +431,8 @@ NEARLY = 0.9  # of the sum of all devices alone: what is less is explained
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Why several devices reach much less than the sum of each alone; None where they don't, where
-    a device wasn't measured alone, or where rows or cores are what the training waits for.
+    """Return why several devices reach much less than the sum of each device alone. None if they
+    don't, if a device wasn't measured alone, or if the training waits for rows or cores.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -447,8 +454,8 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """What covers the seconds that a step loses: the longest share's small batch, the exchange, or
-    both together.
+    """Return what explains the seconds that a step loses: the longest share's small batch, the
+    exchange, or both together.
     """
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -460,7 +467,9 @@ def _find_cause(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Each device that works and has no part in the plan, with the fastest split that has it."""
+    """Return each working device that has no part in the plan, with the fastest split
+    that uses it.
+    """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
         return
@@ -487,7 +496,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """The splits that have a device, at a batch near the plan's."""
+    """Return the splits that use a device, at a batch near the plan's."""
     least = report.chosen.layout.global_batch / NEAR
     splits = [one for one in report.results if one.layout.traits.together]
     near = [one for one in splits if one.layout.global_batch >= least]
@@ -495,7 +504,7 @@ def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
 
 
 def _best_split(rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """The first split that is compared."""
+    """Return the first split among the compared layouts."""
     splits = [one for one in rivals if one.family and one.layout.traits.together and one.compared]
     return splits[0] if splits else None
 
@@ -509,8 +518,8 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: Record, layout: Layout) -> tuple[str, ...]:
-    """The devices of the plan that compute bfloat16 without hardware for it, beside one that has
-    it; none where the training computes in another type.
+    """Return the plan's devices that compute bfloat16 without hardware support, beside a device
+    that has it. Empty if the training uses another type.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
@@ -526,7 +535,7 @@ def _find_slow_bfloat16(record: Record, layout: Layout) -> tuple[str, ...]:
 
 
 def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
-    """The chosen layout's value of the objective, where the objective decided against speed."""
+    """Return the chosen layout's value of the objective, if the objective overruled speed."""
     objective, chosen = find_objective(report.problem.objective), report.chosen
 
     def value(one: Result) -> float:
@@ -544,7 +553,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
-    """Each layout of the race that did not run."""
+    """Return each layout of the race that did not run."""
     for candidate, seen in report.broken:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
@@ -554,7 +563,7 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Families that were asked for but aren't compared, as rows are assigned by cost."""
+    """Return families that were requested but aren't compared because rows are assigned by cost."""
     if not report.mean_length:
         return
     for family in report.options.wanted:
@@ -563,7 +572,7 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: RunEnd) -> Iterator[LeftOut]:
-    """Layouts that the budget left out, with a budget that should do."""
+    """Return layouts that the budget left no time for, with a budget that should suffice."""
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
         return
@@ -575,8 +584,8 @@ def find_unmeasured(report: SearchReport, devices: int, end: RunEnd) -> Iterator
 
 
 def _name_missing(one: Candidate, devices: int) -> str:
-    """A layout that wasn't measured by its name; of the even split which devices it is over, as
-    the plan may be an even split over fewer.
+    """Return the name of a layout that wasn't measured. The name of an even split includes its
+    devices, as the plan may be an even split over fewer devices.
     """
     if one.family.equal_shares and len(one.layout.active) == devices:
         over = "both" if devices == 2 else f"all {devices}"
@@ -585,7 +594,7 @@ def _name_missing(one: Candidate, devices: int) -> str:
 
 
 def find_retreats(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Layouts that were measured with fewer samples than was meant."""
+    """Return layouts that were measured with fewer samples than intended."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -603,7 +612,9 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: RunEnd
 ) -> ShortBudget | None:
-    """A budget that was over before any split was tried, and what starting processes took of it."""
+    """Return a budget that ended before any split was tried, and how much of it
+    starting processes took.
+    """
     budget = report.problem.budget_seconds
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
     wanted = report.problem.devices > 1 and report.options.with_splits
@@ -617,8 +628,8 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """The hosts that a chosen split leaves out and why, where a split over more of them was
-    measured as slower.
+    """Return the hosts that a chosen split doesn't use and why, if a split over more hosts was
+    measured to be slower.
     """
 
     def list_hosts(layout: Layout) -> list[str]:

@@ -1,5 +1,5 @@
-"""The cost of a free batch in learning, beside its samples/s, by the noise scale of a training
-where there is one.
+"""How the choice of a batch affects learning, beside its samples/s, from a training's noise scale
+if there is one.
 """
 
 from __future__ import annotations
@@ -19,8 +19,8 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """What a plan's batch is worth in learning, and its learning rate; None where neither the noise
-    scale nor the script's own batch is known.
+    """Return what a plan's batch means for learning, with a learning rate for it. None if neither
+    the noise scale nor the script's own batch is known.
     """
     layout = report.chosen.layout
     scale = request.noise_scale
@@ -44,8 +44,8 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """What the chosen batch is worth, against the script's `own` where that is known, with the
-    measured batches.
+    """Return what the chosen batch means for learning, relative to the script's `own` batch if
+    known, with the measured batches.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch
@@ -62,7 +62,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Each measured batch that is faster than all smaller ones, in rising order."""
+    """Return each measured batch that is faster than all smaller ones, in increasing order."""
     chosen = report.chosen
     # the chosen layout counts with the figure that the verdict has
     results = [chosen if one.layout == chosen.layout else one for one in report.results]

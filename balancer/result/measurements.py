@@ -1,5 +1,5 @@
-"""What the measurements behind a plan say besides its figure: doubts, memory that others hold,
-devices that were left out, limits of the user's own code.
+"""What a plan's measurements show besides samples/s: doubts, memory that other processes hold,
+unused devices, and limits of the user's own code.
 """
 
 from __future__ import annotations
@@ -33,10 +33,10 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 def find_doubts(
     seen: Sequence[Observation], chosen: Layout, error: float | None = None
 ) -> tuple[Warned, ...]:
-    """Doubts about the chosen layout's own measurements, the worst of each kind.
+    """Return doubts about the chosen layout's own measurements, the worst of each kind.
 
-    Of any layout: a loss that wasn't finite, and measurements that differ. `error`, the relative
-    one of the figure over all its measurements, says whether they were too noisy.
+    A loss that wasn't finite and measurements that differ are reported for any layout. `error`, the
+    relative error over all measurements, decides whether the measurements were too noisy.
     """
     worst: dict[str, Warned] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
@@ -50,13 +50,16 @@ def find_doubts(
 
 
 def _weight(doubt: Warned) -> float:
-    """The larger the worse; a loss is lost the earlier the worse."""
+    """Return how serious a doubt is. A loss that is no longer finite is worse the
+    earlier it happens.
+    """
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warned]:
-    """The layout's own doubts, and of several devices what a rival saw of other work in turns with
-    it, if mostly that.
+    """Yield the layout's own doubts, and losses of any layout that weren't finite. For several
+    devices, also a rival's disturbance by other work in the race, if most of the rival's
+    blocks were disturbed.
 
     Processes that wait for each other can't tell other work from waiting.
     """
@@ -72,8 +75,8 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
-    """Warnings of measurements of one layout that differ beyond their intervals, with the gain of
-    the faster one.
+    """Yield warnings about measurements of one layout that differ beyond their intervals, with the
+    gain of the faster measurement.
 
     A measurement that exploration made on all devices at once may be slower for that reason.
     """
@@ -89,7 +92,7 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
 
 
 def describe_doubts(doubts: Iterable[Warned], devices: Sequence[Device]) -> tuple[DoubtFound, ...]:
-    """Doubts with the labels of their devices."""
+    """Return the doubts with their devices' labels."""
     return tuple(
         DoubtFound(
             one.code,
@@ -104,22 +107,25 @@ def describe_doubts(doubts: Iterable[Warned], devices: Sequence[Device]) -> tupl
 def find_taken_memory(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """Each device of whose memory others were seen to hold a part that the request counted on."""
+    """Return each device on which other processes held memory that the request relied on."""
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """A layer that takes its statistics over the rows of a pass, not over a device's share."""
+    """Return a warning about a layer that computes its statistics over the rows of a pass, not over
+    a device's share. None if every share is one pass.
+    """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
 
 
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
-    """The rows above which the user's own code raises, where fewer rows ran on each device.
+    """Return the number of rows above which the user's own code raises, if fewer rows ran
+    on each device.
 
-    One message that comes with every failure above what ran is a limit of the code; a failure
-    below that isn't.
+    An error message that occurs only above the rows that ran is a limit of the code; a message that
+    also occurs below isn't.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -143,8 +149,8 @@ PHASES = ("building", "preparing", "warming up", "measuring")
 
 
 def cut_place(detail: str) -> str:
-    """The error of a failure's detail, `GPU:0, warming up: train.py:12: ValueError: why (traceback
-    in FILE)`, without the device and the phase before it, and the file behind it.
+    """Return the error from a failure's detail, `GPU:0, warming up: train.py:12: ValueError: why
+    (traceback in FILE)`, without the device, the phase and the file.
     """
     error = detail.partition(" (traceback in ")[0].rstrip(".")
     for phase in PHASES:
@@ -158,8 +164,8 @@ TWIN_TIMES = 1.25  # devices of one product differ by less, unless something is 
 def find_unequal_twins(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalTwins | None:
-    """Two devices of one product and limit, of which one was much faster alone at the same
-    batch.
+    """Return two devices of the same product and limit, one of which was much faster alone at
+    the same batch.
     """
     best: dict[tuple[int, int], float] = {}
     for one in seen:
@@ -181,7 +187,7 @@ def find_unequal_twins(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """The most that others were seen to hold, by position."""
+    """Return the most bytes that other processes held, by position."""
     most: dict[int, int] = {}
     for one in seen:
         for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):
@@ -196,8 +202,8 @@ Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
 def find_left_out(
     seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
 ) -> tuple[LeftOut, ...]:
-    """Devices on which nothing ran, and those that worked at first, then always failed and have no
-    part; and why.
+    """Return devices on which nothing ran, and devices that ran at first, then always failed and
+    are unused; and why.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
@@ -217,7 +223,7 @@ def find_left_out(
 def _why_left_out(
     one: Failed | OutOfMemory, position: int, ran: bool, chosen: Layout
 ) -> Reason | None:
-    """What a failure says of a device; None if the device is still used."""
+    """Return why a failure excludes a device; None if the device is still used."""
     if not ran:
         return "nothing_ran" if isinstance(one, Failed) else "nothing_fits"
     if not isinstance(one, Failed) or one.devices != (position,):
@@ -228,7 +234,9 @@ def _why_left_out(
 
 
 def find_few_steps(chosen: Layout, rows: int) -> FewSteps | None:
-    """An epoch that has so few steps that little is learnt; `rows` 0: unknown."""
+    """Return a warning if an epoch has so few steps that the model learns little. `rows` is
+    0 if unknown.
+    """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:
         return None

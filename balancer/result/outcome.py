@@ -1,5 +1,5 @@
-"""The outcome of a run: the plan with its evidence, and its verdict, from its record and what its
-search reports.
+"""Builds the outcome of a run from its record and its search's report: the plan with its evidence,
+and the verdict.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ MIB = 1 << 20
 
 
 def build_outcome(record: Record, report: SearchReport, end: RunEnd) -> Finished:
-    """The end of a run with the plan that its search has come to."""
+    """Return the end of the run, with the plan that its search found."""
     header, facts, chosen = record.header, record.facts, report.chosen
     request, knobs = header.request, chosen.layout.knobs
     verdict = judge(record, report, end)
@@ -69,15 +69,15 @@ def build_outcome(record: Record, report: SearchReport, end: RunEnd) -> Finished
 
 
 def _as_read(verdict: Verdict) -> Verdict:
-    """The verdict as a journal gives it back, so that both are equal."""
+    """Return the verdict as it is when read back from a journal, so that both are equal."""
     return msgspec.json.decode(msgspec.json.encode(verdict), type=Verdict)
 
 
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Every rival with its name, the best single device even if it is chosen, and each device alone
-    at its fastest, and at the plan's batch.
+    """Return every rival with its name, the best single device even if it is the plan, and each
+    device alone at its fastest and at the plan's batch.
     """
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
@@ -92,7 +92,7 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """The rivals by their names, the best single device and a larger batch."""
+    """Return the named rivals, with the best single device and a larger batch."""
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -112,7 +112,7 @@ def _list_rivals(
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Each device alone: at its fastest, and at the plan's batch if that is another."""
+    """Yield each device alone at its fastest, and at the plan's batch if that is different."""
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         alone = _find_layout(rivals, result.layout) or compare_alone(report.chosen, result)
@@ -135,7 +135,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(one: ComparedLayout, devices: int) -> EvidenceKind:
-    """What a rival is in a plan."""
+    """Return a rival's kind of evidence in a plan."""
     traits = one.layout.traits
     if one.family is None or traits.sharded or not traits.by_shares:
         return "other"
@@ -154,7 +154,7 @@ def _write_evidence(
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
-    """A rival as the plan has it."""
+    """Convert a rival to the plan's form."""
     layout = one.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.at_rest
     return Evidence(
@@ -186,8 +186,8 @@ def _write_layout(
     report: SearchReport,
     chosen: bool = False,
 ) -> PlanLayout:
-    """The layout as the plan has it; the chosen one with its devices' curves, and their memory if
-    it is in shards.
+    """Convert a layout to the plan's form. The chosen layout includes its devices' curves, and
+    their memory if it is sharded.
     """
     batch, costs, turns = layout.global_batch, layout.costs, report.turns_of(layout)
     ratios = find_ratios(layout, report.mean_length)
@@ -217,8 +217,8 @@ def _write_layout(
 def _expect_memory(
     layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """The bytes that a device holds in a sharded training, and the most that it was seen to take; 0
-    where unknown.
+    """Return the bytes that a device holds in a sharded training, and the most bytes it was
+    measured to use; 0 where unknown.
     """
     if not (layout.traits.sharded and state and layout.shares[position]):
         return 0, 0
@@ -230,7 +230,7 @@ def _expect_memory(
 
 
 def _write_throughput(figure: Interval, layout: Layout, report: SearchReport) -> Throughput:
-    """A layout's figure with its interval, in order, and what it means in tokens and energy."""
+    """Return a layout's samples/s with their interval, and the equivalent in tokens and energy."""
     low, high = max(0.0, min(figure.low, figure.value)), max(figure.high, figure.value)
     turns = report.turns_of(layout)
     tokens = (figure.value * report.mean_length, padding_share(turns))

@@ -1,5 +1,5 @@
-"""Layouts by their names, and every other layout that ran compared with the chosen one, by printed
-rates or by turns.
+"""Names layouts, and compares every other layout that ran with the chosen one, by printed rates
+or by turns.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KNOBS = {
 def name_layout(
     one: Candidate, devices: int, another: bool = False, with_shares: bool = False
 ) -> str:
-    """The name of a layout of one of `devices` devices or several, for tables."""
+    """Return the name of a layout on one of `devices` devices or several, for tables."""
     layout = one.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
     shares = f", {list_samples(layout)}" if with_shares else ""
@@ -39,10 +39,10 @@ def name_layout(
 
 
 def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """A name for each, the fastest first, none twice: of two of one kind the slower one is
-    `another`.
+    """Return a unique name for each layout, fastest first. Of two layouts of the same kind, the
+    slower one is named `another`.
 
-    No split is the best one behind a split that comes first.
+    After a faster split, no split is named the best one.
     """
     names: list[str] = []
     for one in found:
@@ -57,7 +57,7 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """The samples of each device that computes, with its passes: 820 + 568."""
+    """Format the samples of each active device, with its passes: 820 + 568."""
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.active])
 
 
@@ -67,8 +67,8 @@ NEAR = 2  # times a split's global batch: the most that a plan may have to be co
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
-    """Another layout that ran. `gain`: the chosen layout's samples/s over this one's, less 1;
-    `paired` by turns.
+    """Another layout that ran. `gain` is the chosen layout's samples/s divided by this layout's,
+    minus 1; `paired` if it was measured by turns.
     """
 
     candidate: Candidate
@@ -88,11 +88,13 @@ class ComparedLayout(msgspec.Struct, frozen=True):
 
     @property
     def family(self) -> Family | None:
-        """The layout's family; None for one with other knobs."""
+        """The layout's family; None for a layout with changed knobs."""
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """The gain of the chosen layout by the two printed rates, or as measured alternately."""
+        """Return the chosen layout's gain, from the two printed rates or
+        as measured alternately.
+        """
         return (
             self.gain
             if self.paired
@@ -106,11 +108,11 @@ def compare_all(
     results: Sequence[Result] = (),
     single: Result | None = None,
 ) -> tuple[ComparedLayout, ...]:
-    """Everything in the ranking but the chosen layout: compared turn by turn with the winner, else
-    by throughput.
+    """Compare every layout in the ranking with the chosen one: by turns if the chosen layout won
+    the race, else by samples/s.
 
-    Against one device or a pack, the fastest split of the `results` comes first, though it may not
-    have been raced; the best `single` device comes last, if it wasn't.
+    If the plan is one device or a pack, the fastest split of the `results` comes first, even if it
+    wasn't raced. The best `single` device comes last, if it wasn't raced.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
@@ -146,8 +148,8 @@ def _fastest_split(
 def compare(
     chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None
 ) -> ComparedLayout:
-    """Compare two layouts by their rates, or by the turns of both if the rates tie or say another
-    gain.
+    """Compare two layouts by their rates, or by the turns of both if the rates tie or give
+    a different gain.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
@@ -165,14 +167,16 @@ def compare(
 
 
 def _divide(own: Interval, other: Interval) -> RateGap:
-    """The gain by two figures, with its interval: they are a tie where it holds 0."""
+    """Return the gap between two rates with its interval; they tie if the interval contains 0."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
 def _turn_round(against: Interval) -> RateGap:
-    """The chosen layout against a rival, from what turns say of the rival against it."""
+    """Return the chosen layout's gap over a rival, from the rival's gap over the chosen layout as
+    measured by turns.
+    """
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
     )
@@ -180,20 +184,22 @@ def _turn_round(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """The family of a chosen layout; a split whose shares came out equal is an even one."""
+    """Return the family of a chosen layout; a split with equal shares counts as even."""
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 
 
 def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) -> tuple[str, ...]:
-    """A name for each rival beside the chosen layout's own."""
+    """Return a name for each rival, distinct from the chosen layout's name."""
     layout = chosen.layout
     own = Candidate(find_own_family(layout), layout)
     return name_all([own, *(one.candidate for one in rivals)], devices)[1:]
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """The fastest layout of one training with more samples, if it is faster than the chosen one."""
+    """Return the fastest layout of one training with a larger batch, if it is faster than
+    the chosen layout.
+    """
     if not chosen.layout.traits.by_shares:
         return None
     faster = [one for one in rivals if one.candidate.synchronous and one.gain < 0]
@@ -204,11 +210,11 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """True if a gain over a layout says something; no `shares` stand for the sum of all devices
-    alone.
+    """True if a gain over a layout is meaningful. Empty `shares` stand for the sum of
+    all devices alone.
 
-    Not if a rate isn't certain, if a split has less than half of the samples, or if a device is
-    faster in the split than it was alone: it wasn't measured at its best batch then.
+    False if a rate is uncertain, if a split has less than half of the samples, or if a device is
+    faster in the split than alone, as it then wasn't measured at its best batch.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -221,16 +227,16 @@ def is_comparable(
 
 
 def printed_gain(own: float, other: float) -> float:
-    """The gain of two rates as they are printed."""
+    """Return the gain between two rates as printed."""
     first, second = (float(rate(one).replace(" ", "")) or one for one in (own, other))
     return first / second - 1
 
 
 def is_rough(*figures: Interval) -> bool:
-    """True if a gain of one figure over another is known in whole percents alone."""
+    """True if gains between these values are precise only to whole percents."""
     return any(relative_error(one.value, one.low, one.high) > COARSE for one in figures)
 
 
 def write_gain(gain: float, *figures: Interval) -> str:
-    """The gain in percent, whole ones where a figure is rough: 36.4 %, 36 %."""
+    """Format a gain in percent, with no decimals if a value is rough: 36.4 %, 36 %."""
     return percent(gain, 0 if is_rough(*figures) and gain >= 0.005 else 1)

@@ -1,8 +1,8 @@
-"""The verdict as text, in plain sentences: the answer, what it gains, remarks on why, and what to
-know before trusting it.
+"""Writes the verdict as plain text: the recommendation, its gains, remarks that explain
+them, and warnings.
 
-To add a sentence, write a function of the verdict that yields it and name it in REMARKS, or in
-WARNINGS if it is a reason not to trust the figures.
+To add a sentence, write a function of the verdict that yields it, and add the function to REMARKS,
+or to WARNINGS if the sentence is a reason not to trust the measurements.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ PLAIN_PARALLEL = {
 
 
 class Written(msgspec.Struct, frozen=True):
-    """A verdict in words. The answer begins with a mark where devices were simulated."""
+    """A verdict as text. The answer begins with a mark if devices were simulated."""
 
     answer: str
     figure: str
@@ -74,7 +74,7 @@ class Written(msgspec.Struct, frozen=True):
 
     @property
     def headline(self) -> str:
-        """The answer, its figure and its gains on one line."""
+        """The answer, its samples/s and its gains on one line."""
         return BETWEEN.join(part for part in (self.answer, self.figure, self.gains) if part)
 
     @property
@@ -84,7 +84,7 @@ class Written(msgspec.Struct, frozen=True):
 
 
 def write_verdict(verdict: Verdict) -> Written:
-    """The verdict in words."""
+    """Return the verdict as text."""
     mark = SIMULATED if verdict.simulated else ""
     knobs = [KNOBS.get(knob, knob) for knob in verdict.chosen.knobs]
     with_knobs = f", with {join_words(knobs)}" if knobs else ""
@@ -103,7 +103,9 @@ def write_verdict(verdict: Verdict) -> Written:
 
 
 def _write_advice(verdict: Verdict) -> str:
-    """What to do, in one sentence; so far, of a search that was stopped."""
+    """Return the recommendation, in one sentence. If the search was stopped, the sentence
+    says "so far".
+    """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
     if stopped and text.startswith("Use "):
@@ -137,7 +139,7 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Why to measure again."""
+    """Explain why to measure again."""
     value = max((one.value for one in verdict.doubts if one.code == reason), default=0.0)
     if reason == "disturbed":
         return (
@@ -164,7 +166,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(figure: Figure) -> str:
-    """± 0.4 %, of samples/s with their interval."""
+    """Format the error of samples/s, with their interval: ± 0.4 %."""
     return f"± {half_width(figure.samples_per_second, figure.low, figure.high)}"
 
 
@@ -184,8 +186,8 @@ def _write_figure(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """The gains over the even split, one device alone and a split, as far as they are other
-    layouts.
+    """Yield the gains over the even split, one device alone and a split, unless the plan
+    is that layout.
     """
     if not verdict.figure.known:
         return
@@ -203,7 +205,9 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """How much longer each of several trainings side by side takes than one on the device alone."""
+    """Yield how much longer each of several trainings side by side takes than one training on
+    the device alone.
+    """
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
@@ -212,8 +216,8 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even(verdict: Verdict) -> Rival | None:
-    """The even split to compare uneven shares with, over as few more devices as there is; None
-    where nothing can be said of it, or one device would do.
+    """Return the even split to compare uneven shares with: the one with the fewest devices, but no
+    fewer than the plan has. None if it has no meaningful gain, or if one device is advised.
     """
     chosen, advice = verdict.chosen, verdict.advice
     if chosen.kind not in ("other_shares", "sharded"):
@@ -227,16 +231,16 @@ def _find_even(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """The split to compare one device, packs or placements with; None if none was measured near
-    the plan's batch.
+    """Return the split to compare one device, packs or placements with. None if no split was
+    measured near the plan's batch.
     """
     splits = [one for one in verdict.rivals if one.kind in SPLITS]
     return next(filter(_is_told, splits), None)
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """The device alone that the plan is compared with, another one if the plan is one device; None
-    if that says nothing.
+    """Return the single device that the plan is compared with; another device if the plan is one
+    device. None if the comparison isn't meaningful.
     """
     alone = [one for one in verdict.rivals if one.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -245,7 +249,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """The best split (226 + 30), with its global batch where that isn't the plan's."""
+    """Name the best split (226 + 30), with its global batch if that differs from the plan's."""
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
         return f"the {split.name}" + (f" of {split.global_batch} samples" if other else "")
@@ -254,8 +258,8 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _is_told(rival: Rival) -> bool:
-    """True if something can be said of the gain over a rival: how large it is, or that its figure
-    is too uncertain.
+    """True if a gain over the rival can be stated, or if the rival's samples/s are too uncertain,
+    which can be stated too.
     """
     return rival.gain is not None or not rival.figure.known
 
@@ -265,8 +269,8 @@ def _interval(figure: Figure) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """The gain of the plan over a rival, with its ± where either figure is rough; of a tie the
-    comparison's own figure.
+    """Format the plan's gain over a rival, with ± if either rate is rough. For a tie, uses the gap
+    measured by the comparison.
     """
     if not rival.figure.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.figure)})"
@@ -283,14 +287,16 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """A gain that is less certain than it is large: the least that it is, if that is a gain."""
+    """Format a gain whose error exceeds its size: its lower bound, or that the
+    gain isn't certain.
+    """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
     return f"whether it is faster than {over} isn't certain"
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """± of a gain, in points of percent; empty where it is known well."""
+    """Format the ± of a gain, in percentage points; empty if the gain is precise."""
     figures = (_interval(verdict.figure), _interval(rival.figure))
     if rival.difference is None or not (is_rough(*figures) or _is_doubtful(verdict)):
         return ""
@@ -303,12 +309,14 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half(difference: RateGap) -> float:
-    """Half of the interval; the larger half, as the lower one ends at -1."""
+    """Return half of the interval's width; the upper half if that is larger, as the lower one
+    ends at -1.
+    """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)."""
+    """Format a tie: 1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)."""
     gap = rival.difference
     if gap is None:  # of an older version
         return f"as fast as {over}"
@@ -321,7 +329,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Why a difference counts as none."""
+    """Explain why a difference counts as a tie."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -332,7 +340,7 @@ def _write_why_equal(gap: RateGap) -> str:
 
 
 def _say_limits(verdict: Verdict) -> Iterator[str]:
-    """What the training's time goes to, the largest first, with what takes it away."""
+    """Yield what takes the training's time, the largest limit first, with a remedy for each."""
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain says it
             continue
@@ -345,7 +353,9 @@ def _say_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_link(verdict: Verdict) -> Iterator[str]:
-    """The link between the chosen devices, unless the exchange is a limit, which names it."""
+    """Yield the speed of the link between the chosen devices, unless the exchange is a limit, which
+    then names the link.
+    """
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     if verdict.link is not None and not named:
         yield f"Link: {verdict.link.describe()}."
@@ -374,7 +384,7 @@ MUCH_MORE = 3.0  # times a gain: an upper bound beyond it says nothing
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """The samples/s that the remedy would give, as measured or as expected."""
+    """Format the samples/s that the remedy would give, as measured or as expected."""
     speed = verdict.figure.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -403,13 +413,15 @@ def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_batch(verdict: Verdict) -> Iterator[str]:
-    """That the batch is evener's choice, where it is."""
+    """Yield a note that evener chose the batch, if it did."""
     if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
 
 
 def _say_unknown(verdict: Verdict) -> Iterator[str]:
-    """What to think of a figure that is too uncertain, and what is better known."""
+    """If the plan's samples/s are too uncertain, yield faster layouts whose samples/s
+    are more precise.
+    """
     if verdict.figure.known:
         return
     own = verdict.figure.samples_per_second
@@ -423,7 +435,7 @@ def _say_unknown(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
-    """One device that is as fast as several is the simpler way, whether it is the plan or not."""
+    """Yield a note if one device is as fast as several, whether that device is the plan or not."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
         if split is not None and split.tie:
@@ -439,7 +451,7 @@ def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Why several devices are slower than one, or that this wasn't measured."""
+    """Yield why several devices are slower than one, or that the reason wasn't measured."""
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."
@@ -462,7 +474,7 @@ def _say_split_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
-    """Why several devices reach much less than the sum of each alone."""
+    """Yield why several devices reach much less than the sum of each device alone."""
     loss = verdict.sum_loss
     if loss is None:
         return
@@ -475,7 +487,7 @@ def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """What takes the seconds that a step loses, as far as it is known."""
+    """Explain the seconds that a step loses, as far as the cause is known."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -493,7 +505,7 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _say_state(verdict: Verdict) -> Iterator[str]:
-    """The memory of a model that some device doesn't hold, and what would take less."""
+    """Yield the memory of a model that doesn't fit on some device, and what would need less."""
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
         if sentences:
@@ -501,7 +513,7 @@ def _say_state(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
-    """Why a device that works has no part in the plan."""
+    """Yield why a working device has no part in the plan."""
     for one in verdict.left_out:
         if one.reason == "not_faster" and verdict.figure.known:
             whole = ""
@@ -523,7 +535,7 @@ def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_less(loss: float) -> str:
-    """How much less than the plan: 3.1 % less, or more."""
+    """Format a loss relative to the plan: 3.1 % less."""
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -534,7 +546,7 @@ def _samples(verdict: Verdict) -> str:
 
 
 def _say_faster(verdict: Verdict) -> Iterator[str]:
-    """Every layout whose samples/s are above the plan's, and why it isn't the plan."""
+    """Yield every layout with more samples/s than the plan, and why it isn't the plan."""
     if not verdict.figure.known:
         return
     faster = [one for one in verdict.rivals if one.why_not is not None]
@@ -558,7 +570,7 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_more(verdict: Verdict, one: Rival) -> str:
-    """A faster layout's samples/s, and how much more than the plan's they are."""
+    """Format a faster layout's samples/s, and by how much they exceed the plan's."""
     speed = rate(one.figure.samples_per_second)
     words = f"{speed} samples/s, {percent(_more(verdict, one), 1)} more"
     gap = one.difference
@@ -575,7 +587,7 @@ def _write_more(verdict: Verdict, one: Rival) -> str:
 
 
 def _more(verdict: Verdict, one: Rival) -> float:
-    """A faster layout's samples/s over the plan's, less 1."""
+    """Return a faster layout's samples/s divided by the plan's, minus 1."""
     return printed_gain(one.figure.samples_per_second, verdict.figure.samples_per_second)
 
 
@@ -597,7 +609,7 @@ def _write_batches(one: Rival) -> str:
 
 
 def _say_what_errors_mean(verdict: Verdict) -> Iterator[str]:
-    """What ± is, where a difference is smaller than it."""
+    """Yield an explanation of ±, if some difference is smaller than its error."""
     gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
     close = any(gap.low <= 0 <= gap.high for gap in gaps)
     if close and verdict.figure.known:
@@ -605,7 +617,7 @@ def _say_what_errors_mean(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_use(verdict: Verdict) -> Iterator[str]:
-    """How such a plan is used, where the devices aren't there to train on."""
+    """If the devices are simulated, yield how to make and use such a plan on real devices."""
     planned = verdict.advice is not None and verdict.advice.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
@@ -625,7 +637,7 @@ def _say_earlier(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_knobs(verdict: Verdict) -> Iterator[str]:
-    """The gain or loss of each knob, whether the chosen layout has it or not."""
+    """Yield the gain or loss of each knob, whether the chosen layout uses it or not."""
     if not verdict.figure.known:
         return
     for one in verdict.rivals:
@@ -644,8 +656,8 @@ def _say_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, one: Rival) -> str | None:
-    """How a rival's loader works where several numbers of workers were tried; None for other
-    rivals.
+    """Describe the loader of a rival, if several numbers of worker processes were tried; None
+    for other rivals.
     """
     knobs = (*one.knobs, *verdict.chosen.knobs)
     same = (one.devices, one.batches) == (verdict.chosen.devices, verdict.chosen.batches)
@@ -655,7 +667,9 @@ def _find_workers(verdict: Verdict, one: Rival) -> str | None:
 
 
 def _say_workers(verdict: Verdict) -> Iterator[str]:
-    """The samples/s by the number of a loader's workers, the most first, and what to write."""
+    """Yield the samples/s for each number of loader workers, the fastest first, and the
+    setting to use.
+    """
     tried = [
         (how, one.figure)
         for one in verdict.rivals
@@ -680,13 +694,13 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _percent_lost(gain: float) -> str:
-    """The loss of a rival over which the plan has this gain."""
+    """Format the loss of a rival over which the plan has this gain."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
 def _say_packs(verdict: Verdict) -> Iterator[str]:
-    """Packs and placements: what the best of each loses, and which of them tie."""
+    """Yield the loss of the best pack and the best placement, and which of them tie."""
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
     yield from _say_losses(verdict, others)
     tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
@@ -698,7 +712,9 @@ def _say_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """What the first of each kind loses that isn't the plan's own kind, where it loses anything."""
+    """Yield the loss of the first rival of each kind other than the plan's own, if
+    it loses anything.
+    """
     said: set[str] = {verdict.chosen.kind}
     for one in others:
         if one.kind in said or one.gain is None or one.tie or one.gain < 0:
@@ -744,7 +760,7 @@ def _say_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_learning(verdict: Verdict) -> Iterator[str]:
-    """What the batch is worth in learning, and a learning rate to try."""
+    """Yield what the batch means for learning, and a learning rate to try."""
     found = verdict.learning
     if found is None:
         return
@@ -775,12 +791,12 @@ def _say_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _span(middle: str, low: str, high: str) -> str:
-    """A figure with its lower and upper end in brackets, if they differ."""
+    """Format a value with its lower and upper bound in brackets, if they differ."""
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
 def _say_few_steps(verdict: Verdict) -> Iterator[str]:
-    """A short epoch, where the batch was evener's choice."""
+    """Yield a note about a short epoch, if evener chose the batch."""
     few = verdict.few_steps
     if few is None or verdict.batch_given:
         return
@@ -844,7 +860,7 @@ def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
 
 
 def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
-    """Layouts that weren't compared, and why."""
+    """Yield the layouts that weren't compared, and why."""
     yield from (one.why for one in verdict.left_out if one.what == "request")
     families = [one.name for one in verdict.left_out if one.reason == "by_rows"]
     if families:
@@ -886,7 +902,7 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
 
 
 def write_unfinished(one: Unfinished) -> str:
-    """What had not ended when the time was over."""
+    """Describe the phase that was unfinished when the time was over."""
     what = {
         "importing": "Importing had not ended",
         "loading": f"The import of {one.name} had not ended",
@@ -899,8 +915,8 @@ def write_unfinished(one: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Doubts, and devices of one product that differ; a ± that a change between measurements
-    belies isn't given.
+    """Yield doubts, and devices of one product that differ. Leaves out a ± that is contradicted by
+    a change between measurements.
     """
     changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
     for one in verdict.doubts:
@@ -917,7 +933,9 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 
 
 def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budget") -> str:
-    """A doubt about a measurement, with what helps; `longer` is how more can be measured."""
+    """Describe a doubt about a measurement, with a remedy. `longer` says how to
+    measure for longer.
+    """
     value = doubt.value
     part = percent(doubt.taken)
     taken = f" ({part} of the cores' time in these)" if doubt.taken >= 0.005 else ""
@@ -1020,9 +1038,9 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Why the search ended, which `words` say; the layouts that tie by their names.
+    """Explain why the search ended, as `words` say it, with the names of the layouts that tie.
 
-    A search that ended by its own rules has nothing to add where the verdict is to measure again.
+    A search that ended by its own rules needs no explanation if the verdict is to measure again.
     """
     again = verdict.advice is not None and verdict.advice.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
@@ -1044,10 +1062,10 @@ def write_end(verdict: Verdict, words: str) -> str:
 
 
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
-    """The steps after a search, the most useful first; `path` is the plan's file, if it was
-    written. `measured`: this session measured any.
+    """Return the commands to run after a search, the most useful first. `path` is the plan's file,
+    if it was written; `measured`: this session measured something.
 
-    Nothing leads to a plan that the verdict advises against.
+    No command uses a plan that the verdict advises against.
     """
     steps = [f"plan written to {path}"] if path else []
     if recommends_plan(finished):
@@ -1070,7 +1088,7 @@ def write_next_steps(run: str, finished: Finished, path: str, measured: bool) ->
 
 
 def _needs_time(finished: Finished) -> bool:
-    """True if more time is what the verdict lacks."""
+    """True if the verdict only lacks more measuring time."""
     found = finished.found
     if found is None:
         return False
@@ -1079,7 +1097,7 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """True if the verdict says to train by the plan, and on devices that exist."""
+    """True if the verdict recommends training by the plan, and its devices exist."""
     found = finished.found
     if found is None or found.advice is None:
         return True
@@ -1087,8 +1105,8 @@ def recommends_plan(finished: Finished) -> bool:
 
 
 def find_one_device_command(finished: Finished) -> str:
-    """The command that trains on the one device that the verdict advises, without a plan; empty
-    for other advice, and where there is no script or no such device.
+    """Return the command that trains without a plan on the one device that the verdict advises.
+    Empty for other advice, and if there is no script or no such device.
     """
     found = finished.found
     if found is None or found.advice is None or found.simulated:
@@ -1109,7 +1127,7 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """How to train by a plan in this file; empty without a script to launch."""
+    """Explain how to train by the plan in this file; empty if there is no script to launch."""
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
     where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
@@ -1117,7 +1135,9 @@ def write_training_step(plan: Plan, path: str) -> str:
 
 
 def find_training_command(plan: Plan, path: str) -> str:
-    """The command that trains by a plan in this file; empty without a script to launch."""
+    """Return the command that trains by the plan in this file; empty if there is no
+    script to launch.
+    """
     script = plan.workload.rpartition(":")[0]
     simulated = is_simulated(share.device for share in plan.layout.active)
     if not plan.layout.traits.by_shares or simulated or not script:

@@ -1,4 +1,6 @@
-"""The memory of a model's state beside that of the devices, and what adapters would take."""
+"""Compares the memory of a model's state with the devices' memory, and estimates what
+adapters would need.
+"""
 
 from __future__ import annotations
 
@@ -18,7 +20,7 @@ FEW = 0.1  # of a model's parameters: if no more are trained, adapters are what 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """The memory of the model's state; None where it wasn't tried in shards, or isn't known."""
+    """Return the memory of the model's state. None if shards weren't tried, or if it is unknown."""
     state = facts.state
     if state is None or not state.parameters:
         return None
@@ -52,8 +54,8 @@ def _find_adapters(way: TrainingWay, parameters: int, devices: Sequence[Device])
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """The memory of the state as sentences; empty where each device that was tried holds it and no
-    shards are the plan.
+    """Describe the memory of the state. Empty if each tested device holds the state and the
+    plan isn't sharded.
     """
     if memory.whole_on and not memory.held:
         return ""
@@ -67,7 +69,9 @@ def write_state_memory(memory: StateMemory) -> str:
 
 
 def write_adapters(memory: StateMemory) -> list[str]:
-    """A sentence for each way to train adapters: the memory it takes, and who holds it."""
+    """Return a sentence for each way to train adapters: its memory, and the devices that
+    can hold it.
+    """
     sentences = []
     for each in memory.adapters:
         fits = "no device holds that alone"

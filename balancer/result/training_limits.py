@@ -1,7 +1,8 @@
-"""What limits the training by the chosen layout, from what its probes measured beside their step.
+"""Finds what limits a training by the chosen layout, from the parts of a step that
+its probes measured.
 
-Only probes of real children have parts; of simulated devices nothing is said. Seconds are of one
-optimizer step, of the rank in which a part is longest, as the others wait for it.
+Only probes of real children measure parts; simulated devices have no limits. Times are seconds per
+optimizer step on the rank where a part is longest, as the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -40,7 +41,7 @@ KERAS_INPUT = (
 def find_training_limits(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
-    """The limits of the chosen layout, the largest first."""
+    """Return the limits of the chosen layout, the largest first."""
     chosen = report.chosen
     layout = chosen.layout
     turns = [one for one in report.turns_of(layout) if one.parts] or _find_turns(seen, layout)
@@ -61,20 +62,20 @@ def find_training_limits(
 
 
 def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
-    """All measurements of a layout that have parts."""
+    """Return all measurements of a layout that include the parts of its step."""
     found = [one for one in seen if isinstance(one, Timed) and one.probe.layout == layout]
     return [one for one in found if one.parts]
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """The measurement after which the layout was looked at more closely."""
+    """Return the measurement of the layout that was followed by the closer look."""
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
     return found[-1] if found else None
 
 
 class _Measured:
-    """The measurements of one layout, for its step of `step_s` seconds."""
+    """The measurements of one layout, whose step takes `step_s` seconds."""
 
     def __init__(
         self, layout: Layout, turns: Sequence[Timed], closer: Timed | None, step_s: float
@@ -82,11 +83,11 @@ class _Measured:
         self.layout, self.turns, self.closer, self.step_s = layout, turns, closer, step_s
 
     def parts_of(self, position: int) -> list[tuple[Timed, PartSeconds]]:
-        """The parts of a device's step in each measurement."""
+        """Return the parts of a device's step in each measurement."""
         return [(one, part) for one in self.turns if (part := one.parts[position]) is not None]
 
     def share(self, position: int, name: str) -> float | None:
-        """The part of a step, 0 to 1, on one device; None where it isn't known."""
+        """Return one part of a device's step as a fraction, 0 to 1; None if unknown."""
         shares = [
             seconds / one.step_seconds
             for one, part in self.parts_of(position)
@@ -95,13 +96,13 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """The seconds of a part on the device where it is longest; None where it isn't known."""
+        """Return the seconds of a part on the device where it is longest; None if unknown."""
         shares = [self.share(position, name) for position in self.layout.active]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
 
     def own_s(self, position: int) -> float:
-        """A device's own work in a step; 0 where it isn't known."""
+        """Return a device's compute time (own work) per step; 0 if unknown."""
         known = [
             own / one.step_seconds
             for one in self.turns
@@ -110,7 +111,9 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """The seconds of a device's own work in a step that heat, power or a neighbour took."""
+        """Return the seconds of a device's compute time per step that heat, power or
+        a neighbour cost.
+        """
         own_s = self.own_s(position) or self.step_s
         if kind is LimitKind.NEIGHBOUR:
             parts = [part.neighbour for _, part in self.parts_of(position)]
@@ -119,25 +122,27 @@ class _Measured:
         return own_s * (self.share(position, name) or 0.0)
 
     def list_last(self) -> list[int]:
-        """The devices that the others wait for, by their own work."""
+        """Return the devices that the other devices wait for, by their compute time."""
         longest = max((self.own_s(i) for i in self.layout.active), default=0.0)
         return [i for i in self.layout.active if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """The seconds of a step in which a GPU waits for its host to start kernels."""
+        """Return the seconds of a step in which a GPU waits for its host to launch kernels."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Seconds of the closer look, as the step's figure has them."""
+        """Scale seconds from the closer look to the measured step time."""
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Waiting for rows; the step without was measured with a batch that is kept."""
+    """Yield the time spent waiting for rows. The step without this wait was measured on a batch
+    that is kept.
+    """
     seconds = measured.largest_s("input_seconds")
     closer = measured.closer
     if closer is None or closer.kept is None:
@@ -157,8 +162,8 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """A host whose cores are taken, and one that starts kernels more slowly than a GPU runs
-    them.
+    """Yield a host whose cores other programs use, and a host that launches kernels more slowly
+    than a GPU runs them.
     """
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
@@ -187,15 +192,18 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _spare_by_twice(step_s: float, waits_s: float) -> float:
-    """The seconds that twice the batch spares of a step, for as many rows, whose device waits for
-    its host for so long: the host takes as long as before, the device twice as long.
+    """Return the seconds per step, for the same number of rows, that doubling the batch
+    saves on a device that waits `waits_s` for its host. The host's time stays the same
+    and the device's doubles.
     """
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """What the device that others wait for waits itself: that is the exchange alone."""
+    """Yield the exchange: the time that the slowest device, which the others wait
+    for, itself waits.
+    """
     layout = measured.layout
     if len(layout.active) < 2 or not layout.traits.together:
         return
@@ -215,7 +223,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """The devices of an exchange, with their link where that was measured."""
+    """Name the devices of an exchange, with their link if it was measured."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -225,7 +233,9 @@ def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
 def find_link(
     seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
 ) -> Link | None:
-    """The link between a layout's devices, by their last measurement; None if there is none."""
+    """Return the link between a layout's devices from its last measurement; None if
+    it wasn't measured.
+    """
     labels = tuple(devices[i].label for i in layout.active)
     for one in reversed(seen):
         if not isinstance(one, Timed) or one.probe.layout.active != layout.active:
@@ -236,9 +246,10 @@ def find_link(
 
 
 def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | None:
-    """The part of a step that a device waits for others or their sum.
+    """Return the fraction of a step that a device waits for other devices or the all-reduce.
 
-    On a CPU, own work is CPU time: waiting for rows and for a core come on top of it.
+    On a CPU, compute time (own work) is CPU time, so waiting for rows and for a core
+    is subtracted separately.
     """
     shares = []
     for one, part in measured.parts_of(position):
@@ -251,7 +262,9 @@ def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | Non
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """The optimizer's own step, without its part of the time in which a GPU waits for kernels."""
+    """Yield the optimizer's own step, without its part of the time in which a GPU
+    waits for kernels.
+    """
     update = measured.largest_s("update_seconds")
     if update is not None:
         seconds = update * max(0.0, 1 - measured.launching_s() / measured.step_s)
@@ -267,10 +280,10 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """The time that each pass takes whatever its rows, of all passes but one: more memory would
-    need no more than that one.
+    """Yield the fixed time of every pass beyond the first: with more memory, one
+    pass would suffice.
 
-    It counts on a device that the others wait for.
+    Considers a device that the others wait for.
     """
     layout = measured.layout
     for position in measured.list_last():
@@ -288,8 +301,8 @@ def _find_memory(
 
 
 def _estimate_fixed(seen: Sequence[Observation], position: int) -> float:
-    """Seconds of a pass that don't depend on its rows, by a device's two largest single passes; 0
-    where that isn't known.
+    """Return the seconds of a pass that don't depend on its rows, from a device's two largest
+    single passes; 0 if unknown.
     """
     fastest: dict[int, float] = {}
     for one in seen:
@@ -307,7 +320,9 @@ def _estimate_fixed(seen: Sequence[Observation], position: int) -> float:
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Work that a device which the others wait for lost to heat, power or a neighbour."""
+    """Yield the compute time that heat, power or a neighbour cost on a device that the
+    others wait for.
+    """
     for kind in (LimitKind.HEAT, LimitKind.POWER, LimitKind.NEIGHBOUR):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
         most = max(lost, key=lost.__getitem__)
@@ -320,8 +335,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Unequal devices, where the plan's shares take them away: its gain over equal shares of the
-    same devices and batch.
+    """Return the limit of unequal devices if the plan's shares remove it: the plan's gain over
+    equal shares of the same devices and batch.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -348,7 +363,7 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Time of a lone CPU in which nothing computes and no rows are fetched."""
+    """Yield the time of a lone CPU in which nothing computes and no rows are fetched."""
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
         yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)

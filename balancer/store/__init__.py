@@ -1,1 +1,1 @@
-"""Runs on disk: journals, locks, the list of runs, and replaying them."""
+"""Runs on disk: journals, locks, the list of runs, and replays."""

@@ -1,9 +1,9 @@
-"""A comparison of two runs: the slowdown of the second with an interval, and the part of a step in
-which it is. Pure.
+"""Compares two runs: the second run's slowdown with its interval, and the part of a step that
+causes it. Pure.
 
-A training's journal has windows of steps. What takes longer for a while, such as a busy machine,
-lasts over several windows, so they aren't independent: they are joined into blocks, and the
-interval is as much wider as blocks in a row are alike.
+A training's journal has windows of steps. A disturbance such as a busy machine lasts over several
+windows, so they aren't independent: they are joined into blocks, and the interval is widened by the
+correlation between consecutive blocks.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ PHASES = {
 
 
 class PhaseDifference(msgspec.Struct, frozen=True):
-    """A part of a step in both trainings, in seconds, of the first rank."""
+    """One part of a step in both trainings, in seconds, on the first rank."""
 
     name: str
     before_s: float
@@ -52,7 +52,9 @@ class PhaseDifference(msgspec.Struct, frozen=True):
 
 
 class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """The second run beside the first; slowdowns are relative to the first's time per sample."""
+    """The second run compared with the first. Slowdowns are relative to the first run's
+    time per sample.
+    """
 
     kind: Literal["training", "search"]
     before: str  # runs
@@ -66,12 +68,14 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     other_batch: bool = False  # steps of the two have different numbers of rows
 
     def is_beyond(self, most: float) -> bool:
-        """True if the second is surely slower, and by more than `most`, as far as is known."""
+        """True if the second run is surely slower, and its estimated slowdown exceeds `most`."""
         return self.low > 0 and self.slowdown > most
 
 
 def compare_trainings(before: TrainingRecord, after: TrainingRecord) -> RunDifference:
-    """Compare two trainings by the windows of their steps; RequestError if one has too few."""
+    """Compare two trainings by the windows of their steps. Raises RequestError if a training has
+    too few windows.
+    """
     windows = [_list_windows(each) for each in (before, after)]
     first, second = windows
     per_sample = [_mean(each, lambda window: window.seconds / window.samples) for each in windows]
@@ -114,7 +118,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: TrainingRecord) -> list[StepsEntry]:
-    """The windows since the last start, without those of the warm-up."""
+    """Return the windows since the last start, without the windows of the warm-up."""
     windows: list[StepsEntry] = []
     for entry in training.entries:
         if isinstance(entry, StartEntry):
@@ -132,7 +136,7 @@ def _list_windows(training: TrainingRecord) -> list[StepsEntry]:
 
 
 def _batch(windows: Sequence[StepsEntry]) -> float:
-    """The rows of a step."""
+    """Return the rows per step."""
     return sum(each.samples for each in windows) / sum(each.steps for each in windows)
 
 
@@ -144,7 +148,7 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """The mean of a figure over a training, by blocks of windows that are equally long."""
+    """Return the mean of a metric over a training, from blocks of equally long windows."""
     blocks = [_join(block, figure) for block in _cut(windows)]
     value = max(fmean(blocks), least)
     if len(blocks) < 2:
@@ -156,7 +160,7 @@ def _mean(
 
 
 def _cut(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
-    """The windows in blocks of about the same time."""
+    """Group the windows into blocks of about the same duration."""
     whole_s = sum(each.seconds for each in windows)
     count = min(MOST_BLOCKS, len(windows))
     blocks: list[list[StepsEntry]] = [[] for _ in range(count)]
@@ -169,13 +173,13 @@ def _cut(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
 
 
 def _join(windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float]) -> float:
-    """The mean of a figure over windows, each by its time."""
+    """Return the mean of a metric over windows, weighted by their duration."""
     seconds = sum(each.seconds for each in windows)
     return sum(figure(each) * each.seconds for each in windows) / seconds
 
 
 def _find_likeness(blocks: Sequence[float]) -> float:
-    """The correlation of blocks in a row, 0 where they alternate."""
+    """Return the correlation of consecutive blocks; 0 if they alternate."""
     middle = fmean(blocks)
     around = [each - middle for each in blocks]
     whole = sum(each * each for each in around)
@@ -191,7 +195,7 @@ def _find_likeness(blocks: Sequence[float]) -> float:
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """The parts of a step that either training has, as far as their ranks know them."""
+    """Return the parts of a step that either training has, as far as their ranks report them."""
     known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
     if not all(known):
         return []

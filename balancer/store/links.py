@@ -1,6 +1,6 @@
-"""The links between devices as they were last measured, kept by driver and devices.
+"""The last measured links between devices, stored by driver and devices.
 
-Another driver, or other devices, have other links: what was kept for them isn't found then.
+Links stored for another driver or other devices aren't found, as they may differ.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ MOST_RECORDS = 256  # that are looked through
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
-    """What was measured, when, and on what."""
+    """Measured links, with the time, driver and devices of the measurement."""
 
     driver: str
     devices: tuple[str, ...]  # ids, in order
@@ -35,7 +35,9 @@ class LinkRecord(msgspec.Struct, frozen=True):
 
 
 def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkFigure]) -> Path:
-    """Keep the figures; the file that they are in. RequestError if it can't be written."""
+    """Save measured links and return the file's path. Raises RequestError if it
+    can't be written.
+    """
     path = _find_path(devices, driver)
     make_private(path.parent)
     labels = tuple(device.label for device in devices)
@@ -45,8 +47,9 @@ def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkFig
 
 
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
-    """Keep what a search has measured of the link between all of these devices; what
-    `evener doctor --links` has measured of other transports stays. Nothing where there is no room.
+    """Save the speed that a search has measured for the link between all of these devices.
+    Other transports measured by `evener doctor --links` are kept. Does nothing if the file
+    can't be written.
     """
     labels = tuple(device.label for device in devices)
     figure = LinkFigure(labels, OWN, "ok", bytes_per_second, path=path)
@@ -58,7 +61,7 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """What was measured of these devices together by this driver; None if nothing was."""
+    """Return what was measured for these devices together with this driver; None if nothing was."""
     record = _read(_find_path(devices, driver))
     if record is not None and (record.driver, record.devices) == (driver, _list_ids(devices)):
         return record
@@ -66,7 +69,9 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """The newest figure of each pair and set of these devices, as it is; pairs come first."""
+    """Return the newest default-transport measurement of each pair and set of these
+    devices, pairs first.
+    """
     labels = {device.id: device.label for device in devices}
     found: dict[frozenset[str], Link] = {}
     for record in _list_records(driver):
@@ -80,7 +85,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
 
 
 def _list_records(driver: str) -> list[LinkRecord]:
-    """The records of a driver, the oldest first."""
+    """Return the records of a driver, oldest first."""
     folder = state_folder() / "links"
     read = [_read(path) for path in sorted(folder.glob("*.json"))[:MOST_RECORDS]]
     own = [record for record in read if record is not None and record.driver == driver]
@@ -94,7 +99,7 @@ def _read(path: Path) -> LinkRecord | None:
 
 
 def _ids_of(record: LinkRecord, figure: LinkFigure) -> frozenset[str]:
-    """The ids of a figure's devices."""
+    """Return the ids of the devices in one measurement of a record."""
     pairs = zip(record.devices, record.labels, strict=False)
     return frozenset(identity for identity, label in pairs if label in figure.devices)
 

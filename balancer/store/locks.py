@@ -1,9 +1,9 @@
-"""Keep sessions apart: no two on one run, nor on one device unless the user says so.
+"""Keeps sessions apart: only one session per run, and one per device unless the user allows more.
 
-Locks are the kernel's (flock), so they end with the process that holds them. One user's sessions
-lock files in that user's state folder, which say the run. Between users, and between state folders
-of one user, the file by which the kernel itself shows a device is locked: everybody can read it and
-nobody can replace it, so nothing lies where others could tamper with it.
+Locks are the kernel's (flock), so they end with the process that holds them. Sessions of one user
+lock files in the user's state folder, which contain the run's name. Between users, and between
+state folders of one user, sessions lock the file by which the kernel itself shows a device:
+everybody can read it and nobody can replace it, so it can't be tampered with.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ Note = dict[str, object]  # who holds a lock: pid and run
 
 
 def lock_run(folder: Path) -> ExitStack:
-    """A run in progress can be neither resumed nor deleted; RequestError if it is in progress
-    elsewhere.
+    """Lock a run, so that it can be neither resumed nor deleted meanwhile. Raises RequestError if
+    another process has the lock.
     """
     with ExitStack() as held:
         holder = _lock_own(held, folder / "lock", {"pid": os.getpid()})
@@ -51,7 +51,7 @@ def lock_run(folder: Path) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """True if a process works on the run, which then holds its lock."""
+    """True if a process works on the run and so holds its lock."""
     try:
         descriptor = os.open(
             runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -68,8 +68,8 @@ def is_running(run: str) -> bool:
 
 
 def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
-    """Keep others off the job's devices, or those at `positions`, unless they are shared or
-    simulated; DeviceError.
+    """Lock the job's devices, or the devices at `positions`, unless they are shared or simulated.
+    Raises DeviceError if another session has one.
     """
     if job.request.share or job.machine is not None:
         return ExitStack()
@@ -79,8 +79,8 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Keep this user's and other users' sessions off the devices, each on its host; DeviceError if
-    one has them.
+    """Lock devices on their hosts against this user's and other users' sessions. Raises DeviceError
+    if another session has one.
 
     Closing the stack releases the devices.
     """
@@ -94,7 +94,7 @@ def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Keep sessions off devices of this machine; DeviceError if one has them."""
+    """Lock devices of this machine. Raises DeviceError if another session has one."""
     folder = trusted_folder(state_folder() / "locks")
     with ExitStack() as held:
         for device in devices:
@@ -111,8 +111,8 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
-    """Keep the sessions of other users and of other state folders off the devices; DeviceError if
-    one has them.
+    """Lock devices against sessions of other users and of other state folders. Raises DeviceError
+    if one of those sessions has a device.
     """
     with ExitStack() as held:
         for device in devices:
@@ -122,8 +122,8 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock a file of this user's and write `note` into it; the holder's note if somebody else has
-    it.
+    """Lock one of this user's files and write `note` into it. Returns the holder's note if another
+    process has the lock.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -142,7 +142,9 @@ def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """DeviceError if another process has it; a file system without locks is no reason to stop."""
+    """Lock a device's kernel file. Raises DeviceError if another process has the lock; a file
+    system without locks is ignored.
+    """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
         held.callback(os.close, descriptor)
@@ -156,8 +158,8 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """The files by which the kernel shows a device: one for each core, or the GPU's own on its bus;
-    none if unknown.
+    """Return the files by which the kernel shows a device: one for each core, or the GPU's own on
+    its bus; empty if unknown.
     """
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
@@ -166,8 +168,8 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Lock an open file: None if that worked, else the pid of the holder, 0 if the kernel doesn't
-    say.
+    """Try to lock an open file. Returns None on success, else the pid of the holder, 0 if the
+    kernel doesn't report it.
     """
     for _ in range(TRIES):
         try:
@@ -181,7 +183,9 @@ def try_lock(descriptor: int) -> int | None:
 
 
 def find_holder(descriptor: int) -> int:
-    """The pid of the process that has the lock on an open file; 0 if the kernel doesn't say."""
+    """Return the pid of the process that has locked an open file; 0 if the kernel
+    doesn't report it.
+    """
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
     with suppress(OSError, ValueError, IndexError), LOCKS.open("rb") as stream:
@@ -194,8 +198,8 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file, or BlockingIOError; `is_running` holds it for a moment, so it is tried
-    more than once.
+    """Lock an open file, or raise BlockingIOError. Retries, as `is_running` holds the lock
+    for a moment.
     """
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -206,8 +210,8 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """The units that can't be used twice: a GPU, or each core of a slice, however the CPU was
-    cut.
+    """Return the units of a device that can't be used twice: a GPU, or each core of a CPU slice,
+    however the CPU was sliced.
     """
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
@@ -221,8 +225,8 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """The holder as " (process 12, run 20261122-…)"; anything that no lock of ours says is left
-    out.
+    """Format the holder as " (process 12, run 20261122-…)"; leaves out anything that evener's
+    locks don't contain.
     """
     pid = note.get("pid")
     run = note.get("run")

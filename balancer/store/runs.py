@@ -1,4 +1,4 @@
-"""This user's runs: found by name, listed, loaded, deleted, and replayed into a search.
+"""This user's runs: find, list, load, delete, and replay them into a search.
 
 The same observations give the same search, and so the same plan.
 """
@@ -60,7 +60,7 @@ State = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """One line of the list of runs."""
+    """One line in the list of runs."""
 
     run: str
     created: str
@@ -83,7 +83,7 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run according to its journal; one that was cut off ends with the plan that its measurements
+    """A run as read from its journal. A run that was cut off has the plan that its measurements
     give, if any.
     """
 
@@ -103,7 +103,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
-        """The plan; RequestError says why there is none."""
+        """Return the plan. Raises RequestError, which says why there is no plan."""
         if self.plan is not None:
             return self.plan
         reasons = {
@@ -122,23 +122,23 @@ _training_decoder: msgspec.json.Decoder[TrainingEntry] = msgspec.json.Decoder(Tr
 
 
 def run_folder(run: str) -> Path:
-    """The folder of a run by its whole id."""
+    """Return the folder of a run, by the run's whole id."""
     return runs_folder() / run
 
 
 def journal_path(run: str) -> Path:
-    """The journal of a run by its whole id."""
+    """Return the path of a run's journal, by the run's whole id."""
     return run_folder(run) / JOURNAL
 
 
 def errors_path(run: str) -> Path:
-    """The file of what failing children of a run wrote."""
+    """Return the path of the file with the output of a run's failed children."""
     return run_folder(run) / "errors.txt"
 
 
 def find(name: str) -> str:
-    """The search meant by an id, by the unique beginning of one, or by `last`; RequestError if it
-    isn't one, or never began.
+    """Return the id of the search named by an id, a unique prefix of an id, or `last`. Raises
+    RequestError if the name is no search, or the search never began.
     """
     newest = reversed(_list_ids()) if name == "last" else ()
     searches = (run for run in newest if not _is_training(run) and _has_begun(run))
@@ -156,9 +156,10 @@ def find(name: str) -> str:
 
 
 def find_any(name: str) -> str:
-    """The search or training meant by a name; RequestError if none or several match.
+    """Return the id of the search or training with this name. Raises RequestError if none
+    or several match.
 
-    `last` is the newest one that began: a session that is killed at once leaves an empty folder.
+    `last` is the newest run that began: a session that is killed at once leaves an empty folder.
     """
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
@@ -181,15 +182,15 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> TrainingRecord | None:
-    """The record of a training, by its whole id; None for a search. RequestError if it can't be
-    read.
+    """Return the record of a training by its whole id; None for a search. Raises RequestError if it
+    can't be read.
     """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
 
 def load_noise(name: str) -> NoiseEntry:
-    """The last noise scale of a training, by its name, or of the last that has one; RequestError if
-    there is none.
+    """Return the last noise scale of the training with this name; `last` is the newest training
+    that has a noise scale. Raises RequestError if there is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
         # as of a training whose journal is broken
@@ -205,8 +206,8 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> TrainingRecord:
-    """The journal in this file; RequestError names the line that can't be read. An incomplete last
-    line is left out.
+    """Read a training's journal, without an incomplete last line. Raises RequestError, which names
+    the line that can't be read.
     """
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
@@ -232,8 +233,8 @@ def _training_path(run: str) -> Path:
 
 
 def each_run() -> Iterator[RunSummary]:
-    """Every run, the newest first, each read as it is asked for; one that can't be read says
-    why.
+    """Yield every run, newest first; each is read when it is needed. A run that can't be
+    read says why.
     """
     trainings: Trainings = defaultdict(list)  # so far: those by a plan are newer than its search
     for run in reversed(_list_ids()):
@@ -241,7 +242,7 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """What trainings by the plan of this run have reached."""
+    """Return what trainings by this run's plan have reached."""
     trainings = []
     for newer in reversed(_list_ids()):
         if newer <= run:
@@ -254,27 +255,25 @@ def find_trained_by(run: str, plan: Plan) -> Trained | None:
 
 
 def list_runs() -> tuple[RunSummary, ...]:
-    """Every run, the newest first."""
+    """Return every run, newest first."""
     return tuple(each_run())
 
 
 def have_runs() -> bool:
-    """True if there is any run."""
+    """True if there are any runs."""
     return bool(_list_ids())
 
 
 def load_run(name: str) -> StoredRun:
-    """A run with its measurements and the plan that came of them; RequestError if it can't be
-    read.
-    """
+    """Return a run with its measurements and its plan. Raises RequestError if it can't be read."""
     path = journal_path(find(name))
     record = journal.read(path)
     return StoredRun(record, _find_end(record, str(path)), *_find_state(record))
 
 
 def _find_end(record: Record, source: str) -> Finished | None:
-    """The end of a run, with its plan in today's schema; of one that was cut off, what its
-    measurements give.
+    """Return the end of a run, with its plan in today's schema. For a run that was cut off, the
+    plan comes from its measurements.
     """
     if record.ended is not None:
         return msgspec.structs.replace(
@@ -286,8 +285,8 @@ def _find_end(record: Record, source: str) -> Finished | None:
 
 
 def delete_run(name: str) -> str:
-    """Remove a run's folder and return its id; RequestError if the run is in progress or can't be
-    removed.
+    """Delete a run's folder and return its id. Raises RequestError if the run is in progress or
+    can't be deleted.
     """
     run = find_any(name)
     if _is_training(run) and _summarize(run, defaultdict(list)).state == "running":
@@ -302,21 +301,21 @@ def delete_run(name: str) -> str:
 
 
 def forget_empty(folder: Path) -> None:
-    """Remove the folder of a run that has no journal."""
+    """Delete the folder of a run that has no journal."""
     with suppress(OSError):
         if not (folder / JOURNAL).exists():
             shutil.rmtree(folder)
 
 
 def _list_ids() -> list[str]:
-    """All runs, the oldest first."""
+    """Return the ids of all runs, oldest first."""
     folder = runs_folder()
     with as_request_error(f"The folder {folder} can't be read", "Check who owns it."):
         return sorted(entry.name for entry in os.scandir(folder) if _ID.fullmatch(entry.name))
 
 
 def _has_begun(run: str) -> bool:
-    """False for a run that was stopped before the first line of its journal was written."""
+    """False if a run was stopped before the first line of its journal was written."""
     path = _training_path(run) if _is_training(run) else journal_path(run)
     try:
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -335,8 +334,8 @@ Trainings = defaultdict[str, list[TrainingRecord]]  # by the time at which their
 
 
 def _summarize(run: str, trainings: Trainings) -> RunSummary:
-    """The line of a run; a training is added to `trainings`, in which those by a plan are looked
-    for.
+    """Return a run's line in the list. A training is also added to `trainings`, which plans'
+    trainings are looked up in.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
@@ -388,7 +387,7 @@ def _summarize_training(training: TrainingRecord) -> RunSummary:
 
 
 def _find_state(record: Record) -> tuple[State, str]:
-    """The state of a run, and why it failed."""
+    """Return the state of a run, and why it failed."""
     if is_running(record.header.run):
         return "running", ""
     end = record.last_end
@@ -407,9 +406,9 @@ NOTHING = Facts()  # is known yet
 def make_search(
     job: Job, facts: Facts = NOTHING, seen: Iterable[Observation] = (), spend_all: bool = False
 ) -> Search:
-    """A search for a job, with what is known of its data and everything that was seen.
+    """Return a search for a job, with the known facts about its data and all observations.
 
-    With `spend_all` it measures the best layouts until the budget is spent.
+    With `spend_all`, it measures the best layouts until the budget is spent.
     """
     problem = msgspec.structs.replace(job.problem, spend_all=True) if spend_all else job.problem
     search = Search(problem, job.request.compare or BALANCE)
@@ -420,8 +419,8 @@ def make_search(
 
 
 def recover(record: Record) -> Finished:
-    """The plan of a run that was cut off, from what it had measured; NoLayoutError if that is
-    nothing.
+    """Return the plan of a run that was cut off, from its measurements. Raises NoLayoutError if
+    they give none.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
     report = search.report(record.header.request.own_batch)
@@ -436,14 +435,14 @@ def recover(record: Record) -> Finished:
 
 
 def read_run(name: str) -> Record:
-    """The journal of a run; RequestError if it can't be read."""
+    """Read the journal of a run. Raises RequestError if it can't be read."""
     return journal.read(journal_path(find(name)))
 
 
 def recorded_events(record: Record) -> Iterator[Event]:
-    """The session's events from its journal alone: a new search gets the same observations.
+    """Yield the session's events from its journal alone: a new search gets the same observations.
 
-    The end of a run that failed is raised, as it was by its session.
+    If the run failed, raises its error, as its session did.
     """
     header = record.header
     request = header.request
@@ -470,8 +469,8 @@ def recorded_events(record: Record) -> Iterator[Event]:
 
 
 class RunReplay(EventThread):
-    """Recorded events as a session: `speed` times as fast as they were, no gap longer than
-    `longest_gap_seconds`.
+    """Replays recorded events as a session, `speed` times as fast as they happened, with no gap
+    longer than `longest_gap_seconds`.
     """
 
     def __init__(

@@ -1,4 +1,4 @@
-"""What trainings by a plan have reached, by their journals, and what kept them from more."""
+"""What trainings by a plan have reached, from their journals, and what slowed them down."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAME = 1e-6  # between two figures of one plan, relative
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The trainings by a plan that kept a journal; the figures are of the last one."""
+    """The trainings by a plan that kept a journal. Speeds are of the last training."""
 
     trainings: int
     samples_per_second: float  # median
@@ -34,17 +34,17 @@ class Trained(msgspec.Struct, frozen=True):
 
     @property
     def falls_short(self) -> bool:
-        """True if the last one was over 5 % slower than the plan says."""
+        """True if the last training was over 5 % slower than the plan predicts."""
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Why it falls short, as the end of a sentence, or that this isn't known."""
+        """Return why the training falls short, to end a sentence, or that the reason is unknown."""
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
 def find_trained(plan: Plan, trainings: Iterable[TrainingRecord]) -> Trained | None:
-    """What trainings, the last one first, have reached by this plan; None if none has trained by it
-    for long enough.
+    """Return what trainings by this plan have reached; `trainings` has the last one first. None if
+    none has trained by the plan for long enough.
     """
     parts = [_by_plan(plan, each) for each in trainings]
     parts = list(filter(_speeds, parts))
@@ -56,8 +56,8 @@ def find_trained(plan: Plan, trainings: Iterable[TrainingRecord]) -> Trained | N
 
 
 def _by_plan(plan: Plan, training: TrainingRecord) -> list[TrainingEntry]:
-    """The entries of a training from its starts by this plan: with all of its devices, at its
-    global batch.
+    """Return the entries that follow a training's starts by this plan, with all of the plan's
+    devices, at its global batch.
     """
     entries: list[TrainingEntry] = []
     follows = False
@@ -80,7 +80,9 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """What a training's steps were spent on besides computing, and what happened to it."""
+    """Yield what took a training's steps besides computing, and what happened
+    during the training.
+    """
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
         ("input_s", "its first device waited for input in {part} of a step"),
