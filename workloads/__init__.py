@@ -1,1 +1,1 @@
-"""Models that train, one optimizer step at a time. Knows no balancer."""
+"""Models that train one optimizer step at a time. Independent of the balancer."""

@@ -1,4 +1,4 @@
-"""Data sets made in code: the same for the same seed, and nothing to download."""
+"""Synthetic data sets: the same seed gives the same data, and nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ NOISE = 0.3
 
 
 def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """`rows` pictures (rows, 28, 28, 1) in 0 to 1, shifted and noisy, as float32, and their digits
-    (rows,) as int64.
+    """Return `rows` shifted and noisy pictures of digits (rows, 28, 28, 1) in 0 to 1, as float32,
+    and the digits (rows,) as int64.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
@@ -41,7 +41,7 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """The ten digits (10, height, width): a dot is a square of 1."""
+    """Return the ten digits (10, height, width), in which each dot is a square of ones."""
     glyphs = []
     for text in _FONT:
         lines = [[int(dot) for dot in line] for line in text.split()]
@@ -50,8 +50,8 @@ def _draw_digits() -> Any:
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
-    """Coloured pictures (rows, side, side, 3) around 0 as float32, and as classes (rows,) their
-    stripes' angle.
+    """Return coloured pictures of stripes (rows, side, side, 3) around 0 as float32, and the
+    stripes' angle as classes (rows,).
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)
@@ -68,7 +68,9 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
 def sine_waves(
     rows: int, steps: int = 64, features: int = 32, classes: int = 10
 ) -> tuple[Any, Any]:
-    """Noisy waves (rows, steps, features) as float32, and as classes (rows,) their frequency."""
+    """Return noisy sine waves (rows, steps, features) as float32, and their frequency
+    as classes (rows,).
+    """
     random = np.random.default_rng(rows)
     labels = random.integers(0, classes, rows)
     phase = random.uniform(0, 2 * np.pi, (rows, 1, features))
@@ -80,8 +82,8 @@ def sine_waves(
 
 
 def grey_noise(rows: int) -> tuple[Any, Any]:
-    """Grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,): the shapes of MNIST,
-    nothing to learn.
+    """Return random grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,), with
+    MNIST's shapes but nothing to learn.
     """
     random = np.random.default_rng(rows)
     greys = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8)
@@ -89,6 +91,6 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
 
 
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
-    """Lognormal lengths (rows,) of 1 to `longest` tokens, as int64."""
+    """Return lognormal text lengths (rows,) of 1 to `longest` tokens, as int64."""
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

@@ -1,8 +1,8 @@
-"""The workload that a probe child drives: built once for a place, then prepared for shares and
-stepped.
+"""The interface of the workloads that a probe child runs: built once for a place, then prepared for
+shares and stepped.
 
-A workload knows nothing of batches to try, of time or of memory limits. When memory runs out, its
-framework raises what it likes; `evener.balancer.probes` recognises such errors.
+A workload knows nothing about batch search, time or memory limits. When memory runs out, its
+framework raises an exception of its own choice, which `evener.balancer.probes` recognises.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BACKENDS = {
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The place of a child as its framework sees it: its own devices, and its group if it is one of
-    several.
+    """Where a child trains, as its framework sees it: its own devices, and its group if it is one
+    of several ranks.
     """
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
@@ -53,19 +53,21 @@ class Place(msgspec.Struct, frozen=True):
 
     @property
     def world(self) -> int:
-        """Processes that step together."""
+        """The number of processes that step together."""
         return max(1, len(self.peers))
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """What the steps since the last reading took in two of their phases; None: unknown."""
+    """The seconds that two phases of the steps took since the last reading; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """What an all-reduce between the ranks of a group takes; `wrong` says how a sum differed."""
+    """The time of an all-reduce between the ranks of a group; `wrong` describes
+    an incorrect sum.
+    """
 
     latency_seconds: float
     bytes_per_second: float
@@ -73,34 +75,34 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC):
-    """A model that trains, built at its place. Its constructor may take minutes; `step` returns
-    when it is enqueued.
+    """A model that trains, built at its place. The constructor may take minutes; `step` may return
+    before the devices are done.
     """
 
     memory: MemoryMeter
 
     @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Make batches of these samples per device (of all ranks in a group, else of the place's
-        devices, in order) and whatever a first step needs. Called again for each new size; a share
-        of 0 leaves that device out.
+        """Make batches of these samples per device and whatever the first step needs. `shares` has
+        all ranks of a group, else the place's devices, in order. Called again for each new size;
+        a share of 0 leaves that device out.
 
-        `micro` has the rows of one pass for each device; without it, each share is one pass.
+        `micro` has the rows per pass for each device; without it, each share is one pass.
         """
 
     def prepare_dealt(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens`
-        padded tokens.
+        """Prepare shares of global batches whose rows are assigned by cost. A pass has at most
+        `tokens` padded tokens.
 
-        This and the next are asked of workloads whose facts have an even sample of their rows'
-        `lengths`.
+        This method and `prepare_length` are only called for workloads whose facts have an even
+        sample of their rows' `lengths`.
         """
         raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare shares with rows that are padded to this length in every pass."""
+        """Prepare shares whose rows are padded to this length in every pass."""
         raise NotImplementedError
 
     @abstractmethod
@@ -113,59 +115,59 @@ class Workload(ABC):
 
     @abstractmethod
     def loss_is_finite(self) -> bool:
-        """True if the loss of the last step was finite, or isn't known; called when nothing is
-        pending.
+        """True if the loss of the last step was finite or is unknown. Called when no
+        step is pending.
         """
 
     def work(self) -> Work | None:
-        """The sum over all steps of this process; None where rows have no lengths."""
+        """Return the total work of all steps of this process; None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
-        """The seconds that its device waited for others since this was last read; None where that
-        can't be known.
+        """Return the seconds that this process's device waited for others since the last reading;
+        None if that can't be measured.
         """
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """The phases of all steps since this was last read; called when nothing is pending."""
+        """Return the phases of all steps since the last reading. Called when no step is pending."""
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
-        """Step on one batch that is kept and used again, or no longer; False where that can't be
-        done.
+        """Start or stop reusing one kept batch in all steps. False if the workload can't do that.
 
-        `prepare` ends it too.
+        `prepare` also stops it.
         """
         return False
 
     def measure_link(self) -> LinkSpeed | None:
-        """The speed of the link between all ranks of this group, which call it at once; None where
-        there is none, or the framework doesn't tell.
+        """Return the speed of the link between all ranks of this group, which must all call this at
+        the same time. None if there is no link, or the framework doesn't report it.
         """
         return None
 
     def time_on_device(self) -> float | None:
-        """The seconds that a device needs for one step whose kernels are all enqueued before; None
-        where there is no such device. All ranks of a group call it at once.
+        """Return the seconds that a device needs for one step whose kernels are all enqueued
+        beforehand; None if no device supports this. All ranks of a group must call this at
+        the same time.
         """
         return None
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Peak of the framework's allocator on each of this process' devices since `prepare`; None:
-        unknown.
+        """Return the peak bytes of the framework's allocator on each of this process's devices
+        since `prepare`; None if unknown.
         """
         return self.memory.read()
 
     def release_memory(self) -> tuple[int | None, ...]:
-        """Give back memory that isn't in use; the bytes kept on each device, None where the
-        framework keeps all.
+        """Release memory that isn't in use. Returns the bytes kept on each device; None if the
+        framework keeps all of it.
         """
         return self.memory.release()
 
     def recover(self) -> bool:
-        """Give back what a step held that ran out of memory; True if the workload is again what it
-        was before that step, so that another may be prepared.
+        """Release the memory of a step that ran out of memory. True if the workload is back in its
+        state before that step, so that another step may be prepared.
         """
         return False
 
@@ -175,7 +177,7 @@ class Workload(ABC):
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A workload in the registry; nothing is imported until it is built."""
+    """A workload in the registry. Nothing is imported until it is built."""
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
@@ -192,15 +194,15 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings that are parameters of a function, or of a class."""
+    """Return the settings that are parameters of a function or of a class."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 
 class MemoryMeter:
-    """The memory of this process, made before the model: its growth since then, as allocators on a
-    CPU tell nothing.
+    """Measures the growth of this process's memory, as allocators on a CPU report nothing. Create
+    it before the model.
 
-    GPUs have meters with the same three methods, by their framework's allocator.
+    The meters for GPUs have the same methods, based on their framework's allocator.
     """
 
     def __init__(self, devices: int) -> None:
@@ -209,14 +211,14 @@ class MemoryMeter:
         self._before = _status_bytes("VmRSS") or 0
 
     def reset(self) -> None:
-        """Count from here on; memory that earlier sizes left unused is given back."""
+        """Start measuring from here. Unused memory from earlier sizes is released."""
         _return_unused()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
 
     def read(self) -> tuple[int | None, ...]:
-        """The most bytes for each device; None where several share the process' memory, or the
-        kernel doesn't say.
+        """Return the peak bytes for each device; None if several devices share the process's
+        memory, or the kernel doesn't report it.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:
@@ -224,19 +226,19 @@ class MemoryMeter:
         return (max(0, peak - self._before),)
 
     def release(self) -> tuple[int | None, ...]:
-        """Give back what isn't in use: the bytes kept on each device; None where that can't be
-        done.
+        """Release unused memory. Returns the bytes kept on each device; None if
+        they are unknown.
         """
         return (None,) * self._devices
 
     def held(self) -> int:
-        """The bytes that are allocated now; 0 where the kernel doesn't say."""
+        """Return the bytes allocated now; 0 if the kernel doesn't report them."""
         _return_unused()
         return _status_bytes("VmRSS") or 0
 
 
 def _return_unused() -> None:
-    """Give memory that was freed back to the system."""
+    """Return freed memory to the operating system."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None).malloc_trim(0)
 

@@ -1,8 +1,7 @@
-"""Names to workloads: what there is, its settings, and how it is built. Imports nothing until it is
-built.
+"""Maps names to workloads: lists them, checks their settings and builds them. Imports nothing until
+a workload is built.
 
-A name is one of the table below, or the user's own `file.py:attribute` or
-`package.module:attribute`.
+A name is in the table below, or the user's own `file.py:attribute` or `package.module:attribute`.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """A model of the backend that its name begins with."""
+    """Return the entry of a model, in the backend that its name begins with."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
@@ -144,7 +143,7 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """The names in the table, of one framework if it is given."""
+    """Return the names in the table, of one framework if it is given."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 
@@ -154,15 +153,16 @@ def add(entry: Entry) -> None:
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
-    """The workload to use when none is named: a small one for CPUs."""
+    """Return the workload to use if none is named: a small one for CPUs."""
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 
 def find(name: str, framework: str = "") -> Entry:
-    """The entry of `name`; RequestError lists what there is, close matches first.
+    """Return the entry of `name`. Raises RequestError, which lists the names with
+    close matches first.
 
-    The user's own code is not run: a file is only parsed for the attribute, since a model's script
-    may import a framework, which no command does in its own process.
+    The user's own code is not run: a file is only parsed for the attribute. A model's script may
+    import a framework, which no command does in its own process.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(
@@ -188,11 +188,11 @@ def find(name: str, framework: str = "") -> Entry:
 
 
 def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
-    """The settings with `given` over them, each converted to its default's type; RequestError names
-    a wrong one.
+    """Return the default settings updated with `given`, each converted to its default's type.
+    Raises RequestError, which names an invalid setting.
 
-    The user's own workload takes any setting here: its function's signature decides when it is
-    called.
+    The user's own workload accepts any setting here: its function's signature is checked when
+    it is called.
     """
     if ":" in entry.name:
         return dict(given)
@@ -218,11 +218,11 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
-    """ "module" or "module:attribute" to import before a workload's children are forked, in order;
-    none if unknown.
+    """Return each "module" or "module:attribute" to import, in order, before a workload's children
+    are forked; empty if unknown.
 
-    They are the framework's module and a script's libraries. Nothing of the user's own runs: their
-    module may start CUDA, and is imported by each child alone.
+    They are the framework's module and the libraries of a script. None of the user's own modules is
+    imported: they may start CUDA, so each child imports them itself.
     """
     from . import user_code
 
@@ -237,7 +237,7 @@ def find_imports(name: str, framework: str) -> tuple[str, ...]:
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any], framework: str = "") -> Workload:
-    """Import the workload's module and build it at `place`; the framework is loaded here."""
+    """Import the workload's module and build the workload at `place`. This loads the framework."""
     entry = find(name, framework)
     chosen = resolve_settings(entry, settings)
     if place.placement not in ("", "single"):

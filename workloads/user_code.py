@@ -1,7 +1,7 @@
-"""The user's own model as a workload: finds the function, calls it, and says which of the user's
+"""The user's own model as a workload: finds the function, calls it, and reports which of the user's
 lines is wrong.
 
-The framework decides which backend trains it; no framework is imported here.
+The framework decides which backend trains the model; no framework is imported here.
 """
 
 from __future__ import annotations
@@ -52,8 +52,8 @@ _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class UserCodeError(EvenerError):
-    """The user's own code can't be parsed; the message is one line with their file, line and
-    error.
+    """The user's own code can't be parsed. The message is one line with the file, the line
+    and the error.
     """
 
     kind: ClassVar[str] = "user_code"
@@ -61,7 +61,7 @@ class UserCodeError(EvenerError):
 
 
 class UserModule(NamedTuple):
-    """The result of a user's function, and the functions of its module that make its data."""
+    """The result of the user's function, and the functions of its module that make its data."""
 
     result: Any
     sample_batch: Callable[..., Any] | None
@@ -70,8 +70,8 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """The entry of `file.py:attribute` or `package.module:attribute`; the code is parsed, not
-    run.
+    """Return the entry for `file.py:attribute` or `package.module:attribute`. The code is
+    parsed, not run.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
@@ -101,8 +101,8 @@ def names_a_file(home: str) -> bool:
 
 
 def guess_framework(name: str) -> str:
-    """The framework that the file of `file.py:attribute` imports; tensorflow where that isn't
-    clear.
+    """Return the framework that the file of `file.py:attribute` imports; tensorflow if
+    that isn't clear.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
@@ -112,8 +112,8 @@ def guess_framework(name: str) -> str:
 
 
 def script_framework(script: Path) -> str:
-    """The framework that a Python file imports, or that what it imports is for; empty where that
-    isn't clear.
+    """Return the framework that a Python file imports, or on which a library that it imports is
+    based. Empty if that isn't clear.
     """
     imported: list[str] = []
     with suppress(EvenerError):
@@ -125,8 +125,8 @@ def script_framework(script: Path) -> str:
 
 
 def list_imports(node: ast.AST) -> list[str]:
-    """ "module", or "module:attribute", for each name that an import statement takes from
-    elsewhere.
+    """Return "module" or "module:attribute" for each name that an import statement imports; empty
+    for relative imports.
     """
     if isinstance(node, ast.ImportFrom) and not node.level:
         return [f"{node.module}:{alias.name}" for alias in node.names]
@@ -134,13 +134,13 @@ def list_imports(node: ast.AST) -> list[str]:
 
 
 def package_of(name: str) -> str:
-    """The package of a name that `list_imports` gives."""
+    """Return the package of a name that `list_imports` returned."""
     return name.partition(":")[0].partition(".")[0]
 
 
 def find_library_imports(script: Path) -> tuple[str, ...]:
-    """The libraries among a script's imports, as `list_imports` gives them; none if it sets
-    variables before.
+    """Return the libraries that a script imports, in the form of `list_imports`. Empty if the
+    script sets environment variables before it imports them.
     """
     source = script.read_text()
     if any(word in source for word in _SETS_VARIABLES):
@@ -150,8 +150,8 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
-    """Import the user's module and call the function with `settings` as keywords; what their code
-    raises, it raises.
+    """Import the user's module and call the function with `settings` as keyword arguments.
+    Exceptions from the user's code propagate.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)

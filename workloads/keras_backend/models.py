@@ -1,7 +1,7 @@
-"""The Keras models that ship with evener: classifiers, and ratings from reviews by two towers, on
-one device or two.
+"""The Keras models that ship with evener: classifiers, and a model that rates reviews with two
+towers on one device or two.
 
-All data are made in code. Sources are in the registry.
+All data are synthetic. The registry lists the models' sources.
 """
 
 from __future__ import annotations
@@ -30,8 +30,8 @@ TOWER = ("conv", "pool", "flat", "dense")  # of each, after the words
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
-    """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It
-    never converges.
+    """Return the seed's network for MNIST, much larger than needed: 78,923,530 parameters.
+    It never converges.
     """
     stack = [keras.Input((28, 28, 1))]
     stack += [_convolution_or_pool(each) for each in CONVOLUTIONS]
@@ -42,13 +42,13 @@ def maxer(learning_rate: float = 0.001) -> Any:
 
 
 def maxer_batch(rows: int) -> tuple[Any, Any]:
-    """Grey values 0 to 255 and one-hot labels, of the shapes of MNIST; the content is noise."""
+    """Return random grey values 0 to 255 and one-hot labels with MNIST's shapes."""
     x, labels = grey_noise(rows)
     return x, np.eye(10, dtype=np.float32)[labels]
 
 
 def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> Any:
-    """Two convolutions and two dense layers."""
+    """Return a network of two convolutions and two dense layers."""
     blocks = [
         _convolution(filters),
         layers.MaxPooling2D(),
@@ -61,7 +61,9 @@ def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> A
 
 
 def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
-    """GRUs, a dense layer and a softmax; their step time is flat up to large batches."""
+    """Return a network of GRUs, a dense layer and a softmax, whose step time hardly grows up
+    to large batches.
+    """
     chosen = CUDNN.get(str(use_cudnn).lower())
     if chosen is None:
         raise RequestError(f"use_cudnn can't be {use_cudnn!r}.", "It is auto, true or false.")
@@ -75,7 +77,7 @@ def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
 
 
 def resnet50(side: int = 32, classes: int = 10, learning_rate: float = 0.001) -> Any:
-    """keras.applications.ResNet50 from random weights."""
+    """Return keras.applications.ResNet50 with random weights."""
     network = keras.applications.ResNet50(
         weights=None, input_shape=(side, side, 3), classes=classes, classifier_activation=None
     )
@@ -102,8 +104,8 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """The device of each operation (lookup, convolution, pool, flatten, dense) of the user's tower
-    and the item's.
+    """Return the device of each operation (lookup, convolution, pool, flatten, dense) for the
+    user's tower and the item's tower.
     """
     first, second = place.devices[:2]
     if place.placement == "towers":
@@ -118,12 +120,12 @@ def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def towers(
     learning_rate: float, devices: Sequence[Sequence[str | None]] | None = None, **sizes: int
 ) -> Any:
-    """DeepCoNN: a tower over the words of a user's reviews, one over those of an item's, and the
-    rating, their product.
+    """Return DeepCoNN: one tower over the words of a user's reviews, one over the words of an
+    item's reviews; their product is the rating.
 
     Inputs (users, items), each (samples, words) of ids; output (samples, 1). Each layer's weights
-    are on its device; the one table of words and its lookups stay on the first, as TensorFlow keeps
-    them there.
+    are on the layer's device. The single embedding table and its lookups stay on the first device,
+    where TensorFlow keeps them.
     """
     words = sizes["words"]
     kernel = sizes["kernel"]
@@ -156,28 +158,30 @@ def towers(
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
-    """Adam on the sum of what each word contributes to its row of the table, as a group of
-    processes has it too.
+    """Adam on the summed gradient of each row of the embedding table, as a group of processes
+    also computes it.
 
-    Keras' own squares the contributions of a sparse gradient one by one: one device would then
-    neither learn what a group learns, nor be as quick, as it keeps a row for each word of the batch
+    Keras' own Adam squares the contributions of a sparse gradient one by one. One device would then
+    learn differently from a group, and be slower, as a row for each word of the batch is kept
     through every operation.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Keras' own, on dense gradients; they come in the order of the weights."""
+        """Apply dense gradients with Keras' own Adam; the gradients come in the order
+        of the weights.
+        """
         dense = [None if each is None else tf.convert_to_tensor(each) for each in grads]
         super().apply(dense, trainable_variables)
 
 
 class AdamInPlace(DenseAdam):
-    """Adam that updates each weight on its own device, so that neither the weight nor its moments
-    move.
+    """Adam that updates each weight on the weight's own device, so that neither the weight nor its
+    moments are copied.
     """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Keras' own step, on the device of the weight, which comes as a variable of TensorFlow's
-        or of Keras'.
+        """Run Keras' own update on the device of the weight, which is a variable of TensorFlow
+        or of Keras.
         """
         weight = variable if isinstance(variable, tf.Variable) else variable.value
         with tf.device(weight.device):
@@ -185,8 +189,8 @@ class AdamInPlace(DenseAdam):
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Keras' train step with each tower's operations on the devices of `places`, and the rating on
-    the first device.
+    """Run Keras' train step with each tower's operations on the devices of `places`, and the rating
+    on the first device.
     """
     x, y = batch
     ends = [call_tower(model, *each) for each in zip(TOWERS, places, x, strict=True)]
@@ -200,7 +204,7 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
 
 
 def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
-    """The end of a tower on these words, each operation on its device."""
+    """Return a tower's output for these words, with each operation on its device."""
     names = ("words", *(f"{tower}_{kind}" for kind in TOWER))
     for name, device in zip(names, places, strict=True):
         with tf.device(device):
@@ -209,8 +213,8 @@ def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
 
 
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
-    """((users, items), ratings): ids (rows, words), and (rows, 1) from 1 to 5 by how similar their
-    words are.
+    """Return ((users, items), ratings): ids (rows, words), and ratings (rows, 1) from 1 to 5 by the
+    similarity of the user's and item's words.
     """
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))
@@ -221,7 +225,7 @@ def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any,
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload of that name in the registry, at its place."""
+    """Build the workload with this name from the registry, at its place."""
     make, batch = MODELS[name]
     sample = partial(batch, **pick(batch, settings))
     if place.placement in ("", "single"):

@@ -1,7 +1,7 @@
 """The steps of a Keras workload at its place: on one device, by towers, or as a process of a group.
 
-They are those of evener's own `Split`, so a step is the train function that `fit` runs, on its
-batches. With `--input device` the same step takes a batch that lies in the devices' memory already.
+The steps are those of evener's own `Split`: the train function that `fit` runs, on its batches.
+With `--input device`, the same step takes a batch that is already in the devices' memory.
 """
 
 from __future__ import annotations
@@ -30,11 +30,11 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
 class KerasSteps:
-    """A model's steps by a `Split`, by another one for other devices, and another in passes; each
+    """Steps a model with a `Split`; different devices, or passes, have another `Split`, and each
     is traced once.
 
-    `placed` is the step of a workload that lays its own parts on several devices. Making this
-    starts TensorFlow. RequestError for what TensorFlow can't do at the place.
+    `placed` is the step of a workload that places its own parts on several devices. The constructor
+    starts TensorFlow. Raises RequestError if TensorFlow doesn't support the place.
     """
 
     def __init__(self, place: Place, placed: TrainStep | None = None) -> None:
@@ -78,13 +78,15 @@ class KerasSteps:
         return split
 
     def attach(self, model: Any) -> None:
-        """Make the model train so; a group starts from the first rank's weights."""
+        """Attach the split to the model's training; a group starts from the
+        first rank's weights.
+        """
         self.model = model
         model.jit_compile = self.place.xla
         self._take(self._devices, passes=False)
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Train by the split that is made for these devices, or by the one that was."""
+        """Train with the split for these devices, which is created on first use."""
         model = self.model
         split = self.split
         if (devices, passes) not in self._made:
@@ -101,8 +103,8 @@ class KerasSteps:
         self.split, model.train_function, self.times = self._made[devices, passes]
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
-        """Step on these shares from now on, in passes with `micro`; RequestError for shares of
-        other devices.
+        """Step on these shares from now on, in passes if `micro` is given. Raises RequestError for
+        shares of other devices.
         """
         self._check(shares, micro)
         if self._placed:
@@ -128,7 +130,9 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """The sizes above 0 of this process' devices; of parts that lie on several, one for all."""
+        """Return the sizes above 0 of this process's devices; a single size if the model's parts
+        are on several devices.
+        """
         if self._placed is not None:
             return [sum(sizes)]
         place = self.place
@@ -136,8 +140,8 @@ class KerasSteps:
         return [size for size in own if size]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
-        """Own rows (x, y) on the devices; towers get x in pieces, and y whole, as the loss is
-        computed once.
+        """Send own rows (x, y) to the devices. Towers get x in pieces and y whole, as the loss is
+        computed only once.
         """
         own = self.own(shares)
         if self.engine == "towers":
@@ -156,7 +160,7 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """The step of towers on a piece of x for each device, and the labels of all."""
+    """Run one step of towers on a piece of x for each device, with the labels of all devices."""
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
     return towers.train_on_pieces(
@@ -165,12 +169,12 @@ def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
 
 
 def slice_rows(data: Any, start: int, stop: int) -> Any:
-    """Rows `start` to `stop` of nested arrays."""
+    """Return rows `start` to `stop` of nested arrays."""
     return keras.tree.map_structure(lambda array: array[start:stop], data)
 
 
 def _put(data: Any, scope: AbstractContextManager[Any]) -> Any:
-    """Nested arrays as tensors on the scope's device, from host memory."""
+    """Convert nested arrays from host memory to tensors on the scope's device."""
     with tf.device("CPU:0"):
         loaded = keras.tree.map_structure(tf.convert_to_tensor, data)
     with scope:

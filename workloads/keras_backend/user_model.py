@@ -1,8 +1,8 @@
 """The user's own compiled Keras model as a workload.
 
 Its data come from other functions of the same file: `training_data()`, which returns what the
-training uses, or `sample_batch(n)`, which makes n rows of (x, y). Without either, rows are made
-from the model's shapes.
+training uses, or `sample_batch(n)`, which makes n rows of (x, y). Without these functions, rows are
+generated from the model's shapes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload of `file.py:attribute` or `package.module:attribute`, which returns a compiled
-    model.
+    """Build the workload of `file.py:attribute` or `package.module:attribute`, which returns
+    a compiled model.
     """
     return KerasWorkload(place, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
-    """The user's compiled model with its data; RequestError if their functions give something
-    else.
+    """Return the user's compiled model with its data. Raises RequestError if the user's functions
+    return something else.
     """
     own = user_code.load(name, settings)
     model = own.result
@@ -60,8 +60,8 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
 
 
 def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
-    """The user's `sample_batch(rows)`; RequestError unless it is a pair of arrays of that many
-    rows.
+    """Call the user's `sample_batch(rows)`. Raises RequestError unless it returns a pair of arrays
+    with that many rows.
     """
     batch = sample_batch(rows)
     if not isinstance(batch, tuple) or len(batch) != 2:
@@ -76,8 +76,8 @@ def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, 
 
 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
-    """Inputs of the model's input shapes and labels that fit its loss; RequestError where a shape
-    is open.
+    """Return random inputs with the model's input shapes, and labels that fit its loss. Raises
+    RequestError if a shape is undefined.
     """
     random = np.random.default_rng(rows)
     if not model.built or not model.inputs:
@@ -94,8 +94,8 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """The symbolic inputs and outputs as the model is called; a Sequential that wasn't called yet
-    only lists them.
+    """Return the symbolic inputs and outputs in the structure in which the model is called. A
+    Sequential model that wasn't called yet only lists them.
     """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
@@ -111,8 +111,8 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
-    """Labels of the first class, which every loss takes: 0 where they are numbers of classes, else
-    its column is 1.
+    """Return labels of the first class, which every loss accepts: 0 if labels are class numbers,
+    else a one-hot row.
     """
     shape = _closed(tensor)
     if "sparse" in loss:
@@ -142,6 +142,6 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Integers that every embedding of the model knows."""
+    """Return the number of integers that every embedding of the model accepts."""
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

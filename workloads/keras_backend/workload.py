@@ -1,10 +1,9 @@
-"""A Keras model and what it trains on as a workload, stepped as `fit` steps the user's training.
+"""A workload from a Keras model and its training data, stepped as `fit` steps the user's training.
 
-One trace serves every batch size, as Keras' own fit relaxes shapes too. Batches come from host
-memory each step, by the pipeline and the train function of the training, unless the place says
-otherwise. `sample_batch` is called once, for more rows than fit into a processor's caches, used
-again and again in a shuffled order; what the user's `training_data` gives is fed as a training
-would feed it.
+One trace serves every batch size, as Keras' own fit also relaxes shapes. Batches come from host
+memory each step, through the training's pipeline and train function, unless the place says
+otherwise. `sample_batch` is called once, for more rows than fit in a processor's caches, which are
+reused in a shuffled order. The user's `training_data` is fed as in a training.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
-    """The data to train on; `batches` are endless, global ones of a size, in the form that the
+    """The data to train on. `batches` yields endless global batches of a size, in the form that the
     split's steps take.
     """
 
@@ -45,7 +44,9 @@ class KerasData(NamedTuple):
 
 
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
-    """Data of arrays (x, y), or (x, y, weight); `made` are more of what a training has."""
+    """Return data from arrays (x, y) or (x, y, weight). `made`: the rows are generated, and a
+    training has more of them.
+    """
     length = array_rows(arrays)
 
     def batches(split: Split, batch: int) -> Any:
@@ -59,8 +60,8 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
 
 def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
-    """Data of datasets, which `make` gives by the rows of a batch; RequestError where it gives
-    something else.
+    """Return data from the datasets that `make` returns for a number of rows per batch. Raises
+    RequestError if `make` returns something else.
     """
 
     def batches(_: Split, batch: int) -> Any:
@@ -89,7 +90,7 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
 
 
 def pool(sample_batch: SampleBatch) -> KerasData:
-    """Rows made by `sample_batch`, within a limit of memory."""
+    """Return rows made by `sample_batch`, limited by memory."""
     few = as_arrays(sample_batch(2))
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
     count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)
@@ -101,8 +102,8 @@ def pool(sample_batch: SampleBatch) -> KerasData:
 
 
 def as_training_data(given: Any) -> KerasData:
-    """The user's data in one form, from arrays, a tf.data.Dataset of single samples, or a function
-    batch -> dataset.
+    """Convert the user's data to one form: from arrays, from a tf.data.Dataset of single samples,
+    or from a function batch -> dataset.
     """
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
@@ -121,7 +122,7 @@ def as_training_data(given: Any) -> KerasData:
 
 
 def as_arrays(data: tuple[Any, ...]) -> Any:
-    """Nested arrays as numpy's, floats in Keras' float type, as fit converts them."""
+    """Convert nested arrays to numpy arrays, with floats in Keras' float type, as fit does."""
 
     def convert(each: Any) -> Any:
         array = np.asarray(each)
@@ -131,8 +132,8 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
 
 
 class KerasRecipe(NamedTuple):
-    """A compiled model and what it trains on; without data, a pool of rows that `sample_batch`
-    makes.
+    """A compiled model and its training data. Without data, a pool of rows from
+    `sample_batch` is used.
     """
 
     model: Any
@@ -141,10 +142,10 @@ class KerasRecipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A compiled model at its place, stepped as `KerasSteps` has it; `placed` replaces the step of
-    one device.
+    """A compiled model at its place, stepped by `KerasSteps`. `placed` replaces the step
+    of one device.
 
-    RequestError for a place that Keras can't serve.
+    Raises RequestError for a place that Keras doesn't support.
     """
 
     def __init__(
@@ -175,8 +176,8 @@ class KerasWorkload(Workload):
         self._inputs: dict[StepTimes, float] = {}  # seconds of waiting at the last reading
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Begin to make batches for these shares; RequestError if this process would have none of
-        the samples.
+        """Start making batches for these shares. Raises RequestError if this process would
+        get no samples.
         """
         self.memory.reset()
         self._batches = None
@@ -193,7 +194,9 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Step on one batch again and again, or on the data's again, from its beginning."""
+        """Start or stop reusing one batch in all steps. Stopping starts the data
+        from the beginning.
+        """
         if self.place.input == "device":
             return True
         source = self._source.take(1).cache().repeat() if kept else self._source
@@ -201,7 +204,7 @@ class KerasWorkload(Workload):
         return True
 
     def step(self) -> None:
-        """Take an optimizer step on the next batch, with what `fit` does around it."""
+        """Take an optimizer step on the next batch, including what `fit` does around a step."""
         if self._position == 1 and self._on_gpus:
             self.memory.reset()  # the first step tried kernels out, which takes what is free
         self._callbacks.on_train_batch_begin(self._position)
@@ -217,7 +220,7 @@ class KerasWorkload(Workload):
             self._loss = float(self._logs["loss"])
 
     def read_phases(self) -> PhaseSeconds:
-        """Waiting for rows, where steps can tell."""
+        """Return the seconds spent waiting for rows, if the steps measure them."""
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
         if now is None or self.place.input == "device":
@@ -226,11 +229,13 @@ class KerasWorkload(Workload):
         return PhaseSeconds(input_seconds=now - before)
 
     def loss_is_finite(self) -> bool:
-        """Keras' mean loss since the start: not finite once one was not."""
+        """True if Keras' mean loss since the start is finite; once a loss was not finite,
+        it stays so.
+        """
         return math.isfinite(self._loss)
 
     def facts(self) -> Mapping[str, str]:
-        """Versions, engine, parameters, digest, and what is known of the rows."""
+        """Return versions, engine, parameters, digest, and what is known about the rows."""
         layers = all_layers(self.model)
         return {
             "tensorflow": tf.__version__,
@@ -251,26 +256,30 @@ class KerasWorkload(Workload):
 
 
 class AllocatorMemory(MemoryMeter):
-    """TensorFlow's allocator on GPUs that it calls GPU:0, ..., which keeps what it has."""
+    """Measures TensorFlow's allocator on its GPUs GPU:0, ...; the allocator
+    never releases memory.
+    """
 
     def __init__(self, gpus: Sequence[str]) -> None:
         super().__init__(len(gpus))
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Start measuring from here."""
         for name in self._gpus:
             tf.config.experimental.reset_memory_stats(name)
 
     def read(self) -> tuple[int | None, ...]:
-        """The most bytes on each GPU."""
+        """Return the peak bytes on each GPU."""
         return tuple(
             int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus
         )
 
 
 def configure(place: Place) -> None:
-    """Precision, threads, and each GPU's memory; before TensorFlow's first operation."""
+    """Configure precision, threads and each GPU's memory. Must run before
+    TensorFlow's first operation.
+    """
     keras.config.set_dtype_policy(place.precision)
     if place.threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(place.threads)
@@ -290,14 +299,14 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """A batch whose tensors TensorFlow's GPU kernels can't count: a limit on the batch, as memory
-    is.
+    """A batch has tensors with too many elements for TensorFlow's GPU kernels. Limits the batch,
+    as memory does.
     """
 
 
 def largest_rows(model: Any) -> int | None:
-    """Rows at which the largest input or output of a layer reaches the limit; None where no shape
-    is known.
+    """Return the number of rows at which a layer's largest input or output reaches the limit; None
+    if no shape is known.
     """
     shapes = [tuple(tensor.shape[1:]) for tensor in _tensors(model)]
     largest = max((math.prod(shape) for shape in shapes if None not in shape), default=0)
@@ -305,7 +314,7 @@ def largest_rows(model: Any) -> int | None:
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """TooManyElementsError for more rows on one GPU than TensorFlow's kernels count."""
+    """Raises TooManyElementsError for more rows on one GPU than TensorFlow's kernels support."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(
@@ -315,7 +324,9 @@ def check_rows(model: Any, rows: int) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """The outputs of each layer, also of models within; a layer that was never called has none."""
+    """Return the outputs of each layer, including nested models; a layer that was never
+    called has none.
+    """
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):
         for node in layer._inbound_nodes:

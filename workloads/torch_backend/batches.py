@@ -1,9 +1,8 @@
-"""The data of a PyTorch workload, by the loader that a training uses, so that a step costs the
-same.
+"""The data of a PyTorch workload, loaded as in a training, so that a step costs the same.
 
-A data set is read epoch after epoch, reshuffled each time. A function that only makes batches is
-called once, for a pool of rows that is used again and again: larger than a processor's cache,
-unless rows are slow to make. The work of each pass is kept where rows have lengths.
+A data set is read epoch after epoch and reshuffled each time. A function that only makes batches is
+called once, for a pool of rows that is reused: larger than a processor's cache, unless rows are
+slow to make. The work of each pass is recorded if rows have lengths.
 """
 
 from __future__ import annotations
@@ -34,15 +33,15 @@ ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Endless steps, each on the next rows of one order that repeats."""
+    """Yields endless steps, each with the next rows of one repeating order."""
 
     def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """This rank's part of each step; it may hold a row twice if a batch is larger than the
-        pool.
+        """Yield this rank's part of each step. It may contain a row twice if a batch is larger
+        than the pool.
         """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
@@ -52,8 +51,8 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """The tokens of all rows of a data set, which aren't all equal; RequestError if there isn't one
-    for each row.
+    """The tokens of each row of a data set, which aren't all equal. Raises RequestError if there
+    isn't one length for each row.
     """
 
     def __init__(self, tokens: Sequence[int], rows: int) -> None:
@@ -63,11 +62,11 @@ class Lengths:
 
     @property
     def longest_row(self) -> int:
-        """The number of the last of the longest rows."""
+        """The index of the last of the longest rows."""
         return int(self._rising[-1])
 
     def sample(self) -> tuple[int, ...]:
-        """An even sample, rising, the longest among it."""
+        """Return an even sample of the lengths in increasing order, including the longest."""
         rising, rows = self.tokens[self._rising].tolist(), len(self.tokens)
         places = (
             [rows * n // SAMPLED for n in range(SAMPLED - 1)] if rows > SAMPLED else range(rows - 1)
@@ -75,15 +74,15 @@ class Lengths:
         return (*(rising[place] for place in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Row numbers (rows,): the longest of at most `length` tokens, and those just below; some
-        twice if need be.
+        """Return row numbers (rows,) of the longest rows with at most `length` tokens, longest
+        first, repeated if there are too few rows.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
         return below.repeat(-(-rows // stop))[:rows]
 
     def count(self, rows: torch.Tensor) -> Work:
-        """The work of a pass over these rows."""
+        """Return the work of a pass over these rows."""
         own = self.tokens[rows]
         longest = int(own.max())
         padded = len(rows) * longest
@@ -91,20 +90,20 @@ class Lengths:
 
 
 class RepeatingSampler(UnevenBatchSampler):
-    """Endless steps on the same rows, which all ranks have."""
+    """Yields endless steps on the same rows, which are the same on all ranks."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """The rows, step after step."""
+        """Yield the rows, step after step."""
         return repeat(self._rows, len(self))
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Have a sampler keep the work of each of its batches as `works`, in the order in which they
-    are drawn.
+    """Make a sampler record the work of each batch in `works`, in the order in which
+    batches are drawn.
     """
     works, draw = deque[Work](), sampler.batches
 
@@ -118,8 +117,8 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """The lengths of rows that a user gave; None for none, and where all are equal. RequestError
-    for anything else.
+    """Return the row lengths that a user gave. None if there are none, or if all are equal. Raises
+    RequestError for anything else.
     """
     if given is None:
         return None
@@ -143,8 +142,8 @@ SLOW_POOL_ROWS = 1024
 
 
 class Data:
-    """A data set, and the options that the training gives to `Split.loader` with it; a pool has no
-    epochs.
+    """A data set, with the options that the training passes to `Split.loader`. A pool
+    has no epochs.
     """
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
@@ -157,7 +156,7 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Fetch rows by so many worker processes, which go on from one epoch to the next."""
+        """Fetch rows with this many worker processes, which persist from one epoch to the next."""
         options = self.options
         if not count:
             for name in OF_WORKERS:
@@ -167,7 +166,9 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Full batches of whole epochs; of a pool, or of fewer rows than a batch, rows in turn."""
+        """Return a sampler of full batches over whole epochs. For a pool, or for fewer rows than a
+        batch, it repeats the rows in turn.
+        """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
         else:
@@ -177,7 +178,9 @@ class Data:
     def dealt(
         self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int
     ) -> UnevenBatchSampler:
-        """Global batches of as many rows, from the beginning of this epoch, dealt by cost."""
+        """Return a sampler of equally large global batches, from the start of this epoch, whose
+        rows are assigned by cost.
+        """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
         rows = LengthSampler(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
@@ -185,7 +188,7 @@ class Data:
         return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
-        """Endless steps on rows that are padded to this length."""
+        """Return a sampler of endless steps on rows that are padded to this length."""
         assert self.lengths is not None
         return count_work(
             RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths
@@ -193,7 +196,9 @@ class Data:
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Rows that `sample_batch` made, fetched at once. RequestError if it gives something else."""
+    """Rows that `sample_batch` made, fetched all at once. Raises RequestError if `sample_batch`
+    returns something else.
+    """
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
         sample = _checked(sample_batch, SAMPLE_ROWS)
@@ -215,10 +220,10 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 class Batches:
-    """The batches of this rank's share, epoch after epoch; or one, held in the device's own memory,
-    with `on_device`.
+    """The batches of this rank's share, epoch after epoch; with `on_device`, one batch held in
+    the device's memory.
 
-    `listener` hears of each batch as it is taken, as in a training.
+    `listener` is notified of each batch as it is taken, as in a training.
     """
 
     def __init__(
@@ -235,16 +240,17 @@ class Batches:
         self._kept: Any = None
 
     def drop(self) -> None:
-        """Release every batch, also those fetched ahead."""
+        """Release every batch, including prefetched batches."""
         if isinstance(self._steps, Generator):
             self._steps.close()
         self._kept = None
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
-        """Feed a sampler's rows to this rank; RequestError if the data give something else.
+        """Load a sampler's rows for this rank. Raises RequestError if the data
+        return something else.
 
-        `on_host`: the batches stay there, for parts of them to be sent.
+        `on_host`: the batches stay in host memory, so that parts of them can be sent.
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
@@ -266,12 +272,12 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """The next batch, on the device; the kept one, if one is kept."""
+        """Return the next batch, on the device; the kept batch if there is one."""
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Keep the next batch and give it again and again, or no longer; False if the work of each
-        batch is counted, as that is of the rows drawn.
+        """Start or stop returning the next batch again and again. False if each batch's work is
+        counted, as the work is that of the rows drawn.
         """
         if hasattr(self._sampler, "works"):
             return False
@@ -279,7 +285,7 @@ class Batches:
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """The work of the current batch's passes; none where rows have no lengths."""
+        """Return the work of the current batch's passes; empty if rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
         return (
             [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))]
@@ -288,14 +294,12 @@ class Batches:
         )
 
     def settle(self) -> None:
-        """Wait for the batches fetched ahead, so that timed steps have fetched as many batches as
-        they used.
-        """
+        """Wait for prefetched batches, so that timed steps fetch as many batches as they use."""
         if self._loader is not None:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """The loader's first batch again and again, within its loop."""
+        """Yield the loader's first batch again and again, within its loop."""
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:
@@ -325,7 +329,7 @@ def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """(inputs, targets); targets are None for a lone tensor or mapping."""
+    """Return (inputs, targets); targets are None for a lone tensor or mapping."""
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, torch.Tensor | Mapping):
@@ -337,7 +341,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def check_rows(batch: Any, rows: int) -> None:
-    """RequestError unless every tensor has this number of rows."""
+    """Raises RequestError unless every tensor has this number of rows."""
     tensors: list[Any] = []
     each_tensor(tensors.append, batch)
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}
@@ -349,10 +353,10 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """The batch on a device; from pinned memory the copy overlaps with what runs."""
+    """Send the batch to a device. From pinned memory, the copy overlaps with running work."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def to_tensors(data: Any) -> Any:
-    """A copy of the structure with tensors in place of numpy's arrays."""
+    """Copy the structure, with tensors in place of numpy arrays."""
     return torch.as_tensor(data) if hasattr(data, "__array__") else each_item(to_tensors, data)

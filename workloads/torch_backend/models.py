@@ -1,7 +1,7 @@
-"""The PyTorch models that ship with evener, but for the one in tiles: classifiers, a stack in
-halves, a language model.
+"""The PyTorch models that ship with evener, except the tiled model: classifiers, a stack in two
+halves, and a language model.
 
-All data are made in code. Sources are in the registry.
+All data are synthetic. The registry lists the models' sources.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 def classifier(
     module: nn.Module, learning_rate: float, sample_batch: Callable[[int], Any]
 ) -> Recipe:
-    """A module that gives logits, with Adam and cross-entropy, on rows that are made."""
+    """Return a recipe for a module that returns logits, with Adam, cross-entropy
+    and synthetic rows.
+    """
     optimizer = torch.optim.Adam(module.parameters(), learning_rate)
     return Recipe(
         module, optimizer, cross_entropy, sample_batch=lambda rows: as_tensors(sample_batch(rows))
@@ -40,19 +42,19 @@ def classifier(
 
 
 def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
-    """The mean over the batch, computed where the logits are."""
+    """Return the mean cross-entropy over the batch, computed on the logits' device."""
     return F.cross_entropy(logits, labels.to(logits.device, non_blocking=True))
 
 
 def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-    """Arrays (x, labels) as tensors; pictures come with their channels last and get them first."""
+    """Convert arrays (x, labels) to tensors, with pictures from channels-last to channels-first."""
     x, labels = (torch.from_numpy(array) for array in batch)
     return x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x, labels
 
 
 def maxer() -> nn.Sequential:
-    """The seed's network for MNIST, with far more layers than it needs: 78,923,530 parameters. It
-    never converges.
+    """Return the seed's network for MNIST, much larger than needed: 78,923,530 parameters.
+    It never converges.
     """
     layers: list[nn.Module] = []
     before = 1
@@ -69,8 +71,8 @@ def maxer() -> nn.Sequential:
 
 
 def mnist(filters: int, dense: int) -> nn.Sequential:
-    """Two convolutions and two dense layers: images (samples, 1, 28, 28) to logits (samples,
-    10).
+    """Return a network of two convolutions and two dense layers: images (samples, 1, 28, 28) to
+    logits (samples, 10).
     """
     blocks: list[nn.Module] = []
     for before, after in ((1, filters), (filters, 2 * filters)):
@@ -90,7 +92,7 @@ class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.head = nn.Sequential(nn.Linear(units, dense), nn.ReLU(), nn.Linear(dense, classes))
 
     def forward(self, sequences: Tensor) -> Tensor:
-        """Sequences (samples, steps, features) to logits (samples, classes)."""
+        """Return logits (samples, classes) of sequences (samples, steps, features)."""
         states, _ = self.recurrent(sequences)
         logits: Tensor = self.head(states[:, -1])
         return logits
@@ -126,7 +128,9 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         self._micro_batches = 1
 
     def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
-        """Move the halves to the first two of `devices`; RequestError if they can't work so."""
+        """Move the halves to the first two of `devices`. Raises RequestError if the model can't be
+        split over the devices.
+        """
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(
                 "Batch normalisation over a micro-batch is not that over the batch.",
@@ -139,7 +143,7 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits, on the device of the second half."""
+        """Return logits, on the device of the second half."""
         if not self._devices:
             return self._end(self.first(images))
         first, second = self._devices
@@ -162,7 +166,7 @@ EXPANSION = 4  # of the width, in a block's dense layer
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
-    """The model, AdamW, cross-entropy and its texts."""
+    """Return the recipe of the language model, with AdamW, cross-entropy and its texts."""
     decoder = Decoder(**model)
     data = Data(Texts(**texts), {"collate_fn": pad_texts})
     return Recipe(
@@ -184,23 +188,27 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """A token more than its length: each is predicted from those before it."""
+        """Return one token more than the text's length: each token is predicted from the
+        tokens before it.
+        """
         return self._tokens[row : row + self.lengths[row] + 1]
 
 
 def pad_texts(rows: Sequence[Tensor]) -> tuple[Tensor, Tensor]:
-    """Inputs and targets (rows, longest of them), padded at the end."""
+    """Return inputs and targets (rows, longest length), padded at the end."""
     inputs = pad_sequence([row[:-1] for row in rows], batch_first=True, padding_value=PADDING)
     return inputs, pad_sequence([row[1:] for row in rows], batch_first=True, padding_value=IGNORED)
 
 
 def mean_over_tokens(logits: Tensor, targets: Tensor) -> Tensor:
-    """Cross-entropy, the mean over the tokens that aren't padding."""
+    """Return the mean cross-entropy over the tokens that aren't padding."""
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), ignore_index=IGNORED)
 
 
 class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Tokens (rows, length) to the logits (rows, length, vocabulary) of the tokens that follow."""
+    """A causal language model: tokens (rows, length) to logits (rows, length, vocabulary) of
+    the next tokens.
+    """
 
     def __init__(self, vocabulary: int, longest: int, width: int, layers: int, heads: int) -> None:
         super().__init__()
@@ -211,7 +219,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Padding comes last, so no token sees it."""
+        """Return the logits. Padding comes last, so no token attends to it."""
         states = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             states = block(states)
@@ -220,7 +228,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Attention to the tokens before, then a dense layer, each added to what comes in."""
+    """A decoder block: causal attention, then a dense layer, each with a residual connection."""
 
     def __init__(self, width: int, heads: int) -> None:
         super().__init__()
@@ -232,7 +240,7 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
         )
 
     def forward(self, states: Tensor) -> Tensor:
-        """States (rows, length, width) to the same shape."""
+        """Return states of the same shape (rows, length, width)."""
         parts = (
             self.attend(self.before(states))
             .unflatten(2, (3, self.heads, -1))
@@ -246,7 +254,7 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload of that name in the registry, at its place."""
+    """Build the workload with this name from the registry, at its place."""
     learning_rate = settings["learning_rate"]
     if name == "torch_text":
         texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)

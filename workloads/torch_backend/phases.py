@@ -1,4 +1,4 @@
-"""The time of the phases of a step that a workload takes itself, by the clock of its device."""
+"""Measures the phases of a step by the clock of the workload's device."""
 
 from __future__ import annotations
 
@@ -13,8 +13,8 @@ LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Sums the seconds of phases; on a GPU those in which it had nothing else to do, as its clock
-    marks the end of all work that was enqueued before.
+    """Sums the seconds of each phase. On a GPU, counts only time in which it had nothing else to
+    do, as its clock marks the end of all work enqueued before.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -32,7 +32,7 @@ class PhaseClock:
             self._begun = phase, self._clock.mark()
 
     def leave(self) -> None:
-        """End the phase that was begun."""
+        """End the current phase."""
         if self._begun is not None:
             self._marks.append((*self._begun, self._clock.mark()))
             self._begun = None
@@ -42,7 +42,9 @@ class PhaseClock:
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
-        """The seconds of each phase since this was last read; the device is done with them."""
+        """Return the seconds of each phase since the last reading. The device must have
+        finished the phases.
+        """
         found = dict(self._added)
         for phase, count in self._counts.items():
             own = [
@@ -58,5 +60,5 @@ class PhaseClock:
 
 
 def enqueue_pause(seconds: float) -> None:
-    """Have the current GPU do nothing for at least this long, while the host goes on."""
+    """Make the current GPU idle for at least this long, while the host continues."""
     torch.cuda._sleep(int(min(seconds, LONGEST_PAUSE_SECONDS) * HIGHEST_CLOCK_HZ))

@@ -1,5 +1,5 @@
-"""A recipe's model in shards, as `Split.shard` trains it: a rank of a group, or one that is
-measured by itself.
+"""A recipe's model in shards, as `Split.shard` trains it: for a rank of a group, or for a rank that
+is measured alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from ..protocol import Place
 
 
 def leave_trainers_on_host() -> None:
-    """Have transformers' Trainers leave their models where they are, also such as are imported
-    later: a device may not hold the whole model, which is cut from there.
+    """Keep transformers' Trainers from moving their models to a device, even if transformers is
+    imported later. A device may not hold the whole model, which is sharded from host memory.
     """
     wrapt.register_post_import_hook(_leave_on_host, "transformers.trainer")
 
@@ -31,8 +31,8 @@ def _leave_on_host(module: Any) -> None:
 
 
 class RecipeShards:
-    """The shards of a recipe's module on this rank's device; its optimizer trains them from now
-    on.
+    """The shards of a recipe's module on this rank's device. The recipe's optimizer trains the
+    shards from now on.
     """
 
     def __init__(self, recipe: Any, place: Place, device: torch.device) -> None:
@@ -54,14 +54,14 @@ class RecipeShards:
         watch(module, device, lambda *_: None)
 
     def describe(self) -> str:
-        """The bytes of the model's state, of gathered units, and of a step of the optimizer; the
-        model's parameters, and those that are trained.
+        """Return the bytes of the model's state, of gathered units, and of an optimizer step; the
+        model's parameter count, and the count of trained parameters.
         """
         return f"{self._state} {self._gathered} {self._step} {self._parameters} {self._trained}"
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Bytes of the whole state, and of what a step takes for a moment, by a first step without
-        gradients.
+        """Return the bytes of the whole state, and the temporary bytes of a step, from a first
+        step without gradients.
         """
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)

@@ -1,10 +1,10 @@
-"""An image cut into tiles on several devices, with borders exchanged: the result is the whole
-image's, exactly.
+"""Cuts an image into tiles on several devices and exchanges their borders. The result equals the
+whole image's result exactly.
 
-Each output tile of a layer is a range of rows and columns. A tile has most of the input rows that
-its windows read, borrows the rest from its neighbours, and has zeros for what lies outside the
-image. Nothing is computed twice and nothing is approximated, so sizes that don't divide need no
-special case.
+Each output tile of a layer is a range of rows and columns. A tile has most of the input rows
+that its windows read, gets the rest from its neighbours, and has zeros for positions outside the
+image. Nothing is computed twice and nothing is approximated, so sizes that don't divide evenly
+need no special case.
 """
 
 from __future__ import annotations
@@ -38,16 +38,16 @@ class Tiles:
 
     @property
     def every(self) -> list[Tensor]:
-        """The tiles one by one."""
+        """Return the tiles as a list."""
         return [part for row in self.parts for part in row]
 
     def map(self, compute: Callable[[Tensor], Tensor]) -> Tiles:
-        """Tiles computed one by one, of the same sizes."""
+        """Apply `compute` to each tile; tile sizes stay the same."""
         return replace(self, parts=[[compute(part) for part in row] for row in self.parts])
 
     def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
-        """Tiles of a layer's output, whose positions read `step` positions each and `border` more
-        at both ends.
+        """Return a layer's output tiles. Each output position reads `step` input positions, and
+        `border` more at both ends.
         """
         rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
 
@@ -65,8 +65,8 @@ class Tiles:
     def gather(
         self, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
     ) -> Tensor:
-        """The part of the whole image in these half-open ranges, on `device`; zeros beyond the
-        image.
+        """Return the part of the whole image in these half-open ranges, on `device`, with zeros
+        outside the image.
         """
         bands = []
         for tiles, top in zip(self.parts, self.rows, strict=False):
@@ -82,14 +82,14 @@ class Tiles:
 
 
 def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
-    """The parts that aren't empty, as one."""
+    """Concatenate the parts that aren't empty."""
     held = [part for part in parts if part.numel()]
     return torch.cat(held, dimension) if len(held) > 1 else held[0] if held else parts[0]
 
 
 def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
-    """Cut (samples, channels, height, width) in half along both axes; tiles go to the devices in
-    turn.
+    """Cut images (samples, channels, height, width) in half along both axes; tiles go to the
+    devices in turn.
     """
     rows, columns = ([size * k // SIDE for k in range(SIDE + 1)] for size in images.shape[2:])
     parts = [
@@ -103,15 +103,15 @@ def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
 
 
 def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device:
-    """The device of the tile in row i and column j."""
+    """Return the device of the tile in row i and column j."""
     return devices[(i * SIDE + j) % len(devices)]
 
 
 def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
-    """The output of `conv_blocks` for the whole image, computed tile by tile.
+    """Return the output of `conv_blocks` for the whole image, computed tile by tile.
 
-    The parameters stay where they are: each device gets a copy for the step, through which
-    gradients flow back and add.
+    The parameters stay where they are. For each step, each device gets a copy, through which
+    gradients flow back and are summed.
     """
     for layer in layers:
         match layer:
@@ -136,8 +136,8 @@ def _convolve(weights: Mapping[torch.device, Tensor], part: Tensor) -> Tensor:
 
 
 def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
-    """Batch normalisation with the whole image's statistics: sums cross the devices, pixels
-    don't.
+    """Apply batch normalisation with the whole image's statistics: only sums are exchanged between
+    devices, not pixels.
     """
     mean, variance = layer.running_mean, layer.running_var
     if layer.training:
@@ -164,7 +164,7 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
 
 
 def _total(tiles: Tiles, home: torch.device) -> Tensor:
-    """The sum over samples and pixels for each channel, of all tiles, at home."""
+    """Return the sum over samples and pixels for each channel, over all tiles, on `home`."""
     return torch.stack(
         [part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]
     ).sum(dim=0)
@@ -175,7 +175,7 @@ def _as_channels(values: Tensor, part: Tensor) -> Tensor:
 
 
 def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
-    """Blocks of Conv3x3, normalisation ("group" or "batch"), ReLU and MaxPool2."""
+    """Return blocks of Conv3x3, normalisation ("group" or "batch"), ReLU and MaxPool2."""
     layers: list[nn.Module] = []
     for before, after in pairwise(channels):
         normalise = nn.GroupNorm(GROUPS, after) if norm == "group" else nn.BatchNorm2d(after)
@@ -203,13 +203,13 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         self._devices: tuple[torch.device, ...] = ()
 
     def lay(self, devices: Sequence[torch.device]) -> TilesNet:
-        """Compute in tiles on these devices, in turn; the parameters stay on the first."""
+        """Compute in tiles on these devices in turn. The parameters stay on the first device."""
         self._devices = tuple(devices)
         self.to(devices[0])
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Logits of the whole images."""
+        """Return logits of the whole images."""
         if not self._devices:
             logits: Tensor = self.head(self.layers(images).mean(dim=(2, 3)))
             return logits

@@ -46,12 +46,14 @@ _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """The workload of `file.py:attribute` or `package.module:attribute`."""
+    """Build the workload of `file.py:attribute` or `package.module:attribute`."""
     return TorchWorkload(place, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """The recipe that the user's function gives; RequestError if it gives something else."""
+    """Return the recipe from the user's function. Raises RequestError if the function
+    returns something else.
+    """
     own = user_code.load(name, settings)
     recipe = find_recipe(name, own.result)
     if recipe is not None:
@@ -71,7 +73,9 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
 
 
 def from_user(name: str, result: Any) -> Recipe:
-    """The recipe in what a user's function returned; RequestError names what is wrong with it."""
+    """Convert the return value of a user's function to a recipe. Raises RequestError, which names
+    what is wrong with the value.
+    """
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
     if not isinstance(module, torch.nn.Module):
@@ -106,8 +110,8 @@ def from_user(name: str, result: Any) -> Recipe:
 
 
 def to_data(name: str, given: Any) -> Data:
-    """The user's data set, alone or with the options of its loader; RequestError for what is
-    none.
+    """Convert the user's data set, with or without its loader's options. Raises RequestError if it
+    is no data set.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return Data(*given)
@@ -136,7 +140,7 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 
 
 def find_recipe(name: str, result: Any) -> Recipe | None:
-    """The recipe in a trainer or a module with its data; None for anything else."""
+    """Return the recipe of a trainer, or of a module with its data; None for anything else."""
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
     if _is_a(result, "lightning.", "LightningModule"):
@@ -153,7 +157,7 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
 
 
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A module that returns its loss of a batch, as the trainer computes it."""
+    """Wraps a module so that it returns its loss for a batch, computed as the trainer does."""
 
     def __init__(self, module: Any, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -161,13 +165,13 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
         self._compute = compute
 
     def forward(self, batch: Any) -> Any:
-        """The mean loss, a scalar."""
+        """Return the mean loss, a scalar."""
         return self._compute(batch)
 
 
 class TrainerSteps:
-    """The passes of a Trainer, and its work on the host between them and steps, as in a training by
-    a plan.
+    """Runs the passes of a Trainer, and its work on the host between passes and between steps, as a
+    training by a plan does.
     """
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
@@ -179,7 +183,7 @@ class TrainerSteps:
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
     def compute(self, batch: Any) -> Any:
-        """The loss of a pass; labels are counted before the first one's forward pass is queued."""
+        """Return the loss of a pass. Labels are counted before its forward pass is enqueued."""
         trainer = self._trainer
         trainer.model.train()
         if isinstance(batch, Mapping) and isinstance(labels := batch.get("labels"), torch.Tensor):
@@ -191,8 +195,8 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Wait for the loss, count operations, which goes through all parameters for each pass, and
-        clip.
+        """Wait for the loss, count operations, which visits all parameters in each pass, and
+        clip the gradients.
         """
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:
@@ -221,8 +225,8 @@ def _from_trainer(trainer: Any) -> Recipe:
     mixed = str(trainer.accelerator.mixed_precision)
 
     def prepare(in_shards: bool) -> None:
-        """Have the model compute as in a training: accelerate's autocast is around its forward
-        pass, and makes its outputs float32.
+        """Prepare the model to compute as in a training: accelerate's autocast wraps the forward
+        pass and converts its outputs to float32.
         """
         if in_shards:
             keep_no_casts(trainer.accelerator)
@@ -253,15 +257,15 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """A data set, or that of a DataLoader with what it makes batches by."""
+    """Return a data set, or the data set of a DataLoader with its batch options."""
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
     return _to_data(given, default_collate)
 
 
 def _first_optimizer(given: Any) -> Any:
-    """The first in any of the forms that `configure_optimizers` may return; None if there is
-    none.
+    """Return the first optimizer in any form that `configure_optimizers` may return; None if
+    there is none.
     """
     if isinstance(given, Mapping):
         given = given.get("optimizer")
@@ -271,8 +275,8 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """The trainer's data; without workers, it fetches the rows of a step when it begins, while its
-    GPU waits.
+    """Return the trainer's data. Without workers, a step's rows are fetched when the step begins,
+    while its GPU waits.
     """
     options = {
         "num_workers": workers,
@@ -283,12 +287,12 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """(the module's arguments, a target for each row, which nothing reads)."""
+    """Collate rows to (the module's arguments, an unused target for each row)."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """True if a value is of the package's class of this name; nothing is imported to find out."""
+    """True if a value is an instance of the package's class with this name. Imports nothing."""
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))

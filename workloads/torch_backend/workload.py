@@ -1,9 +1,9 @@
-"""A torch module, an optimizer, a loss and their batches as a workload, stepped as in the user's
-training.
+"""A workload from a torch module, an optimizer, a loss and their batches, stepped as in
+the user's training.
 
-One device is a plain loop; several are a process each, which exchange gradients as
-`evener.torch` does, or one process over which a workload lays its own parts. Batches come
-from host memory each step unless the place says otherwise.
+One device runs a plain loop. Several devices have a process each, which exchange gradients as
+`evener.torch` does, or one process in which the workload places its own parts. Batches come from
+host memory each step unless the place says otherwise.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A model with its loss, optimizer and data: made on the CPU, moved to its device by the
-    workload.
+    """A model with its loss, optimizer and data. Created on the CPU; the workload moves it
+    to its device.
     """
 
     module: Any  # torch.nn.Module
@@ -69,8 +69,8 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class Waits:
-    """The seconds that a GPU waits for other ranks' gradients and their sum, from its own last
-    gradient on.
+    """Measures the seconds that a GPU waits for other ranks' gradients and their sum, after its
+    own last gradient.
     """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
@@ -86,7 +86,7 @@ class Waits:
         self._pairs.append((self._ready, self._clock.mark()))
 
     def read(self) -> float:
-        """The sum since it was last read; the device is done with these steps."""
+        """Return the total since the last reading. The device must have finished these steps."""
         pairs, self._pairs = self._pairs, []
         waited: float = sum(self._clock.seconds(*pair) for pair in pairs)
         self._clock.reuse([mark for pair in pairs for mark in pair])
@@ -103,11 +103,11 @@ Lay = Callable[
 
 
 class TorchWorkload(Workload, StepListener):
-    """A recipe at its place, alone or as one rank of a group. RequestError for a place that PyTorch
-    can't serve.
+    """A recipe at its place, alone or as one rank of a group. Raises RequestError for a place that
+    PyTorch doesn't support.
 
-    `lay` puts the module's parts on the place's devices, all of one process; without it there is
-    one device.
+    `lay` places the module's parts on the place's devices, all in one process; without it there
+    is one device.
     """
 
     def __init__(self, place: Place, build_recipe: BuildRecipe, lay: Lay | None = None) -> None:
@@ -153,8 +153,8 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Hold batches for this rank's share; a rank whose share is 0 is left out of the group
-        until it has one.
+        """Prepare batches for this rank's share. A rank whose share is 0 leaves the group until it
+        has a share again.
         """
         self._micro = own_share(self.place, micro or shares)
         if micro:
@@ -173,8 +173,8 @@ class TorchWorkload(Workload, StepListener):
     def prepare_dealt(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches that are dealt by cost; a pass has at most `tokens`
-        padded tokens.
+        """Prepare shares of global batches whose rows are assigned by cost. A pass has at most
+        `tokens` padded tokens.
         """
         self._micro = sum(shares)
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
@@ -187,7 +187,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare shares with rows that are padded to this length in every pass."""
+        """Prepare shares whose rows are padded to this length in every pass."""
         self._micro = own_share(self.place, micro or shares)
         self._prepare(
             shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True
@@ -207,7 +207,7 @@ class TorchWorkload(Workload, StepListener):
             batches.make(draw(batches.data, sizes, rank), on_host)
 
     def step(self) -> None:
-        """Take an optimizer step on the next batch, in step with the other ranks."""
+        """Take an optimizer step on the next batch, synchronized with the other ranks."""
         if self._batches is None or not self._batches.rows:
             return
         self._phases.enter("input")
@@ -236,7 +236,9 @@ class TorchWorkload(Workload, StepListener):
         self._count(self._batches.works(batch), passes)
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add what a step computed; a batch that is cut into passes was padded before."""
+        """Add the work that a step computed. A batch that is cut into passes was padded before
+        it was cut.
+        """
         for work in works:
             whole = msgspec.structs.replace(work, passes=passes / len(works))
             self._work = Work(
@@ -244,17 +246,17 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Note what is allocated as a step begins, once it has run and once the optimizer has its
-        state.
+        """Record what is allocated as a step begins, for the first steps only: later steps begin
+        with the same, as the optimizer then has its state.
         """
         if self._noted < NOTED_STEPS:
             self._noted += 1
             self._held = self.memory.held()
 
     def recover(self) -> bool:
-        """Give back what a step held that ran out of memory; False if that was within the
-        optimizer's step, which leaves its state half-made, if other ranks wait for this one, or if
-        more stays allocated than before the step.
+        """Release the memory of a step that ran out of memory. False if it ran out in the
+        optimizer's step, which leaves the optimizer's state incomplete, if other ranks wait for
+        this one, or if more memory stays allocated than before the step.
         """
         if self._group or self._updates or not self._noted:
             return False
@@ -268,12 +270,12 @@ class TorchWorkload(Workload, StepListener):
         return self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
-        """The sum over all steps; None where rows have no lengths."""
+        """Return the total work of all steps; None if rows have no lengths."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """The seconds that its GPU waited for others since this was last read; None for a CPU, or
-        without others.
+        """Return the seconds that the rank's GPU waited for others since the last reading. None for
+        a CPU, or without other ranks.
         """
         return None if self._waits is None else self._waits.read()
 
@@ -284,8 +286,8 @@ class TorchWorkload(Workload, StepListener):
         return self._scaler.scale(loss)
 
     def synchronize(self) -> None:
-        """Wait for the GPUs and for the batches fetched ahead; on a CPU nothing is pending when
-        `step` returns.
+        """Wait for the GPUs and for prefetched batches. On a CPU nothing is pending
+        after `step` returns.
         """
         for device in self.devices:
             if _on_gpu(device):
@@ -296,30 +298,32 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """The input and the optimizer's update of all steps since this was last read."""
+        """Return the seconds of input and of the optimizer's update over all steps since
+        the last reading.
+        """
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
     def keep_batch(self, kept: bool) -> bool:
-        """Step on the next batch again and again; False where rows have lengths, as another batch
-        is then other work.
+        """Start or stop reusing the next batch in all steps. False if rows have lengths, as another
+        batch is then a different amount of work.
         """
         if self._batches is None or not self._batches.rows:
             return True  # a rank without rows has none to keep
         return self._batches.keep(kept)
 
     def measure_link(self) -> LinkSpeed | None:
-        """The speed of the link between the ranks of this group."""
+        """Measure the speed of the link between the ranks of this group."""
         if not self._group:
             return None
         members = range(self.place.world)
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.place.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
-        """The seconds of a GPU for a step that waits behind a pause, until the host has enqueued
-        all of it.
+        """Return the seconds that a GPU needs for a step that was enqueued behind a pause, so that
+        the host enqueues all of it first.
 
-        What the step itself waits for, as `.item()`, is part of them.
+        Waits within the step, such as `.item()`, are included.
         """
         if not _on_gpu(self.device):
             return None
@@ -341,7 +345,7 @@ class TorchWorkload(Workload, StepListener):
         return self._loss is None or bool(torch.isfinite(self._loss).all())
 
     def facts(self) -> Mapping[str, str]:
-        """Versions, engine, parameters, digest, and what is known of the rows."""
+        """Return versions, engine, parameters, digest, and what is known about the rows."""
         cuda = (
             {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
             if _on_gpu(self.device)
@@ -370,8 +374,8 @@ class TorchWorkload(Workload, StepListener):
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _computes_bfloat16(self) -> bool:
-        """True if the request, a parameter or a Trainer says so; an autocast of the user's is not
-        known before it runs.
+        """True if the request, a parameter or a Trainer uses bfloat16. An autocast in the user's
+        code isn't known before it runs.
         """
         return (
             _HALVES.get(self.place.precision) is torch.bfloat16
@@ -380,7 +384,9 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Made on first use: within the memory cap, and before the peak of any step is counted."""
+        """Open the batches on first use: within the memory cap, and before the peak of any
+        step is counted.
+        """
         if self._batches is None:
             data = self.recipe.data or Data(
                 Pool(cast(SampleBatch, self.recipe.sample_batch), self.device.type)
@@ -391,7 +397,9 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """A step begins, of which the ranks have these rows."""
+        """Set the weight of this rank's gradients as a step begins; `sizes` has
+        each rank's rows.
+        """
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
@@ -412,7 +420,7 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Step with the ranks that have a share; another set of ranks is another group."""
+        """Step with the ranks that have a share; a different set of ranks becomes a new group."""
         members = tuple(rank for rank, share in enumerate(shares) if share)
         if self._shards is not None:
             self._members = members
@@ -429,8 +437,8 @@ class TorchWorkload(Workload, StepListener):
 
 
 class GpuMemory(MemoryMeter):
-    """The memory of tensors on GPUs: it grows with the batch, while the allocator's depends on what
-    was before.
+    """Measures the tensors' memory on GPUs. It grows with the batch, whereas the allocator's memory
+    depends on earlier sizes.
     """
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
@@ -438,28 +446,28 @@ class GpuMemory(MemoryMeter):
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Count from here on."""
+        """Start measuring from here."""
         torch.cuda.empty_cache()
         for device in self._gpus:
             torch.cuda.reset_peak_memory_stats(device)
 
     def read(self) -> tuple[int | None, ...]:
-        """The most bytes on each GPU."""
+        """Return the peak bytes on each GPU."""
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._gpus)
 
     def held(self) -> int:
-        """The bytes of tensors on all GPUs."""
+        """Return the bytes of tensors on all GPUs."""
         return sum(int(torch.cuda.memory_allocated(device)) for device in self._gpus)
 
     def release(self) -> tuple[int | None, ...]:
-        """Free the allocator's cache; the bytes kept on each GPU."""
+        """Free the allocator's cache. Returns the bytes kept on each GPU."""
         torch.cuda.empty_cache()
         return tuple(int(torch.cuda.memory_reserved(device)) for device in self._gpus)
 
 
 def check_place(place: Place, placed: bool = False) -> None:
-    """RequestError for what PyTorch does not do; `placed`: the workload lays its own parts on
-    several devices.
+    """Raises RequestError for a place that PyTorch doesn't support. `placed`: the workload places
+    its own parts on several devices.
     """
     if place.xla:
         raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
@@ -471,8 +479,8 @@ def check_place(place: Place, placed: bool = False) -> None:
 
 
 def configure(place: Place) -> tuple[torch.device, ...]:
-    """The place's devices as PyTorch names them, with threads and memory caps set; all CPU devices
-    are one to it.
+    """Set threads and memory caps, and return the place's devices as PyTorch names them. All CPU
+    devices are the same device to PyTorch.
     """
     devices = tuple(torch_device(name) for name in place.devices)
     if place.threads is not None:
@@ -489,14 +497,14 @@ def configure(place: Place) -> tuple[torch.device, ...]:
 
 
 def torch_device(name: str) -> torch.device:
-    """PyTorch's device for "cpu:0" or "cuda:1"; on the CPU there is but one."""
+    """Return PyTorch's device for "cpu:0" or "cuda:1"; the CPU has only one."""
     kind, _, number = name.partition(":")
     return torch.device("cpu") if kind.lower() == "cpu" else torch.device(kind, int(number or 0))
 
 
 def join(place: Place, device: torch.device) -> bool:
-    """Meet the other ranks in their file, or at the first one's address; False where there are
-    none.
+    """Join the other ranks through their file, or at the first rank's address. False if there are
+    no other ranks.
     """
     if place.world == 1:
         return False
@@ -512,7 +520,7 @@ def join(place: Place, device: torch.device) -> bool:
 
 
 def own_share(place: Place, shares: Sequence[int]) -> int:
-    """This process's samples; RequestError if the shares are not for its place."""
+    """Return this process's samples. Raises RequestError if the shares don't match its place."""
     if len(place.devices) > 1:
         return sum(shares)  # its parts lie on several devices, and see every sample
     expected = place.world
@@ -525,7 +533,9 @@ def own_share(place: Place, shares: Sequence[int]) -> int:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """The module on its inputs: a tuple gives the arguments, a mapping the keywords."""
+    """Call the module with its inputs: a tuple gives the arguments, a mapping
+    the keyword arguments.
+    """
     if isinstance(inputs, Mapping):
         return model(**inputs)
     return model(*inputs) if isinstance(inputs, tuple | list) else model(inputs)
