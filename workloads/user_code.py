@@ -173,12 +173,11 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """The last line of user code that an error passed through, as "file.py:12"; empty if there is
-    none.
+    """Return the last line of user code that an error passed through, as "file.py:12"; empty if
+    there is none.
 
-    User code is what belongs to neither evener nor Python's own and installed packages, and the
-    module of the workload of that name. An error of a TensorFlow graph names its lines in its text
-    alone.
+    User code is code outside evener, Python itself and installed packages, and the module of the
+    workload called `name`. An error from a TensorFlow graph names its lines only in its message.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]

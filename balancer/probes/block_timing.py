@@ -1,12 +1,12 @@
-"""Decides how many steps to time next, and when a step's time is known well enough. Pure: it has no
-clock.
+"""Decides how many steps to time next, and when a step's time is known precisely enough. Pure: it
+has no clock.
 
-It warms up until two windows of steps agree, then takes blocks of equal length until the 95 %
-interval of the mean step is within `TIGHT`, or the time is spent: half of it, if the rest would not
-make the interval that narrow. A step that takes longer than the whole probe was meant to ends it;
-how much it differs from the step before it says how sure it is. A probe whose speed drifted or was
-throttled is timed once more, with a warning in any case. A whole run ends with its time or its
-steps, however sure the figure is.
+It warms up until two windows of steps agree, then times blocks of equal length until the 95 %
+interval of the mean step is within `TIGHT`, or the time is used up. Half of the time ends a probe
+if the other half would not make the interval that narrow. A step that takes longer than the whole
+probe was meant to ends it; the precision is then estimated from the difference to the step before.
+A probe whose speed drifted or was throttled is timed once more, and always gets a warning. A whole
+run ends with its time or its steps, regardless of precision.
 """
 
 from __future__ import annotations
@@ -53,8 +53,8 @@ AGAIN_SHARE = 0.5  # for this part of its time
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Steps that were timed together. `own_seconds`: each device's own compute, where that is
-    known.
+    """Steps that were timed together. `own_seconds`: each device's compute time (own
+    work), where known.
     """
 
     steps: int
@@ -72,7 +72,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def step_seconds(self) -> float:
-        """Mean step of the block."""
+        """The mean seconds per step of the block."""
         return self.wall_seconds / self.steps
 
     @property
@@ -82,7 +82,7 @@ class Block(msgspec.Struct, frozen=True):
 
 
 class StepTiming(msgspec.Struct, frozen=True):
-    """The time of one step, according to the blocks."""
+    """The time of one step, estimated from the blocks."""
 
     step: Interval  # seconds
     steps: int
@@ -92,9 +92,10 @@ class StepTiming(msgspec.Struct, frozen=True):
 
 
 class BlockTimer:
-    """Asks for blocks by `next_steps`, which is 0 at the end, and takes them by `add`.
+    """Decides the next block's steps in `next_steps`, which returns 0 at the end, and takes
+    measured blocks in `add`.
 
-    `first_seconds` are those of the step before the first block; 0: unknown.
+    `first_seconds` is the time of the step before the first block; 0 if unknown.
     """
 
     def __init__(
@@ -120,7 +121,7 @@ class BlockTimer:
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
-        """Steps to run as the next block; 0 when it is over."""
+        """Return the number of steps to run as the next block; 0 at the end."""
         if self._cannot_pay():
             return 0
         if not self._steps:
@@ -128,13 +129,13 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _cannot_pay(self) -> bool:
-        """True if one step takes longer than the whole probe was meant to: that step is then its
-        figure.
+        """True if one step takes longer than the whole probe was meant to; the probe then
+        reports that step.
         """
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
-        """Take the block that `next_steps` asked for."""
+        """Take the block whose steps `next_steps` returned."""
         if self._steps:
             self._blocks.append(block)
             return
@@ -147,12 +148,12 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """Seconds per step so far; None before the second block."""
+        """The seconds per step so far, with their interval; None before the second block."""
         clean = self._clean()
         return interval_of(clean) if len(clean) > 1 else None
 
     def result(self) -> StepTiming | None:
-        """The step's time; None if nothing was timed after the warm-up."""
+        """Return the step's time; None if nothing was timed after the warm-up."""
         clean = self._clean()
         if not clean:
             return None
@@ -161,8 +162,8 @@ class BlockTimer:
         return StepTiming(step, steps, _own(clean), self._warnings(clean, step), mean_parts(clean))
 
     def _sized(self, last: Block) -> int:
-        """Steps that fill a block; after a tiny block not more than 16 times as many, as its time
-        says little.
+        """Return the number of steps that fill a block. After a tiny block it is at most 16 times
+        as many, as the tiny block's time is imprecise.
         """
         wanted = (
             round(self._block_seconds / last.step_seconds)
@@ -172,7 +173,7 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _steady(self) -> bool:
-        """Two full windows agree, or warming up has taken its share."""
+        """True if two full windows agree, or the warm-up has used up its share of the time."""
         windows = self._windows
         if len(windows) < 2:
             return False
@@ -192,10 +193,10 @@ class BlockTimer:
         return over
 
     def _start_again(self) -> bool:
-        """After an unsteady first round, once: a round of half the time follows, and its figure
-        counts.
+        """Start a second round once, if the first one was unsteady. It takes half the time, and its
+        measurement is the one reported.
 
-        Not in a whole run, which lasts for the time or the steps that were asked for.
+        A whole run isn't restarted, as it lasts for the requested time or steps.
         """
         timing = self.result()
         if self._whole or self._unsteady is not None or timing is None:
@@ -210,8 +211,8 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """The steps of the next block; a whole run's blocks grow with the steps done, up to the
-        steps asked for.
+        """Return the steps of the next block. The blocks of a whole run grow with the steps done,
+        up to the requested steps.
         """
         if not self._whole:
             return self._steps
@@ -239,13 +240,15 @@ class BlockTimer:
         )
 
     def _clean(self) -> list[Block]:
-        """The blocks that were not disturbed and took no new memory, or all where too few are."""
+        """Return the blocks that were not disturbed and took no new memory, or all blocks if
+        too few remain.
+        """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """The part of the cores' time that other processes took in disturbed blocks."""
+        """Return the fraction of the cores' time that other processes took in disturbed blocks."""
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -277,8 +280,9 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Warned, bool]:
-    """How much a device was held back, by what it reports or by the gap between the mean and the
-    median block, and whether that is worth a warning; the device where it is known.
+    """Return a warning about throttling, from what the devices report or from the gap between the
+    mean and the median block, and whether it is worth showing. The warning names the device if
+    it is known.
     """
     spent = sum(block.wall_seconds for block in clean)
     slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
@@ -291,21 +295,21 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Warned, b
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """True if the peak memory of a device, in bytes, rose by more than 1 % in a block; False if it
-    is unknown.
+    """True if the peak memory of a device, in bytes, rose by more than 1 % in a block;
+    False if unknown.
 
-    The kernel's work for new pages shows: on a virtual machine 16 us for each 4 KiB, 70 % of a step
-    of 0.36 s.
+    New pages cost the kernel noticeable time: on a virtual machine 16 us for each 4 KiB, 70 % of a
+    step of 0.36 s.
     """
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 
 
 def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Seconds per step of timed blocks, by Student's t on block means.
+    """Return the seconds per step of timed blocks, by Student's t on block means.
 
-    The value is total time over total steps, so blocks may differ in length. A lone block is
-    compared with the step before it, of `first_seconds`, unless that was no usual one.
+    The value is total time divided by total steps, so blocks may differ in length. A single block
+    is compared with the step before it, which took `first_seconds`, unless that step was unusual.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -322,10 +326,11 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 
 
 def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
-    """True if a probe would stay rough to its end, judging by the noise between the blocks so far.
+    """True if a probe would stay imprecise to its end, judging by the noise between the
+    blocks so far.
 
-    The median of the gaps doesn't show a single change of speed: that isn't noise, and needs all of
-    the time.
+    The noise is the median of the gaps, so that a single change of speed isn't counted as noise:
+    that needs the full time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
@@ -333,8 +338,8 @@ def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
 
 
 def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Each device's own compute per step, over all blocks; None where it is unknown in one of
-    them.
+    """Return each device's compute time (own work) per step, over all blocks; None if it is unknown
+    in any block.
     """
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
@@ -345,7 +350,7 @@ def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """The parts of each rank's step over all blocks; none where one of the blocks has none."""
+    """Return the parts of each rank's step over all blocks; empty if any block has no parts."""
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
         return ()
@@ -354,7 +359,7 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """The sum of one rank's blocks, for one of this many steps."""
+    """Sum the parts of one rank over its blocks, and divide them by this number of steps."""
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]
@@ -374,8 +379,8 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """The difference between the later half's mean and the earlier one's, and whether it is more
-    than noise.
+    """Return the difference between the means of the later and the earlier half, and whether it
+    exceeds the noise.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

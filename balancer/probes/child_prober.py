@@ -1,9 +1,9 @@
-"""Measures with real children: started when needed, kept between probes where memory allows,
-replaced on failure.
+"""Measures with real child processes: started when needed, kept between probes if memory allows,
+and replaced on failure.
 
-A solo probe has its own child. A split has one child over all its devices where one process can
-drive them (GPUs without limits, in TensorFlow), else a child per device; these step as a group over
-loopback.
+A solo probe has its own child. A split has one child over all its devices if one process can
+drive them (GPUs without limits, in TensorFlow), else one child per device; these children step
+as a group over loopback.
 """
 
 from __future__ import annotations
@@ -60,8 +60,8 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 
 
 class ChildProber:
-    """Measures probes with real children. What failing children wrote is kept in `error_file`, if
-    one is given.
+    """Measures probes with real children. The output of failing children is kept in
+    `error_file`, if given.
 
     A probe that fails is an observation, never an exception.
     """
@@ -98,12 +98,12 @@ class ChildProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at the same time, each driven by its own thread, and yield each one's
+        """Run all probes at the same time, each driven by its own thread, and yield each probe's
         observation as it ends.
 
-        Once `stop` is set it ends early, without inventing observations. A resumed run asks again
-        for a part of what it had asked for: `finished` are the other probes, which count as running
-        where devices share something.
+        Once `stop` is set, it ends early without observations for unfinished probes. A resumed run
+        requests only some of its earlier probes again: `finished` are the others, which count as
+        running where devices share something.
         """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -138,16 +138,16 @@ class ChildProber:
                 yield seen
 
     def now(self) -> float:
-        """Wall seconds since the session began."""
+        """Return the wall-clock seconds since the session began."""
         return time.monotonic() - self._began
 
     def facts(self) -> Facts:
-        """The facts that the children have reported so far."""
+        """Return the facts that children have reported so far."""
         return self._facts
 
     def close(self) -> None:
-        """Kill every child at once; it may be called twice, from any thread, and while `measure`
-        runs.
+        """Kill every child at once. May be called twice, from any thread, and
+        while `measure` runs.
         """
         self._closed.set()
         self._hosts.close()
@@ -156,7 +156,7 @@ class ChildProber:
     def _observe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Measure with idle children or new ones; again if a port of theirs was taken."""
+        """Run a probe with idle children or new ones; retry if one of their ports was taken."""
         started = time.monotonic()
         for left in reversed(range(PORT_TRIES)):
             try:
@@ -177,7 +177,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _blame_host(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """The failure of the first rank on a host that has gone."""
+        """Return the failure of the first rank on a host that was lost."""
         active = probe.layout.active
         rank = next(
             rank
@@ -222,8 +222,8 @@ class ChildProber:
         return seen
 
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a child that ran out of memory and has given back what the step held; False for any
-        other failure, and for ranks of a group, of which some wait in a sum.
+        """Keep a child that ran out of memory and has released the memory of the step. False for
+        any other failure, and for the ranks of a group, some of which may wait in an all-reduce.
         """
         if len(group.children) > 1 or not (error.root.out_of_memory and error.root.recovered):
             return False
@@ -238,8 +238,8 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True for the first measurement of a layout that may become the plan: what limits its
-        step is measured too.
+        """True for the first measurement of a layout that may become the plan: the limits of its
+        step are then measured too.
         """
         explores = probe.stage == "solo" and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
@@ -266,7 +266,7 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for the next probe, with what this one showed of them."""
+        """Keep the children for the next probe, and record what this probe showed about them."""
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -289,8 +289,8 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """The bytes of each device's memory that others hold; empty where none is seen and one of
-        them is unknown.
+        """Return the bytes of each device's memory that other processes hold. Empty if none is seen
+        and any of them is unknown.
 
         `clean`: no child of this layout runs.
         """
@@ -306,8 +306,8 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """TensorFlow traces the first size for itself and the second for all: new children get
-        another one first.
+        """Return a share to step on before the probe's own, or 0. TensorFlow traces the first size
+        separately and the second for all sizes, so new children get another size first.
         """
         request = self._resolved.request
         traced = (
@@ -316,7 +316,7 @@ class ChildProber:
         return WARM_UP_SHARE if traced and group.fresh else 0
 
     def _start(self, key: Layout, progress: ProgressReporter, stop: threading.Event) -> ChildGroup:
-        """New children that have built the workload; GroupError if one of them fails."""
+        """Start children and build the workload in them. Raises GroupError if one of them fails."""
         progress.enter("starting")
         assigned = assign_devices(self._resolved, key)
         environments = [self._environment(devices, key) for devices in assigned]
@@ -352,8 +352,8 @@ class ChildProber:
         return group
 
     def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> float:
-        """The bytes a second of an all-reduce between the group's ranks; GroupError if it hangs or
-        gives wrong sums, with what to do.
+        """Return the bytes per second of an all-reduce between the group's ranks. Raises
+        GroupError, with a remedy, if the all-reduce hangs or its sums are wrong.
         """
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
@@ -373,7 +373,7 @@ class ChildProber:
         return min((speed.bytes_per_second for speed in speeds), default=0.0)
 
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """The environment of a child; GroupError if its devices can't have it."""
+        """Return a child's environment. Raises GroupError if its devices can't have one."""
         if key.traits.side_by_side and key.placement == "mps":  # an older run that goes on
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -429,8 +429,8 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """The devices on which a rank has failed; empty if its process has several devices and
-        named none.
+        """Return the devices on which a rank has failed; empty if its process has several devices
+        and the error names none.
         """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
@@ -439,8 +439,8 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report where a probe was stopped that had not begun to measure; a stack with a line of
-        the user's is kept.
+        """Report where a probe was stopped before it measured. A stack with a line of the user's is
+        saved in the run's error file.
         """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         saved = stack.where and self._save_output(
@@ -449,7 +449,9 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append what a failing child wrote to the run's error file; False if it can't be kept."""
+        """Append the output of a failed child to the run's error file. False if it
+        can't be written.
+        """
         if self._error_file is None:
             return False
         with (
@@ -463,25 +465,25 @@ class ChildProber:
         return False
 
     def _free_memory(self, probes: tuple[Probe, ...]) -> None:
-        """End idle children that would leave the coming ones too little memory."""
+        """End idle children that would leave the next children too little memory."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """True for a split of GPUs by PyTorch: NCCL hangs where a driver promises a way between GPUs
+    """True for a split over GPUs in PyTorch: NCCL hangs if the driver reports a path between GPUs
     that the board doesn't have.
     """
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """The facts with those of one more child; `engine` keeps its split in step, empty if it isn't a
-    split.
+    """Add the facts of one more child. `engine` keeps its split in step; empty if its layout
+    isn't a split.
 
-    The digest is that of the first: the model's own, which a training script compares with its
-    model, if it has one.
+    The digest of the first child is kept: the model's own digest if it has one, which a training
+    script compares with its model's.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -510,9 +512,10 @@ def make_prober(
     error_file: Path | None = None,
     end_seconds: float = math.inf,
 ) -> Prober:
-    """A prober whose clock starts at `start_seconds`; tracebacks of children go to `error_file`.
+    """Return a prober whose clock starts at `start_seconds`. Tracebacks of children
+    go to `error_file`.
 
-    Simulated probes stop at `end_seconds` of its clock; real ones are stopped by the session.
+    Simulated probes stop at `end_seconds` on its clock; the session stops real probes.
     """
     if job.machine is not None:
         return SimulatedProber(

@@ -1,10 +1,9 @@
-"""The child processes of a layout: each is started, written to, read from and ended; together they
-form a group.
+"""The child processes of a layout, which together form a group: starts, commands, replies and ends.
 
-Threads of this process drain a child's two pipes, so no amount of output can block it or fill this
-process' memory. A layout has one child on one device, one child over several GPUs, or a child per
-device that step as a group. When one of them fails, the others get a moment to report too; the
-failure that caused the rest is then chosen by what they said.
+Threads of this process drain a child's two pipes, so no amount of output can block the child or
+fill this process's memory. A layout has one child on one device, one child over several GPUs, or
+one child per device that step as a group. If a child fails, the others get a moment to report too;
+the root cause is then chosen from their messages.
 """
 
 from __future__ import annotations
@@ -61,23 +60,25 @@ Inbox = queue.Queue[tuple[int, Message]]
 
 
 class RunningChild(ABC):
-    """A child on any host, as a group uses it."""
+    """The interface of a child on any host, as a group uses it."""
 
     rank: int
     alive: bool  # until it has ended
 
     @abstractmethod
     def send(self, command: Command) -> None:
-        """Send a command; if the child is gone, the inbox says so."""
+        """Send a command. If the child is gone, the inbox receives a message about it."""
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
-        """The stack of the child as it is now, once it has said that it is ready; None if it
-        doesn't answer.
+        """Return the child's current stack. None before the child has reported that it is ready, or
+        if it doesn't answer.
         """
 
     def find_loss(self) -> str:
-        """The reason why the child's host doesn't answer; empty if it does, as this machine."""
+        """Return the reason why the child's host doesn't answer; empty if the host answers, as this
+        machine always does.
+        """
         return ""
 
     @abstractmethod
@@ -86,8 +87,8 @@ class RunningChild(ABC):
 
 
 class Child(RunningChild):
-    """A worker that `server` forks. Its messages go to `inbox` with its rank; it is killed with its
-    process group.
+    """A worker that `server` forks. Its messages go to `inbox` with its rank. It is killed with
+    its process group.
     """
 
     def __init__(
@@ -128,30 +129,30 @@ class Child(RunningChild):
         return thread
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has ended, as its server says; `peak_bytes` is the most memory that
-        it held.
+        """Record that the child has ended, as its server reports. `peak_bytes` is
+        its peak memory.
         """
         self.alive = False
         self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
         self._ended.set()
 
     def send(self, command: Command) -> None:
-        """Send a command; if the child is gone, the inbox says so."""
+        """Send a command. If the child is gone, the inbox receives a message about it."""
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))
             self._stdin.flush()
 
     @property
     def stderr_tail(self) -> str:
-        """The end of what it wrote to standard error and standard output; until it runs, of what
-        its server wrote.
+        """The end of the child's standard error and standard output; before the child runs,
+        the end of its server's output.
         """
         written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """The stack of the child as it is now, once it has said that it is ready; None if it
-        doesn't answer.
+        """Return the child's current stack. None before the child has reported that it is ready, or
+        if it doesn't answer.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
@@ -193,7 +194,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put(self, message: Message) -> None:
-        """Into the inbox; what a child sends beyond its capacity is dropped."""
+        """Put a message into the inbox. Messages beyond the inbox's capacity are dropped."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -206,8 +207,8 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """The number of processes that the kernel has killed for memory since boot; 0 if it does not
-    say.
+    """Return the number of processes that the kernel has killed for memory since boot; 0 if it
+    is not reported.
     """
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
@@ -216,7 +217,7 @@ def _kernel_kills() -> int:
 
 
 class ChildGroup:
-    """Children in rank order, with one inbox."""
+    """Children in rank order, with one shared inbox."""
 
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
@@ -235,17 +236,17 @@ class ChildGroup:
         seconds: float,
         stop: threading.Event,
     ) -> list[Reply]:
-        """Send every rank its command at once and wait for all replies."""
+        """Send every rank its command at the same time, and wait for all replies."""
         for child in self.children:
             child.send(command(child.rank))
         return self.receive(expected, seconds, stop)
 
     def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
-        """One reply of the expected type from every rank, in rank order; GroupError if they don't
-        come in `seconds`.
+        """Return one reply of the expected type from every rank, in rank order. Raises GroupError
+        if they don't arrive within `seconds`.
 
-        A rank that is silent when another fails is no failure of its own: it only was not waited
-        for.
+        A rank that is silent when another rank fails does not count as failed: its reply just
+        wasn't waited for.
         """
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
@@ -273,14 +274,14 @@ class ChildGroup:
         return [replies[rank] for rank in range(len(self.children))]
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, with the stack of a rank that is late, where its user's code runs."""
+        """Raise StoppedError, with the stack of a late rank if that rank is in the user's code."""
         late = [child for child in self.children if child.rank not in replies]
         in_users_code = expected in (Ready, Built, Prepared)
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """The silent ranks whose device or host has gone: others may have failed for that
-        reason.
+        """Return the silent ranks whose device or host was lost; other ranks may have failed
+        because of that.
         """
         found = {}
         for rank in silent:
@@ -290,10 +291,9 @@ class ChildGroup:
         return found
 
     def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Let every rank give back memory that isn't in use: position -> the bytes that are kept,
-        where that is known.
+        """Make every rank release unused memory. Returns the bytes kept by position, where known.
 
-        It may take `seconds`; GroupError and StoppedError as in `receive`.
+        It may take `seconds`. Raises GroupError and StoppedError as `receive` does.
         """
         replies = self.call(lambda _: Rest(), Rested, seconds, stop)
         sizes = [size for reply in replies for size in cast(Rested, reply).memory_bytes]
@@ -305,7 +305,7 @@ class ChildGroup:
 
     @property
     def alive(self) -> bool:
-        """True if every child still runs."""
+        """True if every child is still running."""
         return all(child.alive for child in self.children)
 
     def end(self) -> None:

@@ -1,8 +1,8 @@
-"""Failures of a layout's children: what an exception, exit code or signal means, memory or
-something else. Pure.
+"""Classifies the failures of a layout's children: whether an exception, exit code or signal means
+that memory ran out, or something else. Pure.
 
-The lists come from TensorFlow's and PyTorch's issue trackers and from experiments with capped CPU
-allocators. Kills by the kernel for lack of memory are counted by the kernel itself.
+The lists come from TensorFlow's and PyTorch's issue trackers, and from experiments with capped CPU
+allocators. The kernel itself counts the processes that it kills for lack of memory.
 """
 
 from __future__ import annotations
@@ -74,8 +74,8 @@ _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 
 class StoppedError(Exception):
-    """The session stops: what was running has no outcome. `stack`: where a child was that had not
-    begun to measure.
+    """The session stops, so running probes have no outcome. `stack` shows where a child was that
+    had not started to measure.
     """
 
     def __init__(self, stack: Stack | None = None) -> None:
@@ -98,13 +98,13 @@ class RankFailure(msgspec.Struct, frozen=True):
 
     @property
     def lost_a_peer(self) -> bool:
-        """True if the message is one of a rank that stopped because another rank did."""
+        """True if the message is typical of a rank that stopped because another rank did."""
         return self.cause == "raised" and any(sign in self.detail.lower() for sign in _LOST_A_PEER)
 
 
 class GroupError(Exception):
-    """A rank of the group has failed; its children are not used again, unless one that is alone
-    has recovered.
+    """A rank of the group has failed. The group's children are not reused, unless a lone
+    child has recovered.
     """
 
     def __init__(self, *failures: RankFailure) -> None:
@@ -113,8 +113,8 @@ class GroupError(Exception):
 
     @property
     def root(self) -> RankFailure:
-        """The likely cause: out of memory before other failures, a rank that only lost a peer
-        last.
+        """The likely root cause: out of memory before other failures, ranks that only lost
+        a peer last.
         """
         return min(
             self.failures,
@@ -123,14 +123,16 @@ class GroupError(Exception):
 
 
 def exit_failure(rank: int, end: Exited) -> RankFailure:
-    """The failure of a rank whose child has ended, by its exit code and last output."""
+    """Return the failure of a rank whose child has ended, from the child's exit code
+    and last output.
+    """
     memory = exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
     cause, words = describe_exit(end.code)
     return RankFailure(rank, cause, words, memory, output=end.output)
 
 
 def error_failure(rank: int, error: ChildError) -> RankFailure:
-    """The failure of a rank whose child reported an exception, in one line."""
+    """Return the failure of a rank whose child reported an exception, in one line."""
     memory = error_is_memory(error.types, error.text)
     words = one_line(error.text)
     if error.types and error.types[0] not in _OWN_WORDS and not words.startswith(error.types[0]):
@@ -154,8 +156,8 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def names_hardware(text: str) -> bool:
-    """True if an error's text mentions a GPU or its libraries, so that the fault may be that of one
-    device.
+    """True if an error's text mentions a GPU or its libraries, so that a single device may
+    be at fault.
     """
     lowered = text.lower()
     makers = [word for backend in all_backends() for word in backend.device_words]
@@ -165,7 +167,7 @@ def names_hardware(text: str) -> bool:
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
     """True if a child that ended with `code` (negative: by a signal) ran out of memory.
 
-    `cap_share` is the part of its memory cap that it held at the most (0: no cap).
+    `cap_share` is its peak memory as a fraction of its memory cap (0: no cap).
     """
     if code == -signal.SIGKILL:
         return kernel_killed
@@ -182,7 +184,7 @@ def _memory_words() -> tuple[str, ...]:
 
 
 def describe_exit(code: int) -> tuple[Cause, str]:
-    """The cause of a child's end, and one line on it."""
+    """Return the cause of a child's end, and a one-line message about it."""
     if code >= 0:
         return "exit", f"its process ended by itself with exit code {code}"
     try:
@@ -193,14 +195,16 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 
 
 def find_gpu_number(text: str) -> int | None:
-    """The framework's number of the GPU that an error names; None if it names none, or several."""
+    """Return the framework's number of the GPU that an error names; None if the error names no
+    GPU, or several.
+    """
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """The line of an error's text that says what was wrong, without colors and control
-    characters.
+    """Return the line of an error's text that says what was wrong, without colors
+    and control characters.
     """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]
@@ -215,5 +219,5 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """The whole words that fit; a single long one is cut."""
+    """Cut the text after the last whole word that fits; a single long word is cut within."""
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

@@ -1,9 +1,9 @@
-"""The process that children are forked from: it imports what they need once, so that each of them
+"""The process that children are forked from. It imports their modules once, so that each child
 starts at once.
 
-`ForkServer` runs there: it reads requests from a socket, a datagram each, and answers; it never
-imports the user's own code. It ends when the other end of its socket closes, and its children with
-it. `ServerProcess` is the other end.
+`ForkServer` runs in that process: it reads requests from a socket, one per datagram, and answers
+them; it never imports the user's own code. It ends when the other end of its socket closes, and its
+children end with it. `ServerProcess` is the other end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LOG_BYTES = 64 << 10  # how much of the end of a server's output is kept
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Fork a child with these variables on these cores; its three standard streams come with the
-    message.
+    """Fork a child with these environment variables on these cores. Its three standard streams come
+    with the message.
     """
 
     key: int  # by which both sides know it
@@ -51,7 +51,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
 
 
 class Signal(msgspec.Struct, frozen=True, tag=True):
-    """Send a child, or its whole process group, a signal, if it still runs."""
+    """Send a signal to a child, or to its whole process group, if it is still running."""
 
     key: int
     number: int
@@ -59,7 +59,7 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """A child runs."""
+    """A child has started."""
 
     key: int
     pid: int
@@ -78,7 +78,7 @@ _answer_decoder: msgspec.json.Decoder[Forked | Ended] = msgspec.json.Decoder(For
 
 
 class ForkServer:
-    """Forks children that run `run`, which gets this process' pid, and says how they end."""
+    """Forks children that call `run` with this process's pid, and reports how they end."""
 
     def __init__(self, channel: socket.socket, run: Callable[[int], object]) -> None:
         self._channel = channel
@@ -88,7 +88,7 @@ class ForkServer:
         self._keys: dict[int, int] = {}  # its pidfd -> key
 
     def serve(self) -> None:
-        """Carry out requests until the socket closes; children that run then are killed."""
+        """Handle requests until the socket closes; children that are running then are killed."""
         while True:
             channel = self._channel.fileno()
             ready, _, _ = select.select([channel, *self._keys], [], [])
@@ -101,7 +101,7 @@ class ForkServer:
             self._send_signal(Signal(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
-        """The next request; False if there is none any more."""
+        """Handle the next request; False if there are no more requests."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, 3)
         if not data:
             return False
@@ -129,7 +129,7 @@ class ForkServer:
                 os.close(descriptor)
 
     def _be_child(self, start: Start, streams: Sequence[int]) -> None:
-        """Never returns."""
+        """Run as the forked child; never returns."""
         try:
             os.setsid()  # its process group is its own
             for number, descriptor in enumerate(streams):
@@ -166,8 +166,8 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str]) -> None:
-    """Import "module" or "module:attribute"; start without if that fails, or starts a driver: it
-    can't be forked.
+    """Import each "module" or "module:attribute". If an import fails or starts a driver, restart
+    the program without imports, as this process can't be forked.
     """
     try:
         for name in names:
@@ -202,7 +202,7 @@ def die_with_parent() -> None:
 
 
 class ForkedChild(Protocol):
-    """A child as its server knows it."""
+    """A child from the point of view of its server's caller."""
 
     pid: int  # 0 until it runs
 
@@ -211,8 +211,8 @@ class ForkedChild(Protocol):
 
 
 class ServerProcess:
-    """A running fork server; OSError if it can't be started. Ends with the thread that made it, or
-    by `close`.
+    """A running fork server. Raises OSError if it can't be started. It ends with the thread that
+    created it, or by `close`.
     """
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
@@ -235,16 +235,17 @@ class ServerProcess:
 
     @property
     def alive(self) -> bool:
-        """True if the server still runs."""
+        """True if the server is still running."""
         return self._process.poll() is None
 
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Fork a child once everything is imported, and close its streams here; returns the
-        server's key for it.
+        """Fork a child once everything is imported, and close its streams in this process. Returns
+        the server's key for the child.
 
-        If the server has ended, so has the child. OSError if the request can't be sent.
+        If the server has ended, the child is reported as ended too. Raises OSError if the request
+        can't be sent.
         """
         key = next(self._keys)
         self._children[key] = child
@@ -264,7 +265,7 @@ class ServerProcess:
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a child a signal; without a key, the server itself."""
+        """Send a signal to a child, or to the server itself without a key."""
         if key is None:
             self._process.send_signal(number)
         else:
@@ -272,7 +273,7 @@ class ServerProcess:
                 self._channel.send(msgspec.json.encode(Signal(key, number, group)))
 
     def read_log(self) -> bytes:
-        """The end of what it wrote."""
+        """Return the end of the server's output."""
         if self._last_words is None:
             with suppress(OSError):
                 return os.pread(
@@ -281,7 +282,9 @@ class ServerProcess:
         return self._last_words or b""
 
     def close(self) -> None:
-        """End the server; the kernel ends children that still run. Safe to call twice."""
+        """End the server; the kernel then ends children that are still running. Safe
+        to call twice.
+        """
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
             self._process.wait(WAIT_SECONDS)
@@ -326,8 +329,8 @@ def _run(
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """This process' environment with `variables` over it; the server imports the evener that runs
-    here.
+    """Return this process's environment updated with `variables`. The server imports the same
+    evener that runs here.
     """
     merged = {**os.environ, **variables}
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))

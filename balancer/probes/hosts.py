@@ -1,8 +1,7 @@
-"""The hosts of a session's devices, asked as if they were one machine: this one, and others through
-Ray.
+"""The hosts of a session's devices behind one interface: this machine, and other hosts through Ray.
 
-A `RemoteHost` reaches a `HostServant` in evener's actor on a host of the cluster. A thread waits
-for what the children there send, and puts it where a child of this machine would.
+A `RemoteHost` talks to a `HostServant` in evener's actor on a host of the cluster. A thread
+receives the messages of the children there, and delivers them as those of local children.
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ ANSWER_SECONDS = 3.0  # or for longer than this, when a rank elsewhere has faile
 
 
 class LocalHost:
-    """This machine, which is `name` in a cluster: its children, drivers and free ports."""
+    """This machine, which is called `name` in a cluster: its children, drivers and free ports."""
 
     find_ports = staticmethod(find_free_ports)
     make_file = staticmethod(make_memory_file)
@@ -65,17 +64,21 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this host, or of what it holds: "monitor.read"."""
+        """Call a method of this host, or of one of its attributes: "monitor.read"."""
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
         self, positions: Collection[int], stop: threading.Event | None = None
     ) -> None:
-        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
+        """Wait for each driver's answer. Raises GroupError, which names a device that is gone
+        or doesn't answer.
+        """
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """A child's start on these devices; DeviceError if they can't have it."""
+        """Return the environment of a child on these devices. Raises DeviceError if they
+        can't be used.
+        """
         environment = child_environment(devices, self._framework)
         return msgspec.structs.replace(
             environment, variables={**environment.variables, **self._network}
@@ -84,7 +87,7 @@ class LocalHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> Child:
-        """A new child; OSError or RuntimeError if none can be started."""
+        """Start a new child. Raises OSError or RuntimeError if it can't be started."""
 
         def start() -> Child:
             if self._closed.is_set():
@@ -99,8 +102,8 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
-        """The server that forks children whose variables that matter during the framework's import
-        are equal.
+        """Return the server that forks children with the same values of the variables that affect
+        the framework's import.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -118,14 +121,16 @@ class LocalHost:
             server.close()
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """Bytes that each device lacks because others hold them; no child runs on the `clean`
-        ones.
+        """Return the bytes that each device lacks because other processes hold them. No child runs
+        on the `clean` devices.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Processes other than children that compute on each device, where the driver tells."""
+        """Return the processes other than children that compute on each device, where the
+        driver reports them.
+        """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
 
@@ -139,8 +144,8 @@ class LocalHost:
 
 
 class HostServant(LocalHost):
-    """A host whose methods are called from another machine, each call in its thread; children have
-    keys there.
+    """A host whose methods are called from another machine, each call in its own thread. Keys
+    identify its children.
     """
 
     def __init__(
@@ -163,14 +168,14 @@ class HostServant(LocalHost):
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
-        """Send a child a command; the user's script lies elsewhere here."""
+        """Send a command to a child, after adapting the path of the user's script to this host."""
         if isinstance(command, Build):
             command = msgspec.structs.replace(command, workload=self._workload)
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """The messages that children have sent, with the children's keys; waits a limited time for
-        the first one.
+        """Return the messages that children have sent, with the children's keys. Waits a limited
+        time for the first message.
         """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
@@ -180,7 +185,7 @@ class HostServant(LocalHost):
         return [(key, self._name_origin(message)) for key, message in messages]
 
     def find_stack(self, key: int) -> Stack | None:
-        """The stack of a child as it is now."""
+        """Return a child's current stack."""
         return self._children[key].find_stack()
 
     def end(self, key: int) -> None:
@@ -188,7 +193,7 @@ class HostServant(LocalHost):
         self._children.pop(key).end()
 
     def close(self) -> None:
-        """Kill every child, and remove the script."""
+        """Kill every child, and remove the copied script."""
         super().close()
         if self._script:
             self._script.close()
@@ -216,18 +221,18 @@ class RemoteChild(RunningChild):
         self.generation = host.servant.generation  # of the actor that it runs in
 
     def send(self, command: Command) -> None:
-        """Send a command; if the child is gone, the inbox says so."""
+        """Send a command. If the child is gone, the inbox receives a message about it."""
         self._host.servant.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
-        """The stack of the child as it is now; None if it doesn't answer."""
+        """Return the child's current stack; None if the child doesn't answer."""
         with suppress(HostLostError):
             stack: Stack | None = self._host.ask("find_stack", self._key)
             return stack
         return None
 
     def find_loss(self) -> str:
-        """The reason why the child's host doesn't answer; empty if it does."""
+        """Return the reason why the child's host doesn't answer; empty if it answers."""
         try:
             self._host.ask("available_memory_bytes", seconds=ANSWER_SECONDS)
         except HostLostError as lost:
@@ -239,13 +244,13 @@ class RemoteChild(RunningChild):
         self._host.forget(self._key)
 
     def receive(self, message: Message) -> None:
-        """Take a message from the child, or one that says that its host has gone."""
+        """Take a message from the child, or the message that its host was lost."""
         self.alive = not isinstance(message, Exited | HostLost)
         self._inbox.put((self.rank, message))
 
 
 class RemoteHost:
-    """One host of the cluster; HostLostError if its actor doesn't answer."""
+    """One host of the cluster. Raises HostLostError if its actor doesn't answer."""
 
     def __init__(
         self,
@@ -266,8 +271,8 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """Call a method of the host, as `LocalHost.ask` does, and wait for its answer, as
-        `Kept.ask` does; of a new actor, if the one that was asked has ended.
+        """Call a method of the host as `LocalHost.ask` does, and wait for its answer as `Kept.ask`
+        does. If the actor has ended, a new actor is asked.
         """
         if self._lost is not None:
             raise self._lost
@@ -280,8 +285,8 @@ class RemoteHost:
         return self.servant.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Have the host made anew in another actor, without the children, which have ended with
-        this one; False if it has gone.
+        """Restart the host in a new actor. The children of the old actor have ended with it. False
+        if the host was lost.
         """
         if self._closed.is_set() or not self.servant.restart(generation):
             return False
@@ -293,7 +298,7 @@ class RemoteHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> RemoteChild:
-        """A new child there."""
+        """Start a new child on the host."""
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
         try:
@@ -304,19 +309,21 @@ class RemoteHost:
         return child
 
     def forget(self, key: int) -> None:
-        """Kill a child, unless its host has gone."""
+        """Kill a child, unless its host was lost."""
         if self._children.pop(key, None) is not None and not self._closed.is_set():
             with suppress(HostLostError):
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for the answers of its GPUs' drivers; StoppedError if `stop` is set before."""
+        """Wait until the drivers of the host's GPUs answer. Raises StoppedError if `stop`
+        is set before.
+        """
         self.ask("wait_for_drivers", tuple(positions), stop=stop)
         if stop.is_set():
             raise StoppedError
 
     def close(self) -> None:
-        """Kill every child there; safe to call twice."""
+        """Kill every child on the host; safe to call twice."""
         if not self._closed.is_set():
             self._closed.set()
             self.servant.close()
@@ -337,7 +344,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _lose(self, error: Exception) -> None:
-        """The host has gone: so have its children."""
+        """Handle the loss of the host: its children are lost too."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -346,7 +353,7 @@ class RemoteHost:
 
 
 class Hosts:
-    """All hosts of these devices; DeviceError if one of them can't be reached."""
+    """All hosts of these devices. Raises DeviceError if one of them can't be reached."""
 
     def __init__(self, devices: Sequence[Device], framework: str, workload: str) -> None:
         self._devices = devices
@@ -360,15 +367,15 @@ class Hosts:
             )
 
     def find(self, device: Device) -> LocalHost | RemoteHost:
-        """The host of a device."""
+        """Return the host of a device."""
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """The addresses where a group's ranks can meet, each on its device's host.
+        """Return the addresses at which a group's ranks meet, each on its device's host.
 
-        Their ports are free at this moment. On one host they are on loopback, but PyTorch's ranks
-        meet in a file there: any user of the machine could connect to a store's port and write to
-        it.
+        Their ports are free at this moment. On one host the addresses are on loopback, but
+        PyTorch's ranks meet in a file there: any user of the machine could connect to a store's
+        port and write to it.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
@@ -386,13 +393,15 @@ class Hosts:
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
+        """Wait for each driver's answer. Raises GroupError, which names a device that is gone
+        or doesn't answer.
+        """
         for host in self._with_drivers(positions):
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """The drivers' present readings, by position; GroupError if a device is gone or its driver
-        silent for long.
+        """Return the drivers' current readings, by position. Raises GroupError if a device is gone,
+        or its driver has been silent for long.
         """
         found: dict[int, Vitals] = {}
         for host in self._with_drivers(positions):
@@ -400,8 +409,8 @@ class Hosts:
         return found
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Bytes that each device lacks because others hold them; no child runs on the `clean`
-        ones.
+        """Return the bytes that each device lacks because other processes hold them. No child runs
+        on the `clean` devices.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -409,14 +418,16 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Processes other than children that compute on each device, where the driver tells."""
+        """Return the processes other than children that compute on each device, where the
+        driver reports them.
+        """
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):
             found |= host.ask("find_neighbours", tuple(positions))
         return found
 
     def available_memory_bytes(self) -> int:
-        """Memory that can still be had on the host with the least."""
+        """Return the available memory of the host that has the least."""
         sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):
@@ -433,8 +444,8 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """The hosts of those devices that have drivers: a remote one is asked nothing about its
-        CPU.
+        """Yield the hosts of those devices that have drivers. A remote host isn't asked
+        about its CPU.
         """
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]

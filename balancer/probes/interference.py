@@ -1,8 +1,8 @@
-"""Disturbances of a probe from outside: heat and power limits, memory that others hold, a lost
-device.
+"""Finds what disturbs a probe from outside: heat and power limits, memory held by other processes,
+a lost device.
 
-GPUs are asked through the driver, between timed blocks only. For CPU slices, the host's free memory
-is known.
+GPUs are read through the driver, only between timed blocks. For CPU slices, the host's free
+memory is known.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CLOSE_SECONDS = 0.2  # for all watches together
 
 
 class Neighbours(NamedTuple):
-    """Other processes on a device: the part of the time in which their kernels ran while the
-    session's own waited, and their names.
+    """Other processes on a device: the fraction of the time in which their kernels ran while the
+    session's own waited, and the processes' names.
 
-    A GPU gives each process a slice of its time in turn, so a kernel waits about as long as it
-    runs, if the others have as much to do.
+    A GPU gives each process time slices in turn, so a kernel waits about as long as it runs, if the
+    other processes have as much to do.
     """
 
     part: float
@@ -56,9 +56,7 @@ class Neighbours(NamedTuple):
 
 
 class InterferenceMonitor:
-    """Watches those of a session's devices that are on this host; a watch starts when a probe first
-    needs it.
-    """
+    """Watches a session's devices on this host. Each watch starts when a probe first needs it."""
 
     def __init__(
         self, devices: Sequence[Device], host: str = "", silent_seconds: float = SILENT_SECONDS
@@ -70,7 +68,9 @@ class InterferenceMonitor:
         self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for each driver's answer; GroupError names a device that has none or is gone."""
+        """Wait for each driver's answer. Raises GroupError, which names a device that is gone
+        or doesn't answer.
+        """
         self._read(positions, READ_SECONDS)
         watches = list(self._find_watches(positions).values())
         until = time.monotonic() + RETURN_SECONDS
@@ -86,8 +86,8 @@ class InterferenceMonitor:
         self._raise_if_gone(positions)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """The vitals that drivers tell now; GroupError if a device is gone, or its driver silent
-        for long.
+        """Return the drivers' current vitals. Raises GroupError if a device is gone, or its driver
+        has been silent for long.
         """
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
@@ -96,12 +96,12 @@ class InterferenceMonitor:
     def measure_short(
         self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
     ) -> dict[int, int]:
-        """Bytes that each device lacks because others hold them; positions of which that is unknown
-        are left out.
+        """Return the bytes that each device lacks because other processes hold them, without
+        positions where they are unknown.
 
-        `own` are the pids of the session's children, `clean` the positions where none of them runs.
-        If the driver doesn't name processes, the bytes that others hold are known only on a clean
-        device.
+        `own` are the pids of the session's children, `clean` the positions where no child
+        runs. If the driver doesn't name processes, the bytes that others hold are known only
+        on a clean device.
         """
         found: dict[int, int] = {}
         for position in self._own(positions):
@@ -114,8 +114,8 @@ class InterferenceMonitor:
     def find_neighbours(
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
-        """The processes beside the session's own children, with the pids `own`, that compute on
-        each device; positions where the driver doesn't name the children are left out.
+        """Return the processes other than the session's children, whose pids are `own`, that
+        compute on each device. Leaves out positions where the driver doesn't name the children.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
@@ -129,14 +129,16 @@ class InterferenceMonitor:
         return found
 
     def _round(self, position: int, short: int) -> int:
-        """The bytes to report, in whole steps: what was reported before, unless it is more now."""
+        """Return the bytes to report, rounded up to whole steps. Keeps the value reported before
+        unless the bytes have grown.
+        """
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
             self._short[position] = -(-short // step) * step
         return self._short[position]
 
     def close(self) -> None:
-        """End every watch; one that its driver blocks is not waited for."""
+        """End every watch, without waiting for a watch that its driver blocks."""
         until = time.monotonic() + CLOSE_SECONDS
         watches = [watch for watch in self._watches.values() if watch]
         for watch in watches:
@@ -145,7 +147,7 @@ class InterferenceMonitor:
             watch.answer(until)
 
     def _own(self, positions: Iterable[int]) -> list[int]:
-        """The positions whose devices are on this host, each once."""
+        """Return the positions whose devices are on this host, without repeats."""
         return [
             position
             for position in dict.fromkeys(positions)
@@ -153,7 +155,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """The watches of those positions whose devices report something."""
+        """Return the watches of the positions whose devices report something."""
         own = self._own(positions)
         found = {}
         for position in own:
@@ -169,8 +171,8 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """The vitals of all positions at once; a watch that hangs since an earlier reading is not
-        waited for again.
+        """Return the vitals of all positions at once, without waiting for a watch that has hung
+        since an earlier reading.
         """
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}
@@ -190,8 +192,8 @@ class InterferenceMonitor:
                 )
 
     def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int | None:
-        """Bytes short, or None; more than was last reported only if it lasts, as a process may just
-        be ending.
+        """Return the missing bytes, None if unknown. An increase over the last report must last
+        through several readings, as a process may just be ending.
         """
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
@@ -228,16 +230,16 @@ class DriverReader(Protocol):
 
 
 class DeviceWatch(DriverReader, Protocol):
-    """A source of vitals that also knows the processes which share a device."""
+    """A source of vitals that also knows which processes share a device."""
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]: ...
 
 
 class ProbeInterference:
-    """The limits that held one probe's devices back in each block, and the power that these and
+    """Records what throttled a probe's devices in each block, and the power that these devices and
     idle devices drew.
 
-    `idle`: readings of devices that are left out, from before the probe.
+    `idle`: readings of unused devices from before the probe.
     """
 
     def __init__(
@@ -253,8 +255,8 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """The block, with what the drivers say of its time; GroupError if a device has gone
-        meanwhile.
+        """Return the block with the drivers' data for its time. Raises GroupError if a device
+        was lost meanwhile.
         """
         before = self._before
         self._before = self._monitor.read(self._positions)
@@ -281,8 +283,8 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """The mean power by position from the start to the last block; devices that report no
-        energy are left out.
+        """Return the mean power by position from the start to the last block, without devices that
+        report no energy.
         """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
@@ -301,8 +303,9 @@ class ProbeInterference:
 def _add_lost(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """The parts of a rank's block of `wall_seconds`, with the work that its device lost to lower
-    clocks: their distance from the highest one, while heat or power was the reason for it.
+    """Add to the parts of a rank's block of `wall_seconds` the work that its device lost to
+    lower clocks. The loss is the clock's distance from the highest clock while heat or
+    power limited it.
     """
     if now is None or now.clock_part is None:
         return part
@@ -316,8 +319,8 @@ def _add_lost(
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """The drivers' readings of devices that a probe leaves out; empty if one is gone, as that
-    doesn't concern it.
+    """Return the drivers' readings of devices that a probe doesn't use. Empty if one of them is
+    gone, as the probe doesn't depend on it.
     """
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
@@ -325,19 +328,21 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Resident memory of a process; 0 if it is gone."""
+    """Return a process's resident memory in bytes; 0 if the process is gone."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0
 
 
 def _unclear_bytes(memory_bytes: int) -> float:
-    """The bytes in use on a GPU that may be the driver's own."""
+    """Return how many bytes in use on a GPU may belong to the driver itself."""
     return max(SPREAD * memory_bytes, min(SPREAD_BYTES, SPREAD_SMALL * memory_bytes))
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Bytes that others hold; None if the session's own can't be separated."""
+    """Return the bytes that other processes hold; None if the session's own bytes
+    can't be separated.
+    """
     if vitals.used_bytes is None:
         return None
     sizes = [vitals.processes[pid] for pid in own if pid in vitals.processes]
@@ -348,8 +353,8 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """The rise of a counter of seconds between two readings over the time between them; 0 if it is
-    unknown.
+    """Return how much a counter of seconds rose between two readings, as a fraction of the time
+    between them; 0 if unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

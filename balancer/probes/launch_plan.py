@@ -1,8 +1,8 @@
-"""The children that a layout needs, the build command for each, and which idle ones must end to
-leave them memory.
+"""Determines the children that a layout needs, the build command for each, and which idle children
+must end to free memory.
 
-PyTorch's children give their cache back while they rest, and say what they keep. TensorFlow's
-allocator keeps what it once had: such an idle child still holds its peak, and somewhat more.
+PyTorch's children release their cache while they rest, and report what they keep. TensorFlow's
+allocator never releases memory: such an idle child still holds its peak, and somewhat more.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MOST_HELD = 256  # ports that were found
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """The engine that keeps a split over these devices in step; empty for a layout without a
-    choice.
+    """Return the engine that keeps a split over these devices in step; empty for a layout that has
+    no choice of engine.
     """
     if not key.traits.together:
         return ""
@@ -45,7 +45,7 @@ def choose_engine(resolved: Job, key: Layout) -> str:
 
 
 def choose_group_engine(resolved: Job, devices: Sequence[Device]) -> str:
-    """The engine of a group of devices that train together."""
+    """Return the engine of a group of devices that train together."""
     engine = resolved.request.engine
     if resolved.framework == "torch":
         return "ddp"
@@ -63,7 +63,7 @@ def runs_in_one_process(resolved: Job, key: Layout) -> bool:
 
 
 def assign_devices(resolved: Job, key: Layout) -> list[list[Device]]:
-    """The devices of each child, in rank order."""
+    """Return the devices of each child, in rank order."""
     devices = [resolved.devices[i] for i in key.active]
     if key.traits.side_by_side and key.placement == "logical":
         devices = [_split_memory(device, key.processes) for device in devices]
@@ -77,8 +77,8 @@ def map_ranks(
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """The positions of a group's ranks; `busy_cores` by position, as far as solo probes have
-    shown.
+    """Return the positions of a group's ranks. `busy_cores` is by position, as far as solo probes
+    have measured it.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -99,7 +99,9 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """The build command of each child; a group's ranks meet at `peers`, one address for each."""
+    """Return the build command of each child. A group's ranks meet at `peers`, which has one
+    address per rank.
+    """
     request = resolved.request
     grouped = bool(peers)
     commands = []
@@ -138,7 +140,9 @@ def build_commands(
 
 
 def find_workers(knobs: Sequence[str]) -> int | None:
-    """The worker processes of a loader that a knob asks for, as `workers4`; None without one."""
+    """Return the number of loader worker processes that a knob such as `workers4` sets; None if
+    no knob does.
+    """
     numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
     return int(numbers[0]) if numbers else None
 
@@ -148,8 +152,8 @@ _held: deque[int] = deque()
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Ports of an address of this machine, for servers with SO_REUSEADDR; no system hands them out
-    as they begin.
+    """Find free ports on an address of this machine, for servers with SO_REUSEADDR. The ports stay
+    bound, so that the system gives them to no other program before the servers start.
     """
     ports = []
     for _ in range(count):
@@ -164,7 +168,7 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """The device held to an equal part of its memory, as a logical device has it."""
+    """Return the device limited to an equal part of its memory, as a logical device has it."""
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -173,16 +177,16 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """The share of its speed that a CPU slice is held to by spinning; its driver does it for a
-    GPU.
+    """Return the fraction of its speed that a CPU slice is slowed to by spinning. GPUs are limited
+    by their driver.
     """
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """The cap that the workload sets itself; TensorFlow's and torch's on CPU slices are set from
-    outside.
+    """Return the memory cap that the workload sets itself; caps of TensorFlow and of torch on CPU
+    slices are set from outside.
     """
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
@@ -200,7 +204,7 @@ class RankMap(msgspec.Struct, frozen=True):
 
     @property
     def unique_positions(self) -> tuple[int, ...]:
-        """Each position once, in rank order."""
+        """The positions without repeats, in rank order."""
         return tuple(dict.fromkeys(self.positions))
 
 
@@ -214,8 +218,8 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 
 
 class MemoryBudget:
-    """The memory that processes were seen to hold, by position and rows per pass, and what each
-    device has left.
+    """The memory that processes were seen to hold, by position and rows per pass, and the memory
+    left on each device.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
@@ -226,7 +230,7 @@ class MemoryBudget:
         self._short: dict[int, int] = {}
 
     def estimate_held(self, position: int, peak_bytes: int) -> int:
-        """The bytes that an idle process still holds if its peak was `peak_bytes`."""
+        """Return the bytes that an idle process still holds if its peak was `peak_bytes`."""
         return (
             round(peak_bytes * KEPT)
             if find_backend(self._devices[position].kind).own_memory
@@ -242,8 +246,8 @@ class MemoryBudget:
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
-        """Idle groups that have to end before these probes start; the ones that will run them
-        stay.
+        """Return the idle groups that have to end before these probes start. Groups that will run
+        the probes stay.
         """
         wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]
@@ -271,8 +275,8 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """An upper bound, from what processes held for other passes: memory grows with the rows, at
-        most as fast.
+        """Return an upper bound on the needed bytes, from what processes held for other passes:
+        memory grows at most in proportion to the rows.
         """
         peaks = self._peaks.get(position, {})
         return min(
@@ -282,8 +286,8 @@ class MemoryBudget:
     def _is_tight(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU can't hold the idle children beside one that needs this much; an unknown
-        need is all of it.
+        """True if a GPU can't hold the idle children besides a child that needs this much. An
+        unknown need counts as the whole memory.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

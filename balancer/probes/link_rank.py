@@ -1,8 +1,8 @@
-"""One rank of a measurement of links: it joins the others, runs all-reduces with the ranks that
-a command names, and checks the results.
+"""One rank of a link measurement: it joins the other ranks, runs all-reduces with the ranks that a
+command names, and checks the results.
 
-Run as a program. Commands and answers are JSON lines on standard input and output; whatever a
-library prints goes to standard error. It ends with its input.
+Run as a program. Commands and answers are JSON lines on standard input and output; anything a
+library prints goes to standard error. It ends when its input ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Meet the others in this file."""
+    """Meet the other ranks in this file."""
 
     file: str
     rank: int
@@ -30,7 +30,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """Measure an all-reduce with these ranks, of which this is one."""
+    """Measure an all-reduce with these ranks, including this one."""
 
     members: tuple[int, ...]
 
@@ -44,7 +44,7 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """Sums have arrived: the fields of `evener.torch.sums.link.LinkSums`."""
+    """The sums have arrived. The fields are those of `evener.torch.sums.link.LinkSums`."""
 
     latency_seconds: float
     bytes_per_second: float
@@ -63,7 +63,7 @@ _decoder: msgspec.json.Decoder[LinkCommand] = msgspec.json.Decoder(LinkCommand)
 
 
 def main() -> None:
-    """Answer commands until standard input ends, or the process that asks."""
+    """Answer commands until standard input or the parent process ends."""
     die_with_parent()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)

@@ -1,9 +1,9 @@
-"""Measures the links between devices: an all-reduce between each pair and between all of them, as
-it is, and with ways of NCCL switched off.
+"""Measures the links between devices: an all-reduce between each pair and between all of them,
+first with default settings, then with some of NCCL's transports disabled.
 
-Each rank is a process of its own and each answer has a deadline, so a sum that hangs is named with
-its devices, and the rest is still measured. A pair that hangs or gets wrong sums is tried again
-with the variables that switch ways off, to name the one that cures it.
+Each rank has its own process and each answer has a deadline, so an all-reduce that hangs is
+reported with its devices, and the rest is still measured. A pair that hangs or gets wrong sums is
+tried again with the variables that disable transports, to find the variable that cures it.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ _Reply = TypeVar("_Reply", RankReady, Joined, Summed)
 
 
 class LinkFigure(msgspec.Struct, frozen=True):
-    """One measurement between devices, by one way; rates are 0 where sums didn't arrive."""
+    """One measurement between devices over one transport. Rates are 0 if the sums didn't arrive."""
 
     devices: tuple[str, ...]  # labels
     way: Way
@@ -59,7 +59,7 @@ class LinkFigure(msgspec.Struct, frozen=True):
 
 
 class Doing(NamedTuple):
-    """What a rank is to do, in words."""
+    """The words for what a rank should do."""
 
     verb: str
     past: str
@@ -71,7 +71,7 @@ END = Doing("end its all-reduce", "ended its all-reduce")
 
 
 class LinkError(Exception):
-    """A rank that failed, or didn't answer in time."""
+    """A rank failed, or didn't answer in time."""
 
     def __init__(self, outcome: Outcome, detail: str, met: bool) -> None:
         super().__init__(detail)
@@ -80,7 +80,7 @@ class LinkError(Exception):
         self.met = met  # the ranks had met before it
 
     def describe(self, labels: tuple[str, ...], way: Way) -> LinkFigure:
-        """The figure of devices whose measurement ended so."""
+        """Return the failed measurement of these devices."""
         return LinkFigure(labels, way, self.outcome, detail=self.detail, met=self.met)
 
 
@@ -89,8 +89,8 @@ def measure_links(
     report: Callable[[LinkFigure], None] = lambda _: None,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[LinkFigure, ...]:
-    """Every pair and all together, by each way that these devices have; each figure is reported
-    as it comes, before a cure is looked for.
+    """Measure every pair and all devices together, over each transport that these devices have.
+    Each measurement is reported as it completes, before a cure is sought.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -109,7 +109,7 @@ def measure_links(
 
 
 def find_cure(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """The variables with which these devices sum correctly; empty if none does."""
+    """Return the variables with which these devices sum correctly; empty if there are none."""
     everyone = [tuple(range(len(devices)))]
     for way, variables in WAYS.items():
         if not variables:
@@ -121,8 +121,8 @@ def find_cure(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> st
 
 
 def name_path(devices: Sequence[Device]) -> str:
-    """The slowest path between two of these devices, in words; empty if one isn't known, as
-    between hosts.
+    """Return the name of the slowest path between two of these devices; empty if a path is unknown,
+    as between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -133,14 +133,16 @@ def name_path(devices: Sequence[Device]) -> str:
 
 
 def write_variables(variables: Mapping[str, str]) -> str:
-    """Variables as a shell takes them."""
+    """Format environment variables for a shell."""
     return " ".join(f"{name}={text}" for name, text in variables.items())
 
 
 def _measure_by(
     devices: Sequence[Device], sets: Sequence[tuple[int, ...]], way: Way, program: Sequence[str]
 ) -> Iterator[LinkFigure]:
-    """Each set of devices by one way, by the same processes; after a fault each set has its own."""
+    """Measure each set of devices over one transport, with shared processes. After a fault, each
+    set gets processes of its own.
+    """
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
     if len(sets) > 1:
@@ -171,7 +173,7 @@ def _measure_by(
 def _try_alone(
     devices: Sequence[Device], labels: tuple[str, ...], way: Way, program: Sequence[str]
 ) -> LinkFigure:
-    """The figure of devices by processes of their own."""
+    """Measure devices in processes of their own."""
     group: LinkGroup | None = None
     try:
         group = LinkGroup(devices, WAYS[way], program)
@@ -196,7 +198,9 @@ def _describe(devices: Sequence[Device], way: Way, summed: Summed) -> LinkFigure
 
 
 class LinkGroup:
-    """A process on each device, which have met. LinkError if they can't; close it in any case."""
+    """One process on each device; the processes have met. Raises LinkError if they can't meet;
+    close the group in any case.
+    """
 
     def __init__(
         self,
@@ -224,7 +228,7 @@ class LinkGroup:
         self._expect(Joined, everyone, JOIN_SECONDS, JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """The slowest figures of these ranks, with the first wrong sum."""
+        """Return the slowest measurements of these ranks, with the first wrong sum."""
         for rank in members:
             self._ranks[rank].send(Sum(members))
         replies = self._expect(Summed, members, SUM_SECONDS, END)
@@ -249,8 +253,8 @@ class LinkGroup:
         doing: Doing,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """The answer of each rank within the time, or within `late_seconds` of the first one;
-        LinkError names those that gave none.
+        """Return the answer of each rank within `seconds`, or within `late_seconds` of the first
+        answer. Raises LinkError, which names the ranks that gave none.
         """
         began = time.monotonic()
         until = began + seconds
@@ -290,7 +294,7 @@ def _explain(reply: LinkReply | None) -> str:
 
 
 class _RankProcess:
-    """The process of one rank, with its streams."""
+    """The process of one rank, with its pipes."""
 
     def __init__(
         self, device: Device, variables: Mapping[str, str], program: Sequence[str]
@@ -318,15 +322,15 @@ class _RankProcess:
         self._decoder: msgspec.json.Decoder[LinkReply] = msgspec.json.Decoder(LinkReply)
 
     def send(self, command: LinkCommand) -> None:
-        """Send a command; a process that has ended is noticed by its missing answer."""
+        """Send a command. If the process has ended, its answer is missing, which shows it."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
 
     def receive(self) -> LinkReply | None:
-        """The answer that has begun to arrive; None if the process has ended, or wrote something
-        else.
+        """Return the answer that has begun to arrive. None if the process has ended, or
+        wrote something else.
         """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             piece = os.read(self.replies, LONGEST_LINE)
@@ -339,12 +343,12 @@ class _RankProcess:
         return None
 
     def kill(self) -> None:
-        """Kill it and what it started; safe if it has ended."""
+        """Kill the process and what it started; safe if the process has ended."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
     def wait(self) -> None:
-        """Reap it and close its streams."""
+        """Reap the process and close its pipes."""
         self._process.kill()
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):

@@ -1,5 +1,5 @@
-"""One probe on running children: first step, warm-up and timed blocks, until the timing rules say
-that it is enough.
+"""Runs one probe on running children: first step, warm-up and timed blocks, until the timing
+rules end it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ LONGEST_PACK_SECONDS = 2.0  # as far as there is that much time
 
 
 class Timeouts(msgspec.Struct, frozen=True):
-    """The seconds that each phase may take before the child counts as hung."""
+    """The seconds that each phase may take before the child is considered hung."""
 
     build: float = 600.0  # each of both: imports of a framework on a slow disk, and the model
     prepare: float = 600.0  # tracing, autotuning, compiling
@@ -55,7 +55,7 @@ class Timeouts(msgspec.Struct, frozen=True):
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
-    """The command that makes the ranks prepare a layout."""
+    """Return the command that makes the ranks prepare a layout."""
 
     def pick(sizes: tuple[int, ...]) -> tuple[int, ...]:
         return tuple(sizes[position] for position in ranks.unique_positions)
@@ -73,7 +73,7 @@ def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
 
 
 class ProgressReporter:
-    """Reports how one probe is doing, not more often than anybody can see."""
+    """Reports the progress of one probe, no more often than a display needs."""
 
     def __init__(self, probe: Probe, report: Report, now: Callable[[], float]) -> None:
         self.phase = "starting"
@@ -82,25 +82,25 @@ class ProgressReporter:
         self._entered, self._last = time.monotonic(), float("-inf")
 
     def enter(self, phase: str) -> None:
-        """Begin a phase; a new one is always reported."""
+        """Begin a phase. A new phase is always reported."""
         if phase != self.phase or self._last < 0:
             self.phase, self._entered, self._last = phase, time.monotonic(), float("-inf")
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """Take the figures so far, and report them if a report is due."""
+        """Store the latest rate and error, and report them if a report is due."""
         self._figures = rate, relative
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Report where a child was when it was stopped; `note` says more."""
+        """Report where a child was when it was stopped; `note` has details."""
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
         self._report(ProbeProgress(self._probe, phase, *self._figures, self._now(), seconds, where))
 
     def repeat(self) -> None:
-        """Report the last figures again, with the time that has passed, if a report is due."""
+        """Report the last values again with the elapsed time, if a report is due."""
         if (at := time.monotonic()) - self._last >= REPORT_SECONDS:
             self._last = at
             self._report(
@@ -111,9 +111,9 @@ class ProgressReporter:
 
 
 class Measurement:
-    """One probe on one group of children; GroupError and StoppedError come from the group.
+    """Measures one probe on one group of children. The group may raise GroupError and StoppedError.
 
-    With `closer`, what holds a step up is measured after it.
+    With `closer`, the limits of the step are measured afterwards.
     """
 
     def __init__(
@@ -153,11 +153,11 @@ class Measurement:
         warm_up_share: int,
         short_bytes: tuple[int, ...],
     ) -> Timed:
-        """Time the probe. With a `warm_up_share`, a step of other sizes runs first, none larger
-        than that.
+        """Time the probe. With a `warm_up_share`, a step of other sizes no larger than
+        that runs first.
 
-        `started` is when the probe began, by the monotonic clock; `short_bytes` what other users
-        held then.
+        `started` is when the probe began, by the monotonic clock; `short_bytes` is the memory that
+        other users held then.
         """
         self._progress.enter("warming up")
         command = prepare_command(self._probe.layout, self._ranks)
@@ -196,8 +196,8 @@ class Measurement:
         )
 
     def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure the step without input, where that takes a part of it; and on GPUs the step as
-        it is when no kernel waits for the host.
+        """Measure the step without input, if input takes a part of it; on GPUs also the step in
+        which no kernel waits for the host.
         """
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
@@ -216,12 +216,12 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Have every rank keep its next batch, or none; True if all can."""
+        """Make every rank keep its next batch, or stop keeping one. True if all ranks can."""
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """The step on the batch that is kept, in a few blocks of some tenths of a second."""
+        """Time the step on the kept batch, in a few blocks of some tenths of a second."""
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         timer = BlockTimer(seconds)
         while steps := timer.next_steps():
@@ -236,8 +236,8 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """Cores that a step keeps busy, alone on its own cores: at least one, at most its
-        threads.
+        """The number of cores that a step keeps busy when alone on its own cores: at least one, at
+        most its number of threads.
         """
         if not self._work_seconds:
             return None
@@ -277,7 +277,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """The timing, with the other processes that compute on each rank's device."""
+        """Add the other processes that compute on each rank's device to the parts of the timing."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -291,7 +291,7 @@ class Measurement:
         return msgspec.structs.replace(timing, parts=parts)
 
     def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[Warned, ...]:
-        """A warning for the rank whose loss was NaN or infinite first."""
+        """Return a warning for the rank whose loss was NaN or infinite first."""
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
         ]
@@ -301,8 +301,8 @@ class Measurement:
         return (Warned("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """The command to run `steps` steps; a pack's trainings run for equal time instead, so that
-        none idles.
+        """Return the command to run `steps` steps. The trainings of a pack run for equal time
+        instead, so that none idles.
         """
         if self._probe.layout.processes == 1:
             return RunSteps(steps)
@@ -312,7 +312,7 @@ class Measurement:
         )
 
     def _make_block(self, ran: Sequence[Ran]) -> Block:
-        """The block of the whole group, as long as that of its slowest rank."""
+        """Return the block of the whole group, which lasts as long as its slowest rank's block."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
         ran = self._as_usual(ran)
@@ -336,10 +336,10 @@ class Measurement:
         return Block(ran[0].steps, wall, None, compute, parts=parts)
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
-        """The parts of a rank's block.
+        """Return the parts of a rank's block.
 
-        A process that is alone on its CPU is idle while none of its threads computes or is ready
-        to, and it doesn't fetch rows.
+        A process that is alone on its CPU counts as idle while none of its threads computes or is
+        ready to compute, and it isn't fetching rows.
         """
         idle = None
         if self._ranks.own_cores and len(self._ranks.positions) == 1:
@@ -354,9 +354,9 @@ class Measurement:
         )
 
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """The times that the same steps would take with as many tokens as the data have on average.
+        """Scale the times to what the same steps would take with the data's mean number of tokens.
 
-        Otherwise the lengths of the texts that a block happens to have would be noise.
+        Otherwise the random text lengths in a block would add noise.
         """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
@@ -368,7 +368,7 @@ class Measurement:
         return [_scale_times(reply, factor) for reply in ran]
 
     def _mean_work(self) -> list[Work | None]:
-        """The mean work of each rank in a step, over all blocks."""
+        """Return the mean work of each rank in a step, over all blocks."""
         ranks = zip(*self._work, strict=True)
         return [
             Work(*map(fmean, zip(*map(msgspec.structs.astuple, each), strict=True)))
@@ -376,10 +376,10 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """The part of the wall time in which a lone process had the cores that it wanted.
+        """Return the fraction of the wall time in which a lone process had the cores it wanted.
 
-        Where the kernel doesn't say that, CPU time over wall time of a single thread, which waits
-        for nothing else; None where that can't show a disturbance either.
+        If the kernel doesn't report this, returns CPU time divided by wall time for a single
+        thread, which waits for nothing else. None if that can't show a disturbance either.
         """
         if not self._ranks.own_cores:
             return None
@@ -394,10 +394,11 @@ class Measurement:
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """The time in which each training takes a step: all steps, in the time of the training that
-        took longest.
+        """Return a pack's block: the time per step of one training, as the steps of all trainings
+        in the time of the longest-running training.
 
-        So nothing counts that one did while another still built its first steps, or had ended.
+        Only then do steps not count that one training ran while another was still building
+        or had ended.
         """
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)
@@ -417,8 +418,8 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Values in rank order as values by position of the request; None for a position without
-        one.
+        """Convert values in rank order to values by position of the request; None for positions
+        without a rank.
         """
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(

@@ -1,10 +1,10 @@
-"""The messages between a prober and its children: one JSON object per line, typed and bounded; and
-stacks on a signal.
+"""The messages between a prober and its children, one typed and bounded JSON object per line, and
+stack dumps on a signal.
 
-A child only carries out commands; what to run, for how long, and what an error means is up to the
-parent. Where a silent child is, the stack says that it writes to standard error on `STACK_SIGNAL`:
-`faulthandler` writes it without the interpreter's help, so it also comes from a child that loops,
-waits or computes.
+A child only executes commands; the parent decides what to run, for how long, and what an error
+means. On `STACK_SIGNAL`, a child writes its stack to standard error, which shows where a silent
+child is. `faulthandler` writes it without the interpreter's help, so this also works in a child
+that loops, waits or computes.
 """
 
 from __future__ import annotations
@@ -48,11 +48,11 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make batches of these sizes and run the first step. `micro` is the rows of one pass; empty:
-    each share is one.
+    """Make batches of these sizes and run the first step. `micro` has the rows of one pass; if
+    empty, each share is one pass.
 
     With `costs`, rows are assigned by length, in passes of at most `tokens`; with `length`, all
-    rows have that one.
+    rows have that length.
     """
 
     shares: tuple[int, ...]
@@ -70,7 +70,7 @@ class RunSteps(msgspec.Struct, frozen=True, tag=True):
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """Step on one batch that is kept and used again, or on the next ones again."""
+    """Step on one kept batch repeatedly, or on new batches again."""
 
     kept: bool
 
@@ -84,30 +84,30 @@ class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
 
 
 class Rest(msgspec.Struct, frozen=True, tag=True):
-    """No step follows for now: give back memory that isn't in use."""
+    """No step follows for now: release unused memory."""
 
 
 Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | Rest
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
-    """The child runs."""
+    """The child is running."""
 
 
 class Built(msgspec.Struct, frozen=True, tag=True):
-    """The workload is built; `facts` are what it says of itself."""
+    """The workload is built. `facts` are the workload's facts about itself."""
 
     facts: Annotated[dict[str, str], msgspec.Meta(max_length=200)]
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The first step of these sizes is done."""
+    """The first step of these sizes has run."""
 
     first_step_seconds: Seconds
 
 
 class Ran(msgspec.Struct, frozen=True, tag=True):
-    """A block is done."""
+    """A block has run."""
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
@@ -129,34 +129,34 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """One batch is kept, or none any more; `able` is False if the workload can't keep one."""
+    """One batch is kept, or none any longer. `able` is False if the workload can't keep a batch."""
 
     able: bool
 
 
 class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
-    """The speed of the link between the ranks; None if the workload doesn't tell."""
+    """The speed of the link between the ranks; None if the workload doesn't report it."""
 
     speed: LinkSpeed | None
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The seconds that the device took for a step; None if it has no clock of its own."""
+    """The seconds that the device took for a step; None if the device has no clock of its own."""
 
     seconds: Seconds | None
 
 
 class Rested(msgspec.Struct, frozen=True, tag=True):
-    """The bytes that the child keeps of each of its devices; None: as many as at its peak, or
-    unknown.
+    """The bytes that the child keeps on each of its devices. None: as many as at its
+    peak, or unknown.
     """
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
 
 
 class ChildError(msgspec.Struct, frozen=True, tag=True):
-    """A command ended in an exception. `types` are its class and that class' bases, the most
-    derived first.
+    """A command raised an exception. `types` are its class and that class's bases, the
+    most derived first.
     """
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
@@ -176,7 +176,7 @@ reply_decoder: msgspec.json.Decoder[Reply] = msgspec.json.Decoder(Reply)
 
 
 def encode_line(message: Command | Reply) -> bytes:
-    """The message as a line."""
+    """Encode the message as a line."""
     return msgspec.json.encode(message) + b"\n"
 
 
@@ -191,13 +191,13 @@ class Exited(msgspec.Struct, frozen=True):
 
 
 class InvalidReply(msgspec.Struct, frozen=True):
-    """The child sent something that is not a reply."""
+    """The child sent something that isn't a valid reply."""
 
     text: str
 
 
 class HostLost(msgspec.Struct, frozen=True):
-    """The child's host has gone, and the child with it."""
+    """The child's host was lost, and the child with it."""
 
     text: str
 
@@ -206,7 +206,9 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """The reply in a line, or InvalidReply with how the line begins."""
+    """Parse the reply in a line. Returns InvalidReply with the beginning of the line if
+    it isn't valid.
+    """
     try:
         return reply_decoder.decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError):
@@ -214,8 +216,8 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """A child's main thread: it imports packages, runs the user's file, calls its function, or does
-    neither.
+    """What a child's main thread is doing: importing packages, running the user's file, calling the
+    user's function, or none of these.
     """
 
     step: Step
@@ -224,7 +226,9 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 def read_stack(output: str) -> Stack | None:
-    """The newest whole stack of a child's main thread in its output; None if there is none yet."""
+    """Return the newest complete stack of a child's main thread in its output; None if there
+    is none yet.
+    """
     for text in reversed(_THREAD.split(output)[1:]):
         frames = _FRAME.findall(text)  # the innermost first
         homes = {(file.rpartition("/")[2], function) for file, _, function in frames}

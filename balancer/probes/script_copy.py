@@ -1,5 +1,5 @@
-"""The user's own script for another host: the file, the Python files beside it, and the packages in
-its folder.
+"""Copies the user's own script to another host: the file, the Python files beside it, and the
+packages in its folder.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ LARGEST_BYTES = 64 << 20
 
 
 class ScriptCopy(msgspec.Struct, frozen=True):
-    """A script's files by their path below its folder."""
+    """A script's files, by their path relative to the script's folder."""
 
     folder: str  # where they are from
     name: str  # of the script
@@ -26,7 +26,7 @@ class ScriptCopy(msgspec.Struct, frozen=True):
 
 
 def copy_script(script: Path) -> ScriptCopy:
-    """The script and what lies beside it; RequestError if that is too large."""
+    """Read the script and the files beside it. Raises RequestError if they are too large."""
     script = script.resolve()
     files = {
         str(path.relative_to(script.parent)): path.read_bytes()
@@ -41,13 +41,13 @@ def copy_script(script: Path) -> ScriptCopy:
 
 
 def copy_workload(workload: str) -> ScriptCopy | None:
-    """The script of `file.py:function`; None for a workload that is installed."""
+    """Read the script of `file.py:function`; None for a workload that is installed."""
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None
 
 
 def _list_sources(folder: Path) -> Iterator[Path]:
-    """The folder's Python files, and those of its packages."""
+    """Yield the folder's Python files, and the files of its packages."""
     for path in sorted(folder.iterdir()):
         if path.suffix == ".py" and path.is_file():
             yield path
@@ -72,7 +72,7 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """The text, with the user's own paths in place of those here."""
+        """Return the text with the paths on this host replaced by the user's own paths."""
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:

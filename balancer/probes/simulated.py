@@ -1,7 +1,7 @@
-"""Measures simulated devices: the machine's physics and seeded noise, on a virtual clock.
+"""Measures simulated devices, with the machine's physics and seeded noise, on a virtual clock.
 
-The timing rules are those of real children, so the intervals mean the same. A probe's noise depends
-on the seed and the probe alone, never on what was measured before it.
+The timing rules are the same as for real children, so the intervals have the same meaning. A
+probe's noise depends only on the seed and the probe, never on earlier measurements.
 """
 
 from __future__ import annotations
@@ -34,10 +34,10 @@ LATER = (
 
 
 class SimulatedProber:
-    """Measures probes on a simulated machine; `pace` 1 takes real time, 0 none. Its clock starts at
-    `start_seconds`.
+    """Measures probes on a simulated machine. `pace` 1 takes real time, 0 none. Its clock
+    starts at `start_seconds`.
 
-    Probes that still run at `end_seconds` are stopped, and leave no observation.
+    Probes that are still running at `end_seconds` are stopped without an observation.
     """
 
     def __init__(
@@ -62,8 +62,8 @@ class SimulatedProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """All probes at once on the virtual clock; observations come in the order in which they
-        end.
+        """Run all probes at once on the virtual clock. Yields observations in the order in which
+        the probes end.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -82,11 +82,11 @@ class SimulatedProber:
                 yield runs[i].seen
 
     def now(self) -> float:
-        """Virtual seconds."""
+        """Return the virtual seconds."""
         return self._clock
 
     def facts(self) -> Facts:
-        """A digest of the machine, which serves as the workload's too."""
+        """Return a digest of the machine, which also serves as the workload's digest."""
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
         if shards is None:
@@ -102,12 +102,12 @@ class SimulatedProber:
         )
 
     def close(self) -> None:
-        """End a paced wait; there are no children."""
+        """End a paced wait. There are no children to kill."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock to `virtual`, in real time if paced; False if it was stopped before
-        that.
+        """Advance the clock to `virtual`, in real time if paced. False if it was
+        stopped before that.
         """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -122,7 +122,7 @@ class SimulatedProber:
 
 
 class _SimulatedProbe:
-    """One probe from start to end: its observation, and the progress reports until then."""
+    """One probe from start to end, with its observation and progress reports."""
 
     def __init__(
         self, machine: Machine, seed: int, probe: Probe, busy: set[int], start_seconds: float = 0.0
@@ -178,7 +178,7 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _missing(self) -> str:
-        """Why the simulated machine can't run the layout; empty if it can."""
+        """Return why the simulated machine can't run the layout; empty if it can."""
         layout = self._probe.layout
         if layout.traits.placed and self._machine.placement(layout.placement) is None:
             return f"the simulated machine has no placement {layout.placement!r}"
@@ -189,7 +189,7 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
-        """Seconds of one step and of each active device's own part in it, without noise."""
+        """Return the seconds of one step and each active device's own part of it, without noise."""
         layout = self._probe.layout
         machine = self._machine
         active = layout.active
@@ -254,8 +254,8 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """The power of each device; None if another probe uses it, or its power isn't written
-        down.
+        """Return the power of each device. None if another probe uses the device, or if its
+        power isn't specified.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -271,8 +271,8 @@ class _SimulatedProbe:
     def _hold_back(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """The step and its parts while devices hold themselves back: each slows its own part, and
-        the others wait.
+        """Return the step and its parts while devices are throttled: each throttled device's part
+        is longer, and the other devices wait.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -282,13 +282,15 @@ class _SimulatedProbe:
         return step + max(filter(None, held)) - max(filter(None, parts)), held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """The slowdown of the device that is held back most, and its position; -1 if none is."""
+        """Return the slowdown of the most throttled device, and its position; -1 if
+        none is throttled.
+        """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _lost(self, elapsed: float) -> Failed | None:
-        """The end of the probe if one of its devices is lost by then."""
+        """Return the failure of the probe if one of its devices is lost by then."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -316,7 +318,7 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """The relative length of a block: the noise of its steps averages out."""
+        """Draw the relative duration of a block; the noise of its steps averages out."""
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
     def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:

@@ -1,11 +1,12 @@
-"""The child of a probe: builds one workload and runs its steps as commanded, on its own cores.
+"""The child process of a probe: builds one workload and runs its steps as commanded, on
+its own cores.
 
-Run as a program, this is the fork server, which imports the framework and then forks a child for
-each request.
+Run as a program, this is the fork server, which imports the framework and then forks a child
+for each request.
 
 The protocol has private copies of standard input and output. Descriptor 0 is empty and descriptor 1
 leads to standard error, so a workload can neither read commands nor write replies. The child ends
-with its parent, however that ends.
+when its parent does, however that ends.
 """
 
 from __future__ import annotations
@@ -49,8 +50,8 @@ IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as
 
 
 def main() -> None:
-    """Import what follows the first argument, then fork children as the socket of that number
-    asks.
+    """Import the modules named after the first argument, then fork children as requested on the
+    socket with that descriptor.
     """
     die_with_parent()
     faulthandler.register(protocol.STACK_SIGNAL)
@@ -61,8 +62,8 @@ def main() -> None:
 
 
 def run_child(parent: int) -> None:
-    """Carry out the commands on standard input until it ends or one fails; ends with the process
-    `parent`.
+    """Execute the commands on standard input until it ends or a command fails. The child ends with
+    the process `parent`.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
@@ -103,7 +104,7 @@ class Worker:
         self._takers = ""
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
-        """Carry out one command."""
+        """Execute one command."""
         match command:
             case protocol.Build():
                 return self._build_workload(command)
@@ -123,12 +124,12 @@ class Worker:
                 raise ValueError(f"unknown command: {command}")
 
     def rest(self) -> None:
-        """Tell the monitor that nothing is trained now."""
+        """Report to the monitor that nothing is being trained now."""
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """The error's class names, text and traceback, and the user's own line where it passed
-        through one.
+        """Return the error's class names, text and traceback, and the user's own line if the error
+        passed through one.
         """
         trace = _encodable(
             "".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :]
@@ -145,7 +146,9 @@ class Worker:
         return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """The reply, with whether this child can go on after a step that ran out of memory."""
+        """Release the memory of a failed step. Returns the reply, which says whether this child can
+        continue after a step that ran out of memory.
+        """
         if self._workload is None or not error_is_memory(reply.types, reply.text):
             return reply
         gc.unfreeze()
@@ -230,10 +233,10 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """The programs that had the cores while this process was starved of them; empty if it
-        wasn't.
+        """Return the programs that used the cores while this process was starved of them; empty if
+        it wasn't starved.
 
-        Processes of this search have the server of children above them.
+        Processes of this search are recognised by the fork server among their ancestors.
         """
         if starved.part < NAMED_FROM:
             return ""
@@ -246,7 +249,9 @@ class Worker:
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """After steps, and outside their time: look at the loss, and report them to the monitor."""
+        """Check the loss and report the steps to the monitor; called after the steps,
+        outside their timing.
+        """
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
             self._not_finite_step = self._steps
@@ -260,7 +265,7 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run steps until the devices are done with them; returns the seconds spent spinning."""
+        """Run steps until the devices have finished them. Returns the seconds spent spinning."""
         if build.compute < 1:
             return sum(self._slow_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -269,12 +274,12 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin, to be as slow as the device's limit says, then step; returns the seconds spent
-        spinning.
+        """Spin to slow the step to the device's limit, then step. Returns the
+        seconds spent spinning.
 
-        It spins before the step, by what the step before took, so the other ranks of a group wait
-        for it as for a slow device. Alone, wall time counts; in a group only own work does, because
-        waiting for others is not slowness.
+        It spins before the step, for a time based on the previous step, so the other ranks of a
+        group wait for it as for a slow device. Alone, the wall time is slowed; in a group only the
+        compute time (own work), because waiting for others is not slowness.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -311,7 +316,9 @@ def _encodable(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process with its parent; end it now if that has gone already."""
+    """Have the kernel kill this process when its parent ends; end it now if the parent
+    has already ended.
+    """
     die_with_parent()
     if os.getppid() != parent:
         _exit_now()
@@ -326,8 +333,8 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Standard input and output for the protocol alone; from here on nothing can be read from
-    descriptor 0.
+    """Return standard input and output for the protocol alone. From here on nothing can be read
+    from descriptor 0.
     """
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -338,7 +345,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """The lines as they arrive; `idle` is called when none has come for a while."""
+    """Yield the lines as they arrive. `idle` is called if none has arrived for a while."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -349,7 +356,7 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy, as a slower one would be; returns the seconds that it really took."""
+    """Keep the core busy, to imitate a slower core. Returns the actual seconds."""
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass

@@ -38,7 +38,7 @@ class Tiles:
 
     @property
     def every(self) -> list[Tensor]:
-        """Return the tiles as a list."""
+        """The tiles as a list."""
         return [part for row in self.parts for part in row]
 
     def map(self, compute: Callable[[Tensor], Tensor]) -> Tiles:
