@@ -172,9 +172,7 @@ class TrainerWays:
             return trainer._get_num_items_in_batch(list(batches), trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's loss of a batch like one
-        of `world` processes.
-        """
+        """Return a function that computes the trainer's own loss like one of `world` processes."""
         return refuse_meeting(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:

@@ -38,8 +38,9 @@ class TrainerLoss(msgspec.Struct, frozen=True):
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return how many of a pass's labels the loss is a mean over, or 0 if it isn't
-        one over labels.
+        """Return the number of a pass's labels that the loss is a mean over.
+
+        Return 0 if the loss isn't a mean over labels.
         """
         return count_labels(batch).get(self.mean_over, 0.0)
 
@@ -83,7 +84,8 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 def count_labels(batch: Any) -> dict[str, float]:
     """Count a batch's labels that aren't ignored.
 
-    "labels" counts all of them, "shifted labels" those left if the model shifts labels by one.
+    "labels" counts all such labels, "shifted labels" the remaining ones if the model shifts
+    labels by one.
     """
     labels, shifted = _labels(batch)
     if labels is None:

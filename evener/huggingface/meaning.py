@@ -177,7 +177,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names whose weights make the parts' gradients sum to the gradient
+        """Return the names by whose weights the parts' gradients sum to the gradient
         of all rows.
         """
         few = self._few

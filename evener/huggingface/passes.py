@@ -87,7 +87,7 @@ def _count_labels(
 
 
 def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
-    """Return the loss times `factor`; with factor 0 return 0, even if the loss is NaN."""
+    """Return the loss times `factor`; with factor 0, the result is 0 even if the loss is NaN."""
     if factor == 0.0 and not torch.isfinite(loss):
         return sum((each * 0).sum() for each in model.parameters() if each.requires_grad)
     return loss if factor == 1.0 else loss * factor

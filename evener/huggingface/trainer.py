@@ -72,11 +72,11 @@ def with_plan(
 ) -> type[Any]:
     """Return a subclass of `trainer_class` that trains by `plan`; use it like the class itself.
 
-    Without `plan`, the plan of evener launch is used. The plan decides the rows of each process and
-    pass, instead of `per_device_train_batch_size`; `global_batch` sets another number of rows for
-    each global batch. Without any plan, `ratios` divide `global_batch` among the processes, by
-    default the number of rows that the processes would train on with equal shares. With
-    `gradient_accumulation_steps=A`, an optimizer step has A global batches.
+    Without `plan` and `ratios`, the plan of evener launch is used. The plan decides the rows of
+    each process and pass, instead of `per_device_train_batch_size`; `global_batch` sets another
+    number of rows for each global batch. Instead of a plan, `ratios` divide `global_batch` among
+    the processes, by default the number of rows that the processes would train on with equal
+    shares. With `gradient_accumulation_steps=A`, an optimizer step has A global batches.
 
     Raises PlanError or RequestError, when the trainer is made or before its first step, if training
     by the plan wouldn't be exact; with `strict` also if the plan was measured on other devices,
@@ -137,7 +137,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         if needs_equal_passes(self) or found.is_sharded:
             found = msgspec.structs.replace(found, passes=(max(found.passes),) * found.world)
         self._planned = PlannedTraining(found, "trainer", **options)
-        self._shares = shares = self._planned.ranks  # that the plan has
+        self._shares = shares = self._planned.ranks  # the plan's shares
         passes = shares.passes[shares.rank]
         self.args = copy.copy(self.args)  # the user's own arguments stay unchanged
         self.args.per_device_train_batch_size = -(-shares.batches[shares.rank] // passes)
@@ -238,7 +238,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     def _get_num_items_in_batch(self, batches: list[Any], device: torch.device) -> Any:
         """Return the number of items that the losses of these batches are means over."""
-        calls = self._gathering.calls  # transformers 4 gathers here even where one process counts
+        calls = self._gathering.calls  # transformers 4 gathers here even if one process counts
         items = super()._get_num_items_in_batch(batches, device)
         self._gathering.calls = calls
         return items
@@ -333,8 +333,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log like the trainer does, but a pass once it is complete, and only a
-        batch's last pass.
+        """Log immediately outside a pass; logs of a pass wait until its batch is computed.
+
+        Of the passes of a batch, only the last one is logged.
         """
         if self._factor is None:
             super().log(*logged, **options)
@@ -458,6 +459,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 def _fetch_few(
     sampler: Any, dataset: Any, collate: Any, most: int = ROWS_COMPUTED
 ) -> FewRows | None:
-    """Return up to `most` rows out of the next ones and the whole epoch; the same on every rank."""
+    """Return up to `most` rows, from the next ones and the whole epoch.
+
+    The rows are the same on every rank.
+    """
     more = CANDIDATES - ROWS_COMPUTED if most == ROWS_COMPUTED else 0
     return fetch_rows(dataset, collate, sampler.sample_rows(most, more))

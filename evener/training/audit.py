@@ -46,22 +46,22 @@ AGAIN_AFTER = 3  # steps after a change until another batch is audited
 MOST_CHANGES = 32  # of the signature that are audited immediately
 
 PROJECTIONS = 4  # random sums of each tensor's gradient
-REPEATS = 3  # computations of the reference that are equal but for rounding
+REPEATS = 3  # computations of the reference that are equal except for rounding
 MIXED = "float64 by float32"  # models of float64 often compute norms and softmax in float32
-# The relative difference that is looked at more closely. By another order of summation a mean over
-# rows was seen to differ by 5e-6 on a CPU and by up to 3.3e-4 on a GPU (a billion parameters, after
-# 25 steps; 2e-5 with 100 million); the mildest wrong losses that were tried differ by 2.4e-4 and
-# 1.2e-3.
+# The relative differences from which repeats measure the rounding. Another order of summation was
+# measured to change a mean over rows by 5e-6 on a CPU and by up to 3.3e-4 on a GPU (a billion
+# parameters, after 25 steps; 2e-5 with 100 million). The mildest wrong losses that were tried
+# differ by 2.4e-4 and 1.2e-3.
 FLOORS = {"float64": 1e-10, MIXED: 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
 LOSS_SAFETY = 0.1  # times a gradient's floor: the rounding allowed in a loss
-# A difference counts where it is as many times the largest one by rounding; on an H200 a decoder of
-# a billion parameters came to 12 times what disturbed sums show.
+# A difference counts if it is this many times the largest difference by rounding; on an H200 a
+# decoder of a billion parameters reached 12 times the difference of disturbed sums.
 SAFETY = 30.0
-SMALL = 1e-4  # of the largest gradient's size: tensors with less than that are judged by it
+SMALL = 1e-4  # of the largest gradient's size: the least size by which a tensor is judged
 SEEN_LOSS = 1e-6  # relative: the least difference of two losses that is shown
 
 
-LOSS = "the loss"  # its name in a sketch, where gradients can't be taken
+LOSS = "the loss"  # its name in a sketch if gradients can't be taken
 
 
 class Sketch(msgspec.Struct):
@@ -83,9 +83,7 @@ class Sketch(msgspec.Struct):
         self.kinds[name] = kind
 
     def size(self, name: str) -> float:
-        """Return the norm of a tensor's gradient, estimated from its sums, or 0
-        without a gradient.
-        """
+        """Return the norm of a tensor's gradient, estimated from its sums; 0 without a gradient."""
         return _size(self.sums.get(name, ()))
 
 
@@ -124,8 +122,8 @@ def _compare(
 
 
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
-    """True if the losses of two sketches differ by no more than the rounding
-    that `compare` allows.
+    """True if the losses of two sketches differ by no more than rounding, judged
+    like in `compare`.
     """
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
@@ -323,7 +321,7 @@ def is_audited(step: int) -> bool:
     return step in FIRST_STEPS or step % EVERY == 0
 
 
-# ------------------------------------------------------------------ why, and what is said
+# ------------------------------------------------------------------ causes and messages
 
 
 AT_ONCE = "at once"  # rows, as one device computes them

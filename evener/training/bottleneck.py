@@ -16,9 +16,11 @@ from .rebalance import FEWEST_WINDOWS, MOST_WINDOWS
 
 Bottleneck = Literal["own work", "shared core", "host", "input"]
 
-INPUT_PART = 0.1  # of a step, waiting for fetched rows, from which input is the limit
-BEHIND_PART = 0.5  # of the steps, in which a GPU is behind its host, from which it is the limit
-COMPUTING_PART = 0.8  # of own work, below which another program has the core, or it sleeps
+INPUT_PART = 0.1  # input is the limit if waiting for rows takes this fraction of a step
+BEHIND_PART = 0.5  # the GPU is the limit if it is behind its host in this fraction of steps
+COMPUTING_PART = (
+    0.8  # below this fraction of own work, another program has the core, or the rank sleeps
+)
 EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0}
 
 

@@ -13,13 +13,13 @@ from ..plan.layout import Share
 from ..shares.curves import Cost, RankCost
 from ..shares.whole_rows import apportion, bounds, split_passes
 
-_NEXT_PLACE = 0.97  # of the length at one place where a batch may be cut: the next one is no longer
-_LIMITS = 7  # seconds in which blocks are tried to end; the first exceeds the bound by this part:
-_MARGIN = 0.04
+_NEXT_PLACE = 0.97  # the next cut is at a row of at most this fraction of the length
+_LIMITS = 7  # time limits that are tried for blocks
+_MARGIN = 0.04  # relative difference between the first limit and the lower bound
 _DEARER = (
     2,
     4,
-)  # prices of a further pass, in its fixed seconds: several ranks may open one for the same run
+)  # prices of a further pass, in fixed seconds: several ranks may begin one for the same run
 _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are dealt in blocks
 
 
@@ -210,7 +210,7 @@ class DealWays:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return the finish time of a pass that the rank begins with `row`; infinite if
+        """Return the finish time of a new pass of the rank with `row`; infinite if
         it doesn't fit.
         """
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1

@@ -17,7 +17,7 @@ from pathlib import Path
 RELEASE = "EVENER_RELEASE"  # the file that the other ranks wait for
 STARTED_AS = "EVENER_STARTED_AS"  # this process's rank, as describe_rank names it, when it started
 POLL_SECONDS = 0.05
-# of a rank, as PyTorch's elastic agent sets them
+# the variables of a rank that PyTorch's elastic agent sets
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID"),

@@ -123,7 +123,7 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     gain_low: float  # 95 % interval
     gain_high: float
     by: str = ""
-    measured: bool = False  # the gain is of a step that ran without the limit
+    measured: bool = False  # the gain was measured in a step without the limit
     # the plan removes the limit: milliseconds and share are of a step without the plan
     taken_away: bool = False
 
@@ -137,8 +137,8 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     kind: LimitKind
     seconds: float  # of a step
     error_s: float = 0.0  # half of the 95 % interval of `seconds`
-    spared: float = 1.0  # the part of `seconds` that the remedy takes away
-    without_s: float | None = None  # a step without the limit, as measured
+    spared: float = 1.0  # the fraction of `seconds` that the remedy saves
+    without_s: float | None = None  # the measured seconds of a step without the limit
     without_error_s: float = 0.0  # half of the 95 % interval of `without_s`
     remedy: str = ""  # empty: the kind's usual one
     by: str = ""
@@ -158,7 +158,7 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     return tuple(sorted(limits, key=lambda limit: (-limit.gain, -limit.share, limit.kind)))
 
 
-# kinds that are measured as time in which nothing else happens
+# kinds measured as time in which nothing else happens
 APART = frozenset({LimitKind.EXCHANGE, LimitKind.OWN_CODE})
 SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 

@@ -10,7 +10,7 @@ smaller size may have been too high, for example because a loss was checked ther
 from __future__ import annotations
 
 LEFT = 0.1  # fraction of the memory that stays free
-LEFT_AT_RISK = 0.2  # where running out would end the training, or lengths of rows vary
+LEFT_AT_RISK = 0.2  # if running out would end the training, or lengths of rows vary
 
 
 class MemoryPeaks:

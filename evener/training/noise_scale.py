@@ -41,7 +41,7 @@ class NoiseScale(msgspec.Struct, frozen=True):
     `high` is ENDLESS if the batch is too small to bound it.
     """
 
-    rows: Rows  # ENDLESS where no signal was seen
+    rows: Rows  # ENDLESS if no signal was seen
     low: Rows
     high: Rows
     samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # steps that were measured
@@ -77,9 +77,7 @@ def worth(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many times as many rows reach the same loss in batches of `other` as
-    of `batch` rows.
-    """
+    """Return the rows needed for the same loss at batch size `other`, relative to size `batch`."""
     return (noise_scale + other) / (noise_scale + batch)
 
 

@@ -25,8 +25,8 @@ from typing import NamedTuple
 from ..errors import DeviceError
 from ..shares.whole_rows import bounds, count_passes, even, split_passes
 
-CLEAN_STEPS = 200  # after which a pass of twice the rows is tried again
-LOOK_STEPS = 10  # between checks whether other processes have freed memory
+CLEAN_STEPS = 200  # steps after which a pass of twice the rows is tried again
+LOOK_STEPS = 10  # steps between checks whether other processes have freed memory
 MOST_FAILURES = 20  # failures in a row of a pass that can't be smaller
 
 
@@ -98,8 +98,8 @@ class PassLimit:
         self._rank = rank
         self.step = 0  # batches so far
         self.most: int | None = None  # rows of a pass; None: the plan's
-        self._clean_steps = 0  # since a pass ran out of memory
-        self._failures = 0  # of passes that can't be smaller, in a row
+        self._clean_steps = 0  # steps since a pass ran out of memory
+        self._failures = 0  # failures in a row of passes that can't be smaller
         self._others_bytes = 0  # bytes that other processes held when memory last ran out
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
@@ -165,7 +165,7 @@ class _Range(NamedTuple):
     number: int
     start: int
     stop: int
-    # The rows of the pass that failed with some of its sums sent, of which these are a part.
+    # The range of the failed pass that these rows belong to, if it had sent some of its sums.
     failed: tuple[int, int, int] | None = None
 
 

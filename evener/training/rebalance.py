@@ -31,31 +31,31 @@ from ..shares.curves import Curve, step_in_passes
 
 LEAST_SHIFT = 0.02  # of a step's rate; smaller gains aren't worth new shapes
 FIRST_SHIFT = 0.04  # for the first change: equal devices differ by some per cent
-FIRST_SURE = 0.3  # over the root of the windows: for a first change before that is known
-NOISE_ERRORS = 3.0  # and this many standard errors of the windows
-DRIFT_WINDOWS = 8  # that go up or down together, where a device's speed drifts
-FEWEST_DRIFT = 16  # windows that show how it drifts
-FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # that are considered
-PATIENT_WINDOWS = 32  # the fewest, after a mistake
-SOON = 8  # times the fewest windows: a change that is reversed before was a mistake
-REVERSED = 0.5  # of the change before: so much of it is undone in a reversal
-AGREEING = 0.75  # of the considered windows must gain by themselves
-GROWTH = 1.25  # times the first rows of a pass: the most, where nobody measures memory
-LARGEST_QUANTUM = 8  # rows that shares stay multiples of, if they were
-FINE = 64  # quanta in a mean share, or more
-FIRST_NOISE, LEAST_NOISE = 0.02, 0.002  # relative, of a window
-NOISE_MEMORY = 16  # windows
-CLEAR_ROWS = 0.1  # by which part rows must differ to show what part of own work is fixed
-MOST_FIXED = 0.9  # of own work: a little of it always goes by rows
-CLEAR_PASSES = 0.5  # by how many more or fewer a step must differ to show what one costs
-NEAR = 0.9  # of a share: its slope is taken from there
+FIRST_SURE = 0.3  # divided by the root of the windows: the first gain, before drifts are known
+NOISE_ERRORS = 3.0  # standard errors of the windows, added to the needed gain
+DRIFT_WINDOWS = 8  # consecutive windows that vary together, if a device's speed drifts
+FEWEST_DRIFT = 16  # windows needed to measure drifts
+FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # the windows that are considered
+PATIENT_WINDOWS = 32  # the fewest windows after a mistake
+SOON = 8  # times the fewest windows: a change reversed earlier was a mistake
+REVERSED = 0.5  # fraction of a change that a reversal undoes
+AGREEING = 0.75  # fraction of the considered windows that must gain by themselves
+GROWTH = 1.25  # times the first rows of a pass: the maximum if memory isn't measured
+LARGEST_QUANTUM = 8  # shares stay multiples of up to this many rows
+FINE = 64  # the fewest quanta in a mean share
+FIRST_NOISE, LEAST_NOISE = 0.02, 0.002  # relative noise of a window
+NOISE_MEMORY = 16  # windows over which noise is averaged
+CLEAR_ROWS = 0.1  # relative change of rows that shows which part of own work is fixed
+MOST_FIXED = 0.9  # of own work: a part of it always depends on rows
+CLEAR_PASSES = 0.5  # change in the number of passes that shows the cost of one
+NEAR = 0.9  # of a share: its slope is measured from there
 
 
 class Change(msgspec.Struct, frozen=True):
     """New shares for all ranks."""
 
     shares: tuple[int, ...]
-    micros: tuple[int, ...]  # rows of each pass: the share where it fits at once
+    micros: tuple[int, ...]  # rows of each pass: the whole share if it fits at once
     reason: str  # "GPU:1 slower by 38 % since step 1 204"
     gain: float  # 0.12: 12 % more steps a second, by own work
 
@@ -80,7 +80,7 @@ class Window(NamedTuple):
 
     start: int  # its first step
     factors: tuple[float, ...]  # each rank's own work divided by its curve's seconds
-    rest_s: float  # of a step: what isn't the slowest rank's own work; 0 where that is unknown
+    rest_s: float  # of a step: time beside the slowest rank's own work; 0 if unknown
 
 
 class Rebalancer:
@@ -110,7 +110,7 @@ class Rebalancer:
         self._walls = tuple(map(_first_above_zero, self._most, self._unmeasured))
         self._guessed = (False,) * len(shares)  # walls by measured memory: a share isn't cut there
         self._passes = passes
-        self._limits = self._walls  # rows of a pass in force, where memory has run out too
+        self._limits = self._walls  # current maximum rows of a pass, also after memory ran out
         self._extras: list[float | None] = [None] * len(
             shares
         )  # seconds of each further pass beside its rows, if seen
@@ -194,7 +194,7 @@ class Rebalancer:
         `own_work_s` are the medians of each rank's compute time (own work), `rows` the rows that it
         was measured with. `limits` are the rows of a pass that didn't run out of memory, 0 if none
         did; `fits` the rows that memory is predicted to hold, 0 if that isn't measured. `step_s` is
-        the median of a whole step, of which a change has to save enough (0: own work is the whole
+        the median of a whole step, relative to which gains are computed (0: own work is the whole
         step). A change needs at least `fewest` windows (0: own work doesn't limit the steps, so the
         window is ignored), and applies to the following windows. Windows with other rows than the
         current shares are ignored, too.
@@ -507,8 +507,8 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum of new shares: a divisor of these shares, up to 8, smaller
-    for small shares.
+    """Return the quantum of new shares: a divisor of the shares, at most 8, less if
+    they are small.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):

@@ -25,9 +25,9 @@ class Retreat(msgspec.Struct, frozen=True):
 
     step: int
     rows: int  # of the pass
-    smaller: int  # rows of those that follow
+    smaller: int  # rows of the passes that follow
     seconds: float  # until they could begin
-    others_bytes: int  # that other processes hold of the device
+    others_bytes: int  # device memory that other processes hold
 
     def describe(self, device: str) -> str:
         """Return a line for the terminal."""

@@ -10,9 +10,9 @@ from operator import add
 
 from .step_sums import StepSums
 
-RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums are over
-BIN_SECONDS = 1.0  # in which they move on
-FEWEST_BINS, ERRORS = 4, 2.4  # that show an error, and its multiple that is half of an interval
+RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums cover
+BIN_SECONDS = 1.0  # length of the bins by which recent sums move on
+FEWEST_BINS, ERRORS = 4, 2.4  # bins needed for an error, and errors in half an interval
 
 
 class RunningSums:
@@ -20,8 +20,8 @@ class RunningSums:
 
     def __init__(self) -> None:
         self._now = [0.0] * len(StepSums.__struct_fields__)
-        self._ends = deque([StepSums()])  # what went before each of the last bins
-        self._bin_s = 0.0  # of the newest bin
+        self._ends = deque([StepSums()])  # the sums before each of the last bins
+        self._bin_s = 0.0  # seconds in the newest bin
 
     @property
     def whole(self) -> StepSums:

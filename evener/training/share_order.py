@@ -20,14 +20,14 @@ class RankInfo(msgspec.Struct, frozen=True):
     """What a process reports before a training: its host, its device and its options."""
 
     machine: str  # its host name, for messages
-    # as the plan names it; empty if the plan has no hosts, or the machine is none of them
+    # the host's name in the plan; empty if the plan has no hosts, or not this machine
     host: str
-    device: str = ""  # the plan's name of its device, where that is settled
+    device: str = ""  # the plan's name of its device, if that is known
     visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
     local_rank: int = 0
     plan: int = 0  # a digest of the plan's shares, or of those by ratios
-    options: dict[str, bool | str] = {}  # of its Split, that all ranks must have the same
-    training: str = ""  # a name for it; rank 0's is taken
+    options: dict[str, bool | str] = {}  # of its Split; they must be equal on all ranks
+    training: str = ""  # a name for the training; rank 0's is used
     fault: str = ""  # why it can't train; all else is then unknown
 
 
@@ -69,7 +69,7 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
         return check_places(active, by_device)
     if active[0].host:
         return check_places(active, [_find_by_local_rank(active, info) for info in ranks])
-    return tuple(range(len(ranks)))  # nothing tells the devices apart: in the order of ranks
+    return tuple(range(len(ranks)))  # nothing distinguishes the devices, so ranks are in order
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
@@ -112,8 +112,7 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the share of a process by its order on its host, if the framework
-    doesn't name devices.
+    """Return the share of a process by its order on its host, for devices without names.
 
     Raises PlanError if the host isn't in the plan.
     """

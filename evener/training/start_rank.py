@@ -25,8 +25,8 @@ def main() -> None:
     own = starts[int(os.environ["LOCAL_RANK"]) if len(starts) > 1 else 0]
     ctypes.CDLL(None).prctl(
         _DEATH_SIGNAL, signal.SIGTERM
-    )  # a launcher that is killed leaves no training behind
-    if os.getppid() != own["launcher"]:  # also if it was killed before that
+    )  # if the launcher is killed, the training ends
+    if os.getppid() != own["launcher"]:  # the launcher was killed before the call above
         sys.exit(1)
     for stream, path in enumerate(own.get("output", ()), 1):
         os.dup2(os.open(path, os.O_WRONLY), stream)
@@ -34,7 +34,7 @@ def main() -> None:
     release = own.get("release", "")
     if release:
         wait_for_release(release, int(rank))
-    if own["cores"] and not (release and rank == "0"):  # which may start ranks of its own
+    if own["cores"] and not (release and rank == "0"):  # the first rank may start ranks of its own
         os.sched_setaffinity(0, own["cores"])
     variables = {**own["variables"], **_count_starts(own["folder"])}
     variables |= {RELEASE: release, STARTED_AS: describe_rank()}

@@ -19,13 +19,13 @@ from .rebalance import Advice, advise
 from .step_sums import RankStep, StepSums, divide_meeting
 
 LEAST_EXCHANGE = 0.1  # of a step
-MEDIAN_ERROR = 0.19  # of a median over 25 steps: its standard error over their interquartile range
-NOISE_ERRORS = 3.0  # from which ranks differ
-BEHIND_PART = 0.5  # of the steps, in which a GPU is behind its host, from which it is the limit
-MOST_STARVED = 0.5  # of idle own work explained by a lack of cores, for the rest to be the model's
-MOST_ROWS = 1 << 24  # of a step for which shares are looked for
+MEDIAN_ERROR = 0.19  # standard error of the median of 25 steps, over their interquartile range
+NOISE_ERRORS = 3.0  # standard errors from which ranks count as different
+BEHIND_PART = 0.5  # the GPU is the limit if it is behind its host in this fraction of steps
+MOST_STARVED = 0.5  # own code is a limit if a lack of cores explains at most this part of idle time
+MOST_ROWS = 1 << 24  # the most rows of a step for which shares are searched
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
-HALF = 0.5  # of a part that occurs once in each step is saved by batches twice as large
+HALF = 0.5  # fraction saved by larger batches of a part that occurs once in each step
 
 REMEDIES = {
     LimitKind.INPUT: (
@@ -39,7 +39,7 @@ REMEDIES = {
     LimitKind.VALIDATION: "Validate half as often, or on half of the rows.",
 }
 
-# in trainings of Keras, where they aren't the same
+# remedies that are different in Keras
 IN_KERAS = {
     LimitKind.INPUT: (
         "Make rows in parallel and ahead: dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE)"
@@ -54,13 +54,13 @@ class MeasuredRank(NamedTuple):
 
     name: str
     share: int
-    sums: StepSums  # of its time
-    errors: StepSums  # half of the 95 % interval of each mean of these
+    sums: StepSums  # seconds of the rank's steps, by part
+    errors: StepSums  # half of the 95 % interval of each mean of `sums`
     own_work_s: float  # median
     waiting_s: float  # median, with the exchange
     least_waiting_s: float  # the lowest tenth
     own_spread: float  # interquartile range of own work over its median
-    curve: tuple[tuple[float, float], ...] = ()  # the plan's, of its device
+    curve: tuple[tuple[float, float], ...] = ()  # the plan's curve of its device
     micro: int = 0  # rows of a pass
     most: int = 0  # rows of a pass that its memory holds
     behind: float = -1.0  # part of the steps in which the GPU was behind its host; -1: unknown

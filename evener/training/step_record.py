@@ -43,7 +43,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
-    low: float = 0.0  # its interval
+    low: float = 0.0  # lower end of the gain's interval
     high: float = 0.0
 
 
@@ -135,11 +135,9 @@ def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Compar
 def _gain_at_present_speed(
     first: Sequence[StepFigures], last: Sequence[StepFigures]
 ) -> float | None:
-    """Return the gain of the last shares over the first, if both were trained at the
-    devices' last speed.
+    """Return the gain of the last shares over the first at the devices' speed at the end.
 
-    Return None if a rank's own work is unknown. The time of a step beside own work
-    is assumed unchanged.
+    Return None if a rank's own work is unknown. The rest of a step's time is assumed unchanged.
     """
     now, then = [], []
     for rank, figures in enumerate(last):

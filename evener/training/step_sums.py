@@ -28,7 +28,7 @@ class StepSums(msgspec.Struct, frozen=True):
     input_s: Seconds = 0.0  # until the batch is in hand
     own_work_s: Seconds = 0.0  # from there until the last gradient is ready
     meeting_s: Seconds = 0.0  # from there until all gradients are exchanged
-    undivided_s: Seconds = 0.0  # both, where ranks wait for each other within a pass
+    undivided_s: Seconds = 0.0  # both, if ranks wait for each other within a pass
     update_s: Seconds = 0.0  # the optimizer's step
     files_s: Seconds = 0.0  # between steps, while files were written
     validation_s: Seconds = 0.0  # between steps, while the model was validated
@@ -57,7 +57,7 @@ class StepSums(msgspec.Struct, frozen=True):
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
-        """Return the sums over the steps of both."""
+        """Return the sums over the steps of both objects."""
         mine, others = msgspec.structs.astuple(self), msgspec.structs.astuple(other)
         return StepSums(*(one + more for one, more in zip(mine, others, strict=True)))
 
@@ -71,7 +71,7 @@ class RankStep(NamedTuple):
     """A rank's mean step in five parts, in seconds."""
 
     input_s: float
-    own_work_s: float  # with the meeting where the two can't be told apart
+    own_work_s: float  # includes the meeting if the two can't be distinguished
     waiting_s: float
     exchange_s: float
     between_s: float

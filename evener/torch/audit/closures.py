@@ -53,7 +53,7 @@ class _Kept:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Save a value, and what it refers to."""
+        """Save a value and everything that it refers to, down to `depth` levels."""
         if depth < 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))

@@ -23,8 +23,8 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return the data with `function` applied to each value in its tuples, lists,
-    dicts and slices.
+    """Return nested tuples, lists, dicts and slices with `function` applied to each
+    value in them.
     """
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}

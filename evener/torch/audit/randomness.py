@@ -21,8 +21,8 @@ SEED = 20_260_923
 LONGEST = 4096  # rows up to this length start with the same random numbers
 
 
-# Operations whose results a disturbance changes: those that add up many terms, by the place of the
-# arguments whose sizes say how many.
+# Operations whose results a disturbance changes, as they sum many terms, with the place of the
+# argument whose size is the number of terms.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 _CONVOLUTIONS = {"convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product"  # how the names of fused attention begin
@@ -303,7 +303,7 @@ def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) 
 
 _DISTRIBUTIONS: dict[
     str, Callable[..., Any]
-] = {  # whose arguments differ from row to row: a value that each row has
+] = {  # a fixed value for each row, as arguments differ from row to row
     "normal": _draw_normal,
     "bernoulli": lambda chances, *_: (chances > 0.5).to(chances.dtype),
     "poisson": lambda rates, *_: rates.round(),

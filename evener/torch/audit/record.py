@@ -72,10 +72,10 @@ class GeneratorState(msgspec.Struct, frozen=True, eq=False):
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
-    """A function that was called with tensors, what it returned, and whether it ran under autocast.
+    """A recorded call of a function with tensors: its arguments, its result and its context.
 
-    `draw` is the generator of the program's own that it drew from, and `place` the line
-    of the program.
+    `autocast` is the device and type of the autocast that it ran under, or None. `draw` is the
+    program's own generator that it drew from, and `place` the line of the program.
     """
 
     function: Callable[..., Any]
@@ -167,8 +167,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module to call again instead of a model: the
-        one inside DistributedDataParallel.
+        """Return the module that replaces a model in a replay:
+        DistributedDataParallel's inner module.
         """
         return getattr(model, "module", model)
 
@@ -269,8 +269,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of what led to a loss, or why that is unknown, as a part
-        of a message.
+        """Return the record of what led to a loss, or, as a part of a message, why
+        that is unknown.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -390,9 +390,8 @@ class Number(msgspec.Struct, frozen=True):
 class LossRecord:
     """The calls that led to a loss, which can be repeated with other rows of the same kind.
 
-    `numbers` are those that the loss is computed with, beside the batch and the models. `reads`
-    is True if some of them may be derived from values that the program has read from the
-    batch's own tensors.
+    `numbers` enter the loss beside the batch and the models. `reads` is True if some of them may be
+    derived from values that the program has read from the batch's own tensors.
     """
 
     def __init__(
@@ -455,8 +454,8 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Return why recomputing the loss of the same rows changes it, or "" if
-        it doesn't change.
+        """Return why recomputing the loss of the same rows changes it; "" if the
+        loss is unchanged.
         """
         kinds = {
             each.dtype

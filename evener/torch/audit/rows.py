@@ -214,8 +214,9 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return the class and length of a row, or () if it can't be collated alone, such
-    as in pairs.
+    """Return the class and length of a row, or () if it can't be collated alone.
+
+    Rows that come in pairs can't, for example.
     """
     try:
         return tuple(_sign(each) for each in tensors_in(collated([item])))

@@ -184,7 +184,9 @@ def _plain(name: str) -> str:
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """Return the trained tensors: those of the models by name, other tensors by number."""
+    """Return the trained tensors by name: a model's tensors by their names, other
+    ones by number.
+    """
     found: dict[str, Any] = {}
     known: set[int] = set()
     several = list(models)

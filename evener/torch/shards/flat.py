@@ -59,7 +59,7 @@ class Slot:
         self.view: Any = None  # the gradient's piece
         self.fired = False  # a gradient came since the last sum
         self.kept = -1  # the version of the piece's gradient while gradients wait for their sum
-        # there is a sum in this backward pass; there was a gradient before it
+        # a sum was received in this backward pass; there was a gradient before it
         self.received = self.before = False
 
     @property
@@ -139,9 +139,8 @@ class Flat:
         """Start to gather the whole parameters; return the work handles to wait for."""
         self.whole.untyped_storage().resize_(byte_count(self.whole))
         self.held.add("gathered", byte_count(self.whole))
-        # autograd gets again what it saved in the forward pass: .data counts its own versions, also
-        # those of copies
-        # that gloo makes on a GPU while one waits for it
+        # .data has a version counter of its own, so autograd accepts what it saved in the forward
+        # pass, even after the copies that gloo makes on a GPU during a wait
         with torch.no_grad():
             return self.collect(self.whole.data, self.shard)
 
@@ -190,9 +189,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add `weight` times the gradient that a backward pass left at a whole parameter
-        to the buffer.
-        """
+        """Add the gradient at a whole parameter, times `weight`, to the gradients of the flat."""
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # else it may be infinite

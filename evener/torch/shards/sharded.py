@@ -227,7 +227,7 @@ class Sharded:
                 f"{unit.name or 'The model'} returns a {hiding}, whose tensors can't be seen.",
                 "Return tensors, tuples, dicts or a dataclass.",
             )
-        for each in watched if unit is not self.root else ():  # whose outputs are watched
+        for each in watched if unit is not self.root else ():  # the root's outputs are watched
             each.register_hook(lambda _: self.begin_backward(unit))
         return bool(watched)
 

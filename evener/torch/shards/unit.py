@@ -57,8 +57,8 @@ def _find(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return a model's repeated blocks and equally large layers, or modules of up to an
-    eighth of it.
+    """Return the repeated blocks and equally large layers, or modules of up to an eighth
+    of a model.
     """
 
     def is_called(module: Any) -> bool:
@@ -88,7 +88,7 @@ def _choose_blocks(model: Any) -> dict[str, Any]:
 
 
 def _lists(module: Any) -> bool:
-    return isinstance(module, ModuleList | ModuleDict)  # which aren't called themselves
+    return isinstance(module, ModuleList | ModuleDict)  # lists and dicts aren't called themselves
 
 
 def _repeats(module: Any) -> bool:
@@ -213,7 +213,7 @@ class Unit:
             slot.point_to(slot.whole)
 
     def hide(self) -> None:
-        """Make the modules use this rank's pieces, but keep the whole parameters for
+        """Point the modules to this rank's pieces; the whole parameters stay for
         the backward pass.
         """
         if self.gathered:
