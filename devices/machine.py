@@ -194,9 +194,7 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An event of one device of a machine file, which lasts for some time on the session's
-    clock.
-    """
+    """A temporary event on one device of a machine file, in seconds of the session's clock."""
 
     at_seconds: Amount
     device: Annotated[int, Meta(ge=0)]  # its place in the file, from 0
@@ -211,12 +209,12 @@ class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
             raise ValueError(f"it ends at {self.until_seconds} s, before it begins")
 
     def applies_to(self, position: int, at_seconds: float) -> bool:
-        """True if the event happens to the device at this time."""
+        """True if the event affects the device at this time."""
         return position == self.device and self.at_seconds <= at_seconds < self.until_seconds
 
 
 class Machine(msgspec.Struct, frozen=True):
-    """Simulated devices that train together; positions are those of the request."""
+    """Simulated devices that train together. Positions follow the order of the request."""
 
     devices: tuple[SimulatedDevice, ...]
     sync: Sync = Sync()
@@ -226,11 +224,11 @@ class Machine(msgspec.Struct, frozen=True):
     shards: SimulatedShards | None = None
 
     def limit(self, position: int) -> Limit:
-        """The limit that `@` holds the device to."""
+        """Return the device's limit, as given after `@`."""
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """The devices, in the form that all devices have."""
+        """Return the devices as Device objects, the form common to all kinds."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -247,8 +245,8 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """One device's own part of a step; `busy_together`: other devices compute at the same
-        time.
+        """Return the time that one device computes in a step; with `busy_together`, other
+        devices compute at the same time.
         """
         device = self.devices[position]
         percent = self.limit(position).percent
@@ -258,7 +256,7 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """The time in which each of N trainings on one device takes a step."""
+        """Return the step time of each of N training runs on one device, in seconds."""
         return (
             processes
             * self.device_seconds(position, share, busy_together)
@@ -266,7 +264,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def placement(self, name: str) -> SimulatedPlacement | None:
-        """The placement of that name, if the machine has one."""
+        """Return the placement with this name; None if the machine has none."""
         return next((placement for placement in self.placements if placement.name == name), None)
 
     def sync_seconds(self, active: Sequence[int]) -> float:

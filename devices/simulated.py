@@ -284,8 +284,8 @@ class _State(msgspec.Struct):
 
 
 class SimulatedSource:
-    """A Source over a Machine; the same seed and times give the same readings. `set_load` is safe
-    from any thread.
+    """A source of samples for a Machine. The same seed and times give the same readings,
+    and `set_load` is thread-safe.
     """
 
     def __init__(
@@ -317,8 +317,10 @@ class SimulatedSource:
     def set_load(
         self, position: int, samples_per_second: float | None = 0.0, share: int = 0
     ) -> None:
-        """Let the device train at this rate from now on, with `share` samples a step; at its own
-        speed where the rate isn't known. 0 samples/s: it idles.
+        """Set the load of a device: it trains at this rate from now on,
+        with `share` samples a step.
+
+        If the rate is None, it trains at its own speed; at 0 samples/s it idles.
         """
         if samples_per_second is not None:
             rate = max(0.0, samples_per_second)
@@ -330,7 +332,7 @@ class SimulatedSource:
             )
 
     def sample(self) -> Snapshot:
-        """All devices now."""
+        """Return a snapshot of all devices."""
         now = self._builder.begin()
         with self._lock:
             loads = [state.meter.read(now) for state in self._states]

@@ -19,7 +19,7 @@ DeviceKind = Annotated[str, Meta(pattern="^[a-z0-9]{1,12}$")]  # a key of device
 class Limit(msgspec.Struct, frozen=True):
     """A limit given after `@`: a share of a device's compute, a part of its memory, or both.
 
-    Limits of real devices are enforced on them.
+    On a real device the limit is enforced.
     """
 
     percent: float | None = None  # of its compute, above 0 and at most 100
@@ -108,7 +108,7 @@ _VALUE = State.VALUE
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
-    """One metric at one time. `value` is None unless the state is VALUE or STALE."""
+    """One reading of a metric. `value` is None unless the state is VALUE or STALE."""
 
     state: State
     value: float | None = None

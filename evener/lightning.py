@@ -71,8 +71,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def take_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Set the training by shares; a strategy whose class was changed
-        after it was made calls this too.
+        """Set the training by shares. `__init__` calls this, as does code that makes a
+        strategy without `__init__`.
         """
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -305,7 +305,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().validation_step(*arguments, **keywords)
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
-        """Begin the trainer's next batch."""
+        """Begin a step with the trainer's next batch."""
         loader: StepLoader = self._trainer.fit_loop._combined_loader.flattened[0]
         loader.done = batch_idx + 1
         self._newest = batch_idx

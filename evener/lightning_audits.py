@@ -1,5 +1,5 @@
-"""Audits of a LightningModule: training_step computes a few rows both as one device would and as
-the shares do, and the gradients are compared.
+"""Audits of a LightningModule: training_step computes a few rows with and without shares,
+and the results are compared.
 
 In manual optimization training_step calls its optimizers itself. During an audit those optimizers
 do nothing, and the loss is what training_step passes to manual_backward.

@@ -212,7 +212,7 @@ def describe(nvml: Library, handle: Handle, index: int) -> Device:
 
 
 def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
-    """True from compute capability 8.0 (Ampere) on; None if the driver doesn't say.
+    """True if the compute capability is 8.0 (Ampere) or higher; None if the driver doesn't say.
 
     Source: CUDA C++ programming guide, arithmetic instructions.
     """

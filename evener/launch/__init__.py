@@ -1,3 +1,3 @@
-"""Starts a training by a plan: a process for each share, by PyTorch's elastic agent or as children
-of this process.
+"""Starts a training run by a plan: one process per share, run by PyTorch's elastic agent or
+as children of this process.
 """

@@ -1,8 +1,7 @@
-"""A training on all hosts of a plan, through Ray: `evener launch` on each, started by evener's
-actor there.
+"""A training run on all hosts of a plan, through Ray: evener's actor on each
+host runs `evener launch` there.
 
-A host that goes is left out, if restarts are allowed: the training starts again on those that are
-left.
+If restarts are allowed, a lost host is left out and training starts again on the remaining hosts.
 """
 
 from __future__ import annotations
@@ -53,11 +52,11 @@ def launch_on_cluster(
     grace_seconds: float = GRACE_SECONDS,
     more: Sequence[str] = (),
 ) -> int:
-    """Start the training on each host of the plan and wait for its end; the exit code. EvenerError
-    if it can't start. Each host's launch gets the options `more`.
+    """Start the training run on each host of the plan, wait for its end and return the exit code.
 
-    The plan and the script, with the Python files beside it, are sent to each host. Up to
-    `max_restarts` times hosts that are lost are left out, by a plan for the others.
+    The plan, the script and the Python files beside it are sent to each host; `more` are additional
+    options for each host's launch. Up to `max_restarts` times, lost hosts are left out and training
+    starts again by a plan for the others. Raises EvenerError if training can't start.
     """
     planned = plan = load_plan(path)
     check_plan(plan, command)
@@ -97,7 +96,7 @@ def launch_on_cluster(
 
 
 def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
-    """Start evener's actor again on hosts that were lost; the hosts where that isn't possible."""
+    """Restart evener's actor on hosts that were lost; return the hosts where that failed."""
     gone = set()
     for agent in agents:
         if agent.host in lost and not agent.restart(agent.generation):
@@ -108,7 +107,7 @@ def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
 
 
 def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
-    """A plan for the devices of these agents' hosts alone."""
+    """Return a plan for the devices on these agents' hosts only."""
     left = {agent.host for agent in agents}
     others = [share for share in planned.layout.share if share.host not in left]
     return leave_out(planned, {(share.host, share.device) for share in others})
@@ -122,8 +121,8 @@ def _train(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start once on these hosts and wait until it has ended on all; the exit code, and the hosts
-    that were lost.
+    """Start the training run once on these hosts and wait until it has ended on all; return the
+    exit code and the lost hosts.
     """
     parts: list[HostPart] = []
     lost: set[str] = set()
@@ -148,7 +147,7 @@ def _train(
 
 
 class HostPart:
-    """A host's part of a training: a thread prints what it writes until it ends."""
+    """One host's part of a training run. A thread prints its output until it ends."""
 
     def __init__(self, host: str, training: Kept, end_seconds: float) -> None:
         self._end_seconds = end_seconds
@@ -160,7 +159,7 @@ class HostPart:
         self._thread.start()
 
     def end(self) -> None:
-        """End it, if it still runs."""
+        """End this part if it is still running, and release its objects on the host."""
         if not self.lost:
             with suppress(HostLostError):
                 self._training.ask("stop", seconds=self._end_seconds + END_SECONDS)
@@ -184,11 +183,11 @@ class HostPart:
 
 
 def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
-    """Wait until all have ended, a signal comes, or one has failed and the others have had their
-    time; its exit code.
+    """Wait until all parts have ended, a signal arrives, or a part has failed and the others have
+    had time to end; return the exit code.
 
-    The others can't go on without a host that is lost, and needn't end by themselves. DeviceError
-    if Ray's head is.
+    If a host is lost, the others can't go on, so this returns at once. Raises
+    DeviceError if Ray's head is lost.
     """
     deadline = float("inf")
     answered = time.monotonic()
@@ -206,13 +205,13 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
 
 
 def _find_failure(parts: Sequence[HostPart]) -> int:
-    """The exit code of the first part that has failed; 0 while none has."""
+    """Return the exit code of the first part that has failed; 0 if none has."""
     codes = (part.code for part in parts)
     return next((code for code in codes if code), 0)
 
 
 def _look_at_head(answered: float) -> float:
-    """The time of the head's last answer; DeviceError if that is too long ago."""
+    """Return the time of the Ray head's last answer; raises DeviceError if that is too long ago."""
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:
         return answered
@@ -230,10 +229,10 @@ END_SECONDS = 5.0  # that a host's launch has to end after its own processes
 
 
 class HostTraining:
-    """A host's part of a training; its output is read from afar. It ends with this process.
+    """One host's part of a training run, whose output is read remotely. It ends with this process.
 
-    A script that names the file `planned` trains by `plan`. It has `end_seconds` to end after
-    SIGTERM.
+    A script that names the file `planned` is given `plan` instead. The launch has
+    `end_seconds` to end after SIGTERM.
     """
 
     def __init__(
@@ -262,7 +261,9 @@ class HostTraining:
         threading.Thread(target=self._run, name="launch", daemon=True).start()
 
     def read(self) -> tuple[list[bytes], int | None]:
-        """The lines that it has written since; once there are no more, how it ended."""
+        """Return the lines written since the last call, and the exit code once all lines have
+        been returned; None until then.
+        """
         lines: list[bytes | None] = []
         with suppress(queue.Empty):
             lines.append(self._lines.get(timeout=READ_SECONDS))
@@ -275,7 +276,7 @@ class HostTraining:
         return written, self._code if ended and not written else None
 
     def stop(self) -> None:
-        """Ask the training to end and wait until it has; by force if it doesn't."""
+        """Ask the training run to end and wait for that; kill it if it doesn't end in time."""
         self._started.wait()
         process = self._process
         if process is None or process.poll() is not None:
@@ -287,7 +288,7 @@ class HostTraining:
         os.killpg(process.pid, signal.SIGKILL)
 
     def close(self) -> None:
-        """End the training and remove its files."""
+        """End the training run and remove its files."""
         self.stop()
         self._plan.unlink()
         self._plan.parent.rmdir()
@@ -295,8 +296,8 @@ class HostTraining:
             self._written.close()
 
     def _run(self) -> None:
-        """Run in a thread that lasts as long: the kernel ends the process with the thread that
-        started it.
+        """Run the launch from a thread that lives as long as the launch, because the kernel ends a
+        process with the thread that started it.
         """
         try:
             self._process = process = subprocess.Popen(

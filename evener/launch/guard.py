@@ -1,4 +1,6 @@
-"""The guard of a training: a process that removes what is left of it, however its launcher ends."""
+"""The guard of a training run: a process that ends whatever is left of the
+run, however its launcher ends.
+"""
 
 from __future__ import annotations
 
@@ -17,9 +19,11 @@ from . import watcher
 
 
 class GuardedTraining:
-    """A training's name, which all its processes have in their environment, and its folder.
+    """A training run's name, which all its processes have in their
+    environment, and its temporary folder.
 
-    The folder ends with the training. `well`: what still runs then may go on.
+    The folder is removed when training ends. If `well` is set, processes
+    that still run then may go on.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -30,9 +34,11 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """A context at whose end nothing of a training is left, unless that has ended well.
+    """Return a context after which no process of a training run is left, unless the
+    run is marked as ended well.
 
-    The folder is private, and has a name that nobody knew before. RequestError if none can be made.
+    The run's folder is private and has an unpredictable name. Raises
+    RequestError if it can't be created.
     """
     run = new_run_id()
     own = {name: value for name, value in os.environ.items() if name != RUN}

@@ -1,5 +1,5 @@
-"""This host's part of a training by a plan: its shares on their devices, and where the processes of
-all hosts meet.
+"""This host's part of a training run by a plan: its shares, their devices, and the rendezvous
+of the processes of all hosts.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 class HostJob(msgspec.Struct, frozen=True):
-    """A training as this host starts it."""
+    """A training run as started on this host."""
 
     plan: Plan
     framework: str  # the plan's; the script's where that doesn't say it
@@ -74,16 +74,16 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that ranks after a program's first one wait for; None where all start at
-        once.
+        """The file that all ranks of a program except the first wait for;
+        None if all ranks start at once.
         """
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None
 
     @property
     def has_several(self) -> bool:
-        """True if several processes of a training run here; ranks of a program do once they were
-        released.
+        """True if several processes of a training run are running here; a program's ranks
+        count once they are released.
         """
         if self.release is None:
             return len(self.processes) > 1
@@ -96,8 +96,8 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes if there are several; over several hosts their ranks
-        aren't known.
+        """The names of this host's processes; empty if there is only one. On several hosts these
+        are device labels, as ranks aren't known.
         """
         if len(self.processes) < 2:
             return ()
@@ -108,11 +108,13 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """A name of the job that is the same on every host that has this plan."""
+        """A name for the job that is the same on every host with this plan."""
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_a_process_each(self) -> HostJob:
-        """The job with a process for each device, as Keras' engine multiworker wants it."""
+        """Return the job with one process for each device, as Keras's
+        engine "multiworker" requires.
+        """
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = arrange(
             [device for each in self.processes for device in each], one_process=False
@@ -121,8 +123,10 @@ class HostJob(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """The processes' environment: what all share, and for `start_rank` what each has for
-        itself, with `more`.
+        """Return the environment of the processes: the variables common to all and, encoded for
+        `start_rank`, those of each process.
+
+        `more` holds further variables for each process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -149,8 +153,8 @@ class HostJob(msgspec.Struct, frozen=True):
         return {**variables, STARTS: json.dumps(starts)}
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
-        """A process on its devices. PyTorch's see all GPUs of the host that compute: theirs is that
-        of LOCAL_RANK.
+        """Return the start of a process on its devices. A PyTorch process sees all GPUs of this
+        host that have a share, and uses that of its LOCAL_RANK.
         """
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
@@ -176,11 +180,11 @@ def make_job(
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
-    """The training by the plan in this file; EvenerError, in a sentence, if it can't be started
-    here.
+    """Return the training run by the plan in this file; raises EvenerError
+    if it can't be started here.
 
-    With an `executable`, the command is its arguments, and trains with PyTorch. With `check_use`, a
-    script that reads no plan is ended.
+    With an `executable`, the command is its arguments, and the program trains with PyTorch. With
+    `check_use`, a script that doesn't read its plan is ended.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -212,8 +216,8 @@ def make_job(
 
 
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
-    """True if one process trains on all devices of this host; PlanError if the plan has others
-    elsewhere.
+    """True if one process trains on all devices of this host; raises PlanError if such a plan
+    also has devices on other hosts.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
@@ -227,9 +231,10 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 
 
 def _choose_meeting(plan: Plan, meeting: str | None) -> tuple[str, int]:
-    """The host and the port at which the hosts meet: those asked for, or the plan's first host's.
+    """Return the host and port of the rendezvous: those requested, or the plan's
+    first host and the default port.
 
-    DeviceError if that host isn't known here.
+    Raises DeviceError if that host's name can't be resolved.
     """
     if meeting:
         host, port = _parse_meeting(meeting)
@@ -244,12 +249,14 @@ def _choose_meeting(plan: Plan, meeting: str | None) -> tuple[str, int]:
 
 
 def arrange(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
-    """The devices of each process."""
+    """Return the devices of each process: all in one process, or one process each."""
     return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
-    """RequestError for a plan that isn't trained by processes, or a script that isn't there."""
+    """Raise PlanError if the plan isn't trained by processes, and RequestError
+    if the script doesn't exist.
+    """
     if plan.layout.traits.placed:
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}) in one process.",
@@ -273,7 +280,9 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """The plan's, which must be that of the script; PyTorch if neither says it."""
+    """Return the plan's framework, or the script's, or else PyTorch; raises
+    PlanError if plan and script differ.
+    """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:
         return imported or "torch"
@@ -314,7 +323,7 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 
 def _request(share: Share) -> str:
-    """A device of the plan as `--devices` names it."""
+    """Return the text by which `--devices` names a share's device."""
     kind = kind_of(share.device)
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
@@ -330,7 +339,9 @@ def _parse_meeting(text: str) -> tuple[str, int]:
 
 
 def find_imports(job: HostJob) -> frozenset[str]:
-    """The framework of a job, and the packages that its script imports, as far as its text says."""
+    """Return the job's framework and the packages that its script
+    imports, as far as its source shows.
+    """
     script = Path(job.command[0])
     with suppress(OSError, SyntaxError, ValueError):
         names = chain.from_iterable(map(list_imports, ast.walk(ast.parse(script.read_bytes()))))

@@ -1,5 +1,5 @@
-"""The processes of this host: children of this one, or under PyTorch's elastic agent; their output
-and their end.
+"""The training processes of this host, started as children of this process or by PyTorch's elastic
+agent: their output and how they end.
 """
 
 from __future__ import annotations
@@ -34,7 +34,9 @@ from .job import HostJob
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """The end of all processes of one start; without a signal and failures, all ended well."""
+    """How all processes of one start ended. They ended well if there is
+    neither a signal nor a failure.
+    """
 
     signal: int = 0  # that asked the launcher to end
     # rank -> exit code of those that failed by themselves; below 0 the signal
@@ -44,10 +46,9 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def is_loss(self) -> bool:
-        """True if a process was killed, or aborted by an error; False for a script that raised an
-        exception.
+        """True if a process was killed or aborted; False if the script raised an exception.
 
-        SIGTERM is what the others get when one has failed.
+        SIGTERM doesn't count, as it is sent to the other processes when one has failed.
         """
         codes = set(self.failures.values())
         return bool(codes) and (
@@ -56,7 +57,9 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The process that failed, and how; before it, one that had left."""
+        """A message about the process that failed and how, preceded by a process
+        that had left before, if any.
+        """
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
             f"rank {self.left[0]} left with exit code 0, and "
@@ -69,8 +72,10 @@ class Ending(msgspec.Struct, frozen=True):
 
 
 def _order(code: int) -> int:
-    """A process that was killed is why others abort or raise exceptions, and these are why others
-    get SIGTERM.
+    """Return a sort key that puts likely causes first.
+
+    A killed process makes others abort or raise exceptions, and those failures
+    cause the rest to get SIGTERM.
     """
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 
@@ -93,10 +98,10 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """The files that each process opens as its standard output and error; after it, all that was
-    written is out.
+    """Return a context with the files that each process opens as its standard output and error. All
+    output is printed by the end of the context.
 
-    Lines begin with the process's name, unless one process alone has run so far.
+    Lines are prefixed with the process's name, unless only one process has run so far.
     """
     end = secrets.token_bytes(16)  # the pipes may stay open, in what the processes have started
     pipes = [
@@ -118,7 +123,7 @@ def named_output(
 
 
 class _LineNames:
-    """What a process's lines begin with."""
+    """The prefix of a process's output lines."""
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
         self._name = f"[{name}] ".encode()
@@ -126,13 +131,13 @@ class _LineNames:
         self._is_named = False
 
     def find(self) -> bytes:
-        """Its name, once there are several processes."""
+        """Return the process's name as a prefix once there are several processes; empty before."""
         self._is_named = self._is_named or self._has_several()
         return self._name if self._is_named else b""
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """End a thread that copies from a pipe, once all that was written to it is out."""
+    """End a thread that copies from a pipe, after all that was written to the pipe is copied."""
     with suppress(OSError):
         os.write(write, end)
     thread.join()
@@ -140,7 +145,9 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 
 
 def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy until `end`, or until nobody takes what is written: then the process hears of it."""
+    """Copy a pipe to a stream until `end` is read. If the stream is closed, stop reading, so that
+    writing fails in the process.
+    """
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
         while not found:
@@ -164,7 +171,7 @@ POLL_SECONDS = 0.1
 
 
 def run_children(job: HostJob) -> Ending:
-    """Start the processes and wait for their end; if one fails, the others are ended."""
+    """Start the processes and wait for their end; if one fails, end the others."""
     with caught_signals() as caught:
         running = _start(job)
         codes: dict[int, int] = {}
@@ -190,8 +197,8 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _rank(job: HostJob) -> dict[str, str]:
-    """The variables of the only rank of a program, as PyTorch's agent sets them, which takes two
-    seconds to import.
+    """Return the variables for the only rank of a program, as PyTorch's agent would set them;
+    importing the agent takes two seconds.
     """
     address = _find_address()
     attempt = str(job.attempt)
@@ -213,18 +220,20 @@ def _rank(job: HostJob) -> dict[str, str]:
 
 
 def _find_address() -> str:
-    """HOST:PORT for PyTorch's variables on one host; nobody listens there."""
+    """Return a HOST:PORT for PyTorch's variables on a single host, on which nothing listens."""
     return f"127.0.0.1:{find_free_ports(1)[0]}"
 
 
 def _describe_meeting(address: str) -> str:
-    """The variable by which processes meet in a file that is new, in place of this address."""
+    """Return the value of the variable that makes processes rendezvous through a new
+    file instead of this address.
+    """
     return f"{address} {make_memory_file()}"
 
 
 def _cluster(job: HostJob) -> list[dict[str, str]]:
-    """TF_CONFIG of each process of this host, where there are several in all; their order is the
-    plan's.
+    """Return TF_CONFIG for each process of this host, in the plan's order; empty if there
+    is only one process in total.
     """
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
@@ -241,8 +250,8 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Wait until all have ended well, one hasn't, or a signal comes; the exit codes of those that
-    have ended.
+    """Wait until all processes have ended well, one has failed, or a signal arrives; return the
+    exit codes of those that have ended.
     """
     while not caught:
         polled = enumerate(process.poll() for process in running)
@@ -254,9 +263,10 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
-    """Send the signal to those that still run, and kill those that are left after so long.
+    """Send the signal to the processes that still run, and kill those still
+    running after `grace_seconds`.
 
-    Ctrl-C on a terminal they get from it.
+    A Ctrl-C typed on their terminal isn't sent again, as the terminal has already delivered it.
     """
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
@@ -281,7 +291,7 @@ FORCE_SECONDS = 25  # a process that ends later than the first one was ended by 
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
-    """The variables of the agent, and so of its processes."""
+    """Return the variables of the agent, which its processes inherit."""
     more = {}
     if job.attempt:
         more["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
@@ -291,8 +301,8 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 
 
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
-    """The ranks that failed by themselves, from what the agent reports of each: `exitcode` and
-    `timestamp`.
+    """Return the ranks that failed by themselves, from the `exitcode` and `timestamp` that the
+    agent reports for each failure.
     """
     first = min(failure.timestamp for failure in failures.values())
     ended = {}
@@ -306,8 +316,8 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
 
 
 def run_agent(job: HostJob, max_restarts: int) -> Ending:
-    """Start the processes and wait for their end; on several hosts the agents start them again by
-    themselves.
+    """Start the processes through PyTorch's agent and wait for their end. On several hosts the
+    agents restart the processes themselves.
     """
     address = _find_address()
     environment = _describe_agent(job, address)

@@ -1,5 +1,5 @@
-"""A training program of the user's as `evener run` starts it: its command, its shares, and what it
-says at its end.
+"""A user's training program as `evener run` starts it: its command, its
+shares and its report at the end.
 """
 
 from __future__ import annotations
@@ -36,14 +36,16 @@ SAVED_FILE = "saved_shares.json"  # beside that plan
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """What the plan beside it belongs to: the shares with which a program's training ended."""
+    """What the plan beside this file belongs to: the program and the training run
+    that ended with these shares.
+    """
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
 
 
 class ChosenPlan(msgspec.Struct, frozen=True):
-    """The plan that a program starts with."""
+    """The plan with which a program starts."""
 
     plan: Plan
     given: bool = False  # by the user: its shares stay
@@ -51,8 +53,8 @@ class ChosenPlan(msgspec.Struct, frozen=True):
 
 
 class ProgramCommand(msgspec.Struct, frozen=True):
-    """The start of a program: an executable, its words, a name that is the same next time, and the
-    program's own arguments.
+    """How to start a program: the executable, its command-line words, an identity that is stable
+    between starts, and the program's own arguments.
     """
 
     executable: str
@@ -62,12 +64,12 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The program in a line: its script without the folder."""
+        """The program's name for messages: its script without the folder."""
         return Path(self.identity).name
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """The command behind `--`; RequestError for one that isn't there."""
+    """Return the command given after `--`; raises RequestError if it doesn't exist."""
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
     first, *rest = words
@@ -101,7 +103,9 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
 
 
 def _refuse_tensorflow(script: Path) -> None:
-    """RequestError for a script that each process would train whole."""
+    """Raise RequestError if the script trains with TensorFlow, as each process
+    would then train on all rows.
+    """
     if script_framework(script) == "tensorflow":
         raise RequestError(
             f"{script} trains with TensorFlow, and evener run balances PyTorch.",
@@ -113,7 +117,9 @@ def _refuse_tensorflow(script: Path) -> None:
 
 
 def _refuse_isolation(options: Sequence[str]) -> None:
-    """RequestError for options by which Python runs without what evener adds to it."""
+    """Raise RequestError for Python options that ignore PYTHONPATH or
+    sitecustomize, on which evener relies.
+    """
     flags = [
         word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
     ]
@@ -126,8 +132,8 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """A Python command line from its script on, or from `-m` or `-c`, which end Python's own
-    options.
+    """Return a Python command line from its script on, or from `-m` or `-c`,
+    which end Python's own options.
     """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
@@ -137,8 +143,8 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 
 
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
-    """The plan that is given, else the last one of this program with these arguments on these
-    devices, else an even one.
+    """Return the given plan, else the last plan of this program with these arguments on
+    these devices, else an even plan.
     """
     if given is not None:
         plan = load_plan(given)
@@ -166,11 +172,12 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
-    """Measure a split into a file, by the program's build() or its trainer; RequestError where that
-    gives none.
+    """Measure a split with the program's build() or its Trainer, write the plan
+    to `path` and return the path.
 
-    None for a plan that leaves a device out: the program's global batch is that of all of them.
-    What is started has the name `run` in its environment, by which a guard finds it.
+    Return None if the plan leaves a device out, as the program's global batch is for all devices.
+    The variable RUN is set to `run` in the measuring process, so that a guard can find what it
+    starts. Raises RequestError if no plan could be measured.
     """
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable
@@ -222,7 +229,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) ->
 
 
 def _has_build(path: Path) -> bool:
-    """True for a script with a function build()."""
+    """True if the file is a script with a function build()."""
     with suppress(OSError, ValueError, SyntaxError):
         body = ast.parse(path.read_text()).body
         return path.suffix == ".py" and any(
@@ -232,14 +239,16 @@ def _has_build(path: Path) -> bool:
 
 
 def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
-    """A plan of these shares for a program, without figures."""
+    """Return a plan with these shares for a program, without measurements."""
     layout = make_layout("split" if len(batches) > 1 else "solo", tuple(templates), tuple(batches))
     made = parse_plan(b'[[layout.share]]\ndevice = "cpu-0-of-1"\nbatch = 1\n')
     return msgspec.structs.replace(made, workload=identity, framework="torch", layout=layout)
 
 
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """The plan that the last training of this command on the devices of `even` ended with."""
+    """Return the plan with which this command's last training run on the devices of `even`
+    ended; None if there is none.
+    """
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):
         with suppress(EvenerError, OSError, msgspec.DecodeError):
@@ -250,8 +259,9 @@ def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
 
 
 def _digest_command(command: ProgramCommand, plan: Plan) -> str:
-    """32 hexadecimal digits of a program, its arguments and its devices; arguments may hold
-    secrets, so they aren't kept themselves.
+    """Return 32 hexadecimal digits that identify a program, its arguments and its devices.
+
+    Arguments may contain secrets, so they aren't stored themselves.
     """
     devices = sorted(share.device for share in plan.layout.active)
     words = json.dumps([command.identity, command.arguments, devices])
@@ -259,13 +269,13 @@ def _digest_command(command: ProgramCommand, plan: Plan) -> str:
 
 
 def set_environment(settings: ProgramSettings) -> None:
-    """Let the processes that are started from now on know these settings."""
+    """Pass these settings to the processes that are started from now on."""
     os.environ[PROGRAM] = msgspec.json.encode(settings).decode()
     os.environ["PYTHONUNBUFFERED"] = "1"
 
 
 def read_notes(folder: Path) -> tuple[RankNote, ...]:
-    """The notes that ranks have left, in their order."""
+    """Return the notes that ranks have left, sorted by rank."""
     notes = []
     for path in folder.glob("*.json"):
         with suppress(msgspec.DecodeError):
@@ -274,8 +284,8 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """The shares at the end as a plan beside the training's journal; None without a training by
-    shares.
+    """Save the shares at the end as a plan beside the training journal; return its path, or None if
+    the program wasn't trained by shares.
     """
     if not notes or not notes[0].run or notes[0].last is None:
         return None
@@ -297,8 +307,8 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """The first shares beside the last ones, by what every rank saw; None where a rank saw too
-    little.
+    """Compare the first shares with the last ones over all ranks; return None
+    if a rank saw too few steps.
     """
     first = [note.first for note in notes if note.first is not None]
     last = [note.last for note in notes if note.last is not None]
@@ -316,7 +326,9 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """What else happened: passes that ran out of memory, and the gradient's noise."""
+    """Return lines about other events: the gradient's noise scale, and
+    passes that ran out of memory.
+    """
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []
     if retreats:

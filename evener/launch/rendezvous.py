@@ -1,7 +1,7 @@
-"""How PyTorch's elastic agents find each other, and what they tell their processes of that.
+"""The rendezvous of PyTorch's elastic agents, and the address that they pass to their processes.
 
-Alone, an agent needs nobody. Over several hosts agents meet at a port of one address; PyTorch's own
-rendezvous would open it on every address of the machine.
+A single agent needs no others. Agents of several hosts rendezvous at a port of one address;
+PyTorch's own rendezvous would open that port on every address of the machine.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ SEVERAL = "evener-several"
 
 
 class AloneRendezvous(RendezvousHandler):  # type: ignore[misc]
-    """The rendezvous of an agent without others; its store is in this process, and has no port."""
+    """The rendezvous of a single agent. Its store lives in this process and opens no port."""
 
     def __init__(self, run_id: str, address: str) -> None:
         self._run_id = run_id
@@ -45,11 +45,13 @@ class AloneRendezvous(RendezvousHandler):  # type: ignore[misc]
         self._closed = False
 
     def get_backend(self) -> str:
-        """The name of this way."""
+        """Return the name of this rendezvous backend."""
         return ALONE
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """The only agent, and the address that its processes are told."""
+        """Return a rendezvous of this agent alone, with the address
+        that its processes are given.
+        """
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
         return RendezvousInfo(store, 0, 1, self._place)
@@ -59,28 +61,28 @@ class AloneRendezvous(RendezvousHandler):  # type: ignore[misc]
         return self._closed
 
     def set_closed(self) -> None:
-        """Note that the agent ends."""
+        """Record that the agent has ended."""
         self._closed = True
 
     def num_nodes_waiting(self) -> int:
-        """No other agent ever comes."""
+        """Return 0, as no other agent ever joins."""
         return 0
 
     def get_run_id(self) -> str:
-        """The name of the training."""
+        """Return the name of the training run."""
         return self._run_id
 
     def shutdown(self) -> bool:
-        """There is nothing to close."""
+        """Return True, as there is nothing to shut down."""
         return True
 
 
 class OneAddressBackend(C10dRendezvousBackend):  # type: ignore[misc]
-    """PyTorch's own backend, by the name under which it is asked for."""
+    """PyTorch's c10d rendezvous backend, registered under evener's own name."""
 
     @property
     def name(self) -> str:
-        """The name of this way."""
+        """The name of this rendezvous backend."""
         return SEVERAL
 
 
@@ -89,7 +91,9 @@ def _meet_alone(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _meet_several(parameters: RendezvousParameters) -> RendezvousHandler:
-    """PyTorch's dynamic rendezvous, by a store that its host serves on one address alone."""
+    """Return PyTorch's dynamic rendezvous, with a store that its host
+    serves on one address only.
+    """
     host, _, port = parameters.endpoint.rpartition(":")
     serves = bool(parameters.get_as_bool("is_host"))
     timeout = timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
@@ -101,9 +105,10 @@ def _meet_several(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def choose_way(job: HostJob, address: str) -> dict[str, Any]:
-    """The words of PyTorch's LaunchConfig on how the agents of all hosts find each other.
+    """Return the arguments of PyTorch's LaunchConfig that define how the
+    agents of all hosts rendezvous.
 
-    Alone, the processes are told the `address`, HOST:PORT.
+    On a single host, the processes are given `address` (HOST:PORT).
     """
     way: dict[str, Any] = {
         "rdzv_backend": ALONE,

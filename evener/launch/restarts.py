@@ -1,5 +1,5 @@
-"""A training that outlives lost devices: after a killed process all start again, on the devices
-that still compute.
+"""A training run that survives lost devices: after a process is killed, all processes start again
+on the devices that still compute.
 """
 
 from __future__ import annotations
@@ -31,12 +31,13 @@ from .processes import Ending, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
-    """Train until all processes have ended well, one fails by its own fault, or there were too many
-    restarts.
+    """Train until all processes end well, a process fails through its own fault, or the restarts
+    are used up; return the exit code.
 
-    After a loss every device is tried, also one that was left out before. On several hosts nobody
-    sees all failures: there, each is taken for a loss, and a device that is lost ends the training.
-    The exit code, which is a program's own where only its first process ran.
+    After a loss every device is tried, including devices that were left out before. With
+    several hosts no launcher sees all failures: each failure is then treated as a loss, and
+    a lost device ends the training run. If only the first process of a program ran, the
+    exit code is the program's own.
     """
     job = first
     several = len(first.hosts) > 1
@@ -65,7 +66,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
 
 def _say_failure(job: HostJob, ended: Ending) -> int:
-    """Say how the training has failed; the exit code."""
+    """Print how the training run failed, and return the exit code."""
     if job.executable and not job.has_several:
         code = ended.failures.get(0, 1)
         alone = Ending(failures={0: code}).words
@@ -90,8 +91,10 @@ def _start(job: HostJob, restarts_of_agents: int) -> Ending:
 
 
 def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """The training without the broken devices, by a plan of its own. PlanError if the plan has
-    become another.
+    """Return the job without the broken devices, by a plan of its own.
+
+    Raises PlanError if the plan file has changed, and DeviceError if no device is left or
+    the job spans several hosts.
     """
     if load_plan(first.path) != first.plan:
         raise PlanError(
@@ -123,7 +126,9 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _say_changes(before: Plan, after: Plan) -> None:
-    """Say which devices are left out now, or are back, and the rows of each before and after."""
+    """Print which devices are now left out or back in, and the rows of
+    each device before and after.
+    """
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):
@@ -132,7 +137,7 @@ def _say_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """The rows of each device before and after, as 5+3 → 8+0."""
+    """Return the rows of each device before and after, in the form 5+3 → 8+0."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 
@@ -143,8 +148,8 @@ POLL_SECONDS = 0.05
 def find_broken(
     devices: Sequence[Device], framework: str, caught: Sequence[int]
 ) -> tuple[Device, ...]:
-    """The devices that compute nothing in 10 s; all are tried at the same time. A caught signal
-    ends the search.
+    """Return the devices that fail to compute anything within 10 s; all are tried at the same time.
+    A caught signal ends the check.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

@@ -1,6 +1,6 @@
-"""What a training was like, at its end: its speed, what limited it, and what would help.
+"""The summary of a training run at its end: its speed, what limited it and what would help.
 
-It is made of the last record of each of its processes, and kept in its run as JSON and as text.
+It is made from the last record of each process, and saved in the run's folder as JSON and as text.
 """
 
 from __future__ import annotations
@@ -59,7 +59,7 @@ NOUNS = {
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """A device of the training; 0 for what isn't known."""
+    """A device of the training run; 0 stands for an unknown value."""
 
     device: str
     share: int  # rows of a step, at the end
@@ -70,7 +70,9 @@ class RankSummary(msgspec.Struct, frozen=True):
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
-    """The shares that a training began with, beside those at its end; 0 for what isn't known."""
+    """The shares with which a training run began, compared with those at its end; 0
+    stands for an unknown value.
+    """
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: tuple[float, ...]  # medians of a step by these shares
@@ -81,7 +83,7 @@ class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """A training from its fourth step on; 0 for what isn't known."""
+    """The summary of a training run from its fourth step on; 0 stands for an unknown value."""
 
     run: str
     end: End
@@ -100,12 +102,12 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def is_short(self) -> bool:
-        """True if there were too few steps for figures."""
+        """True if there were too few steps for meaningful metrics."""
         return self.steps < FEWEST_STEPS
 
 
 def read_records(folder: Path) -> list[LiveRecord]:
-    """The last record of each rank, of the training that was reported last."""
+    """Return the last record of each rank of the most recently reported training run."""
     records = []
     for path in folder.glob("*.json"):
         with suppress(OSError):
@@ -131,10 +133,10 @@ def summarize_training(
     takers: str = "",
     first: FirstShares | None = None,
 ) -> TrainingSummary | None:
-    """The summary of a training that left these records; None where it left none.
+    """Return the summary of a training run that left these records; None if there are none.
 
-    `labels` are the names of devices by their ids, `plan_samples_per_second` is for a training that
-    knows no plan, `takers` are programs that had the cores which this one wanted.
+    `labels` maps device ids to names, `plan_samples_per_second` is used if the records contain no
+    plan, and `takers` names programs that used the cores this run needed.
     """
     if not records:
         return None
@@ -164,14 +166,14 @@ def summarize_training(
 
 
 class _PlacedRank(NamedTuple):
-    """A device of a rank's record, with its figures."""
+    """One device of a rank's record, with its metrics."""
 
     record: LiveRecord
     live: LiveDevice
     measured: MeasuredRank
 
     def summarize(self, step: RankStep | None) -> RankSummary:
-        """The device, whose mean step is in five parts."""
+        """Return the device's summary; `step` is its mean step in five parts."""
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
         return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
@@ -182,13 +184,13 @@ def _place(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _
 
 
 def _speed(record: LiveRecord) -> float:
-    """A rank's samples/s of all counted steps; 0 where there are none."""
+    """Return a rank's samples/s over all counted steps; 0 if there are none."""
     return record.counted_samples / record.counted_seconds if record.counted_seconds else 0.0
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
-    """A rank's parts of a step over the whole training, or of its last steps where it keeps no
-    sums.
+    """Return a rank's step metrics over the whole training run, or over its
+    last steps if it keeps no sums.
     """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
@@ -199,7 +201,7 @@ def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:
 
 
 def describe_summary(summary: TrainingSummary) -> list[str]:
-    """The summary in six lines; in fewer for a training of few steps."""
+    """Return the summary in at most six lines; fewer for a training run with few steps."""
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
         few = f"{steps} after the first ones, too few for figures: {FEWEST_STEPS} are needed"
@@ -250,7 +252,9 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """+43 %; one that no interval of a part can tell from a larger one says so."""
+    """Return a gain in the form +43 %, or as "over" the largest gain that
+    can be told from a larger one.
+    """
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
@@ -265,14 +269,18 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """48 on GPU:1 (60 ms of own work)."""
+    """Return a share with its compute time (own work), in the form 48
+    on GPU:1 (60 ms of own work).
+    """
     own_s = rank.step.own_work_s if rank.step is not None else 0.0
     own = f" ({milliseconds(own_s)} of own work)" if own_s else ""
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{own}"
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """The first shares, how often they changed, and the gain of the last ones where it is clear."""
+    """Return the first shares, how often shares changed, and the gain of
+    the last shares if it is clear.
+    """
     first = summary.first
     if first is None:
         times = len(summary.changes)
@@ -312,15 +320,15 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Where the record is; nothing where the training has left none."""
+    """Return a line that says how to show the run's record; empty if the training run left none."""
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
         return []
     return [f"record: evener runs show {summary.run}"]
 
 
 def keep_summary(summary: TrainingSummary) -> None:
-    """Write the summary beside the training's journal, as JSON and as text; nothing where there is
-    no journal, or no room.
+    """Write the summary beside the training journal, as JSON and as text; do nothing without a
+    journal, and ignore a full disk.
     """
     folder = runs_folder() / summary.run
     if not (folder / TRAINING_JOURNAL).exists():
@@ -332,7 +340,7 @@ def keep_summary(summary: TrainingSummary) -> None:
 
 
 def load_summary(run: str) -> TrainingSummary | None:
-    """The summary in a run; None where there is none, or it can't be read."""
+    """Return the summary saved in a run; None if there is none or it can't be read."""
     with suppress(OSError, msgspec.MsgspecError):
         content = (runs_folder() / run / SUMMARY).read_bytes()
         return msgspec.json.decode(content, type=TrainingSummary)

@@ -1,9 +1,9 @@
 """The process that outlives a launcher: `python watcher.py RUN PREFIX`, with a pipe from the
-launcher as its input.
+launcher as its standard input.
 
-It makes the folder of the training, and prints its name. Unless the launcher says that all is well,
-what is left of the training ends with it, however that ended; so does the folder. It imports
-nothing of evener, so that it is there at once.
+It creates the training run's folder and prints its name. When the launcher ends, however that
+happens, it ends the run's remaining processes, unless the launcher has reported that the run ended
+well, and removes the folder. It imports nothing of evener so that it starts quickly.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ MARK = "EVENER_RUN"  # as in evener.training.launched; all that a rank starts in
 
 
 def main() -> None:
-    """Wait for the end of the launcher, then end its training, and remove its folder."""
+    """Wait for the launcher to end, then end its training run and remove the folder."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # its pipe tells when to end
     run, prefix = sys.argv[1:]
@@ -45,7 +45,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """True if a process of the run is left; with `kill`, each of them is killed."""
+    """True if a process of the run is left; with `kill`, each such process is killed."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # of another user, or gone

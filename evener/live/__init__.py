@@ -1,1 +1,1 @@
-"""Reports of a training's speed: the reporter, its files, and the journal of a training."""
+"""Reports of a training run's speed: the reporter, its files, and the training journal."""

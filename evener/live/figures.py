@@ -1,5 +1,5 @@
-"""The figures of this process's training, as the app shows them, in a flat dict for a tracker of
-experiments.
+"""The metrics of this process's training run, as the app shows them, in a flat
+dict for an experiment tracker.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ PREFIX = "evener/"  # of every name: trackers group by what comes before a slash
 
 
 class _Cache:
-    """The last figures of a reporter, for calls in every step: files change twice a second."""
+    """The last metrics of a reporter, cached because `figures` may be called in every step while
+    files change only twice a second.
+    """
 
     def __init__(self, reporter: Reporter) -> None:
         self.reporter = weakref.ref(reporter)
@@ -30,11 +32,12 @@ _cache: _Cache | None = None
 
 
 def figures() -> dict[str, float]:
-    """The figures of this process's training as `evener/NAME`, for `wandb.log` and its like.
+    """Return the metrics of this process's training run, named `evener/NAME`, for
+    `wandb.log` and similar calls.
 
-    They cover the ranks of this machine, and are empty until the first report, which takes half a
-    second of steps. Figures that nobody has measured are left out: docs/trackers.md lists all.
-    Files are read twice a second at most, however often this is called.
+    They cover the ranks on this machine, and are empty until the first report, which takes half a
+    second of steps. Metrics without a measurement are left out; docs/trackers.md lists all of them.
+    Files are read at most twice a second, however often this is called.
     """
     global _cache
     reporter = newest_reporter()
@@ -52,7 +55,7 @@ def figures() -> dict[str, float]:
 
 
 def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
-    """The newest records of all ranks of a training that this machine sees."""
+    """Return the newest record of each rank of the training run that reports on this machine."""
     if not own.training:
         return (own,)
     every = [each for each in read_trainings() if each.training == own.training]
@@ -61,7 +64,7 @@ def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
 
 
 def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """The figures of a training whose ranks report these records."""
+    """Return the metrics of a training run from the records of its ranks."""
     ranks = sorted(ranks, key=lambda each: each.rank)
     found = _join_training(ranks)
     placed = list(chain.from_iterable(_number_devices(each) for each in ranks))
@@ -73,7 +76,9 @@ def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """What counts for the whole training: sums over its ranks, and the slowest one's times."""
+    """Return the metrics of the whole training run: rates summed over its ranks,
+    and times of the slowest rank.
+    """
     speed = sum(each.samples_per_second for each in ranks)
     plan = max(each.plan_samples_per_second for each in ranks)
     seen = len({each.rank for each in ranks})
@@ -91,7 +96,7 @@ def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
-    """A device's figures, in a step of so many rows."""
+    """Return a device's metrics; `rows` is the number of rows in a global batch."""
     own = {
         "rows": device.batch,
         "share": device.batch / rows if rows else 0.0,
@@ -105,12 +110,14 @@ def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
 
 
 def _drop_zeros(figures: Mapping[str, float]) -> dict[str, float]:
-    """The figures that are known: what isn't measured is 0."""
+    """Return the metrics that aren't 0, since 0 stands for a value that wasn't measured."""
     return {name: figure for name, figure in figures.items() if figure}
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """The devices of a process: numbered as its rank, or in order where it trains on several."""
+    """Return the devices of a process with their numbers: the rank for a
+    single device, else their order.
+    """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     first = max(0, record.rank) if len(devices) == 1 else 0
     return tuple(enumerate(devices, first))

@@ -1,9 +1,9 @@
-"""The files in which trainings report their speed: their form, their folders, and reading them
-without trusting them.
+"""The files in which training runs report their speed: their format, their folders, and how to
+read them without trusting them.
 
-A file counts only if it is regular, small and well formed, if only this user can use it and its
-folder, and if the process in its name is alive. Anything else is ignored; files of dead processes
-are removed.
+A file is read only if it is regular, small and well formed, only this user can access
+it and its folder, and the process in its name is alive. Other files are ignored; files
+of dead processes are removed.
 """
 
 from __future__ import annotations
@@ -41,8 +41,10 @@ Doing = Literal["", "own work", "sum", "update", "between steps", "input"]  # in
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training: its part of each global batch and of the samples/s, and how it spends
-    a step.
+    """A device of a training run: its part of each global batch and of the
+    samples/s, and how it spends a step.
+
+    `own_work_s` is its compute time (own work).
     """
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
@@ -62,7 +64,7 @@ class LiveDevice(msgspec.Struct, frozen=True):
 
 
 class ShareChange(msgspec.Struct, frozen=True):
-    """The shares of a training became others while it ran."""
+    """A change of a training run's shares while it ran."""
 
     step: Count  # the first with the new shares
     at: Rate  # seconds since the epoch
@@ -73,7 +75,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """One of a rank's last steps, in its parts."""
+    """The times of one of a rank's last steps, by part."""
 
     number: Count  # of the batch
     input_s: Seconds
@@ -83,14 +85,14 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
 
 class PendingShares(msgspec.Struct, frozen=True):
-    """A training that changes its shares by itself: how far it has come with the next change."""
+    """How close a training run that changes its own shares is to the next change."""
 
     windows: Count  # of steps that were seen with the shares in force
     needed: Count  # the fewest for a change
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
-    """A training's figures besides its samples/s."""
+    """The metrics of a training run other than its samples/s."""
 
     training: Text = ""  # the same in all processes of one training
     # of this process; -1: it is alone, or unknown
@@ -123,8 +125,10 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRecord(Details, frozen=True):
-    """The content of a file, version 2; its name says which process wrote it. Version 1 had the
-    first six.
+    """The content of a report file, version 2; the file's name
+    identifies the process that wrote it.
+
+    Version 1 had only the first six fields.
     """
 
     framework: Text
@@ -146,19 +150,19 @@ class LiveRecord(Details, frozen=True):
     counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
-        """Seconds for which the next record has been due."""
+        """Return for how many seconds the next record has been overdue."""
         return max(0.0, at_seconds - max(self.updated_at, self.due_at))
 
 
 class Training(LiveRecord, frozen=True, kw_only=True):
-    """A training process that is alive and reports its speed."""
+    """A live training process that reports its speed."""
 
     pid: int
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Every training of this user that reports its speed, by pid; files of dead processes are
-    removed.
+    """Return every training process of this user that reports its speed, sorted by pid. Files
+    of dead processes are removed.
     """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
@@ -168,8 +172,9 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 
 
 def live_folders() -> tuple[Path, ...]:
-    """The folders for reports, best first: EVENER_LIVE_DIR alone, else the runtime folder, then the
-    state folder.
+    """Return the folders for reports, the preferred one first.
+
+    EVENER_LIVE_DIR, if set, is the only one; otherwise the runtime folder, then the state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:
@@ -186,15 +191,15 @@ def live_folders() -> tuple[Path, ...]:
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """The name of a reporter's file; pid and start in clock ticks since boot identify a process for
-    good.
+    """Return the name of a reporter's file. The pid and the start in clock ticks since boot
+    together identify a process uniquely.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Make the folder for this user alone and remove files of dead processes; OSError if another
-    user owns it.
+    """Create the folder, accessible to this user only, and remove files of dead processes; raises
+    OSError if another user owns it.
     """
     make_private(folder)
     status = os.lstat(folder)
@@ -207,7 +212,7 @@ def prepare_folder(folder: Path) -> None:
 
 
 def replace_file(target: Path, content: bytes) -> None:
-    """Replace the file by `content` in one step, readable by its user alone."""
+    """Replace the file by `content` atomically, readable by this user only."""
     temporary = target.with_suffix(".tmp")
     flags = os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_NOFOLLOW | os.O_CLOEXEC
     with os.fdopen(os.open(temporary, flags, 0o600), "wb") as stream:
@@ -216,16 +221,16 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """The start of a process in clock ticks since boot; None if it is gone, a zombie, or can't be
-    seen.
+    """Return a process's start in clock ticks since boot; None if it has gone,
+    is a zombie or can't be seen.
     """
     fields = read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """The fields behind the name in /proc/PID/stat, the state first; none if the process is gone or
-    can't be seen.
+    """Return the fields after the name in /proc/PID/stat, beginning with the state; empty if the
+    process has gone or can't be seen.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
@@ -235,7 +240,7 @@ def read_stat(pid: int) -> list[bytes]:
 
 
 def clean(text: object) -> str:
-    """The text in at most 200 characters, all printable."""
+    """Return the text cut to 200 characters, with unprintable characters replaced."""
     return "".join(sign if sign.isprintable() else "?" for sign in str(text)[:LONGEST_TEXT])
 
 
@@ -259,8 +264,8 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """The content of a file, of a large one its beginning; nothing of what isn't a plain file of
-    this user's own.
+    """Return the content of a file, cut off just beyond the size limit; empty unless it is a
+    regular file that only this user can access.
     """
     # a pipe must not block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -271,8 +276,8 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """The record in a file, or None for one that isn't a private, small, well-formed file of this
-    user.
+    """Return the record in a file; None unless it is a private, small and
+    well-formed file of this user.
     """
     try:
         return parse_record(_read_small(name, folder))
@@ -281,7 +286,7 @@ def _read_record(name: str, folder: int) -> LiveRecord | None:
 
 
 def parse_record(content: bytes) -> LiveRecord | None:
-    """A record from the content of its file; None for one that isn't small and well formed."""
+    """Return the record encoded in a file's content; None if it is too large or malformed."""
     if len(content) > LARGEST_FILE_BYTES:
         return None
     try:

@@ -1,9 +1,9 @@
-"""The journal of a training that asks for one: its steps/s, changes of shares and restarts, as JSON
-lines in a run.
+"""The journal of a training run that keeps one: its steps/s, changes of shares and restarts, as
+JSON lines in the run's folder.
 
-The launcher names the run, so a training that starts again goes on in the same file. A folder or
-disk that can't be written is one warning, and the training goes on: what couldn't be written is
-written once there is room. A line is written whole or cut off again.
+The launcher names the run, so a training run that starts again continues the same file. If the
+folder or disk can't be written, one warning is issued and training goes on; the missing entries are
+written once there is room. Each line is written whole or removed again.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ CHUNK_BYTES = 64 << 10  # that are read at once to find the end of the last whol
 
 
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
-    """The processes of the training began, for the first time or again."""
+    """The training processes started, for the first time or again."""
 
     at: At
     workload: str
@@ -54,7 +54,7 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
 
 
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
-    """The training's speed in the last seconds."""
+    """The speed of the training run over the last seconds."""
 
     at: At
     step: Count  # since the processes began
@@ -68,7 +68,7 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
 
 
 class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
-    """The steps of a window, with what lay between them."""
+    """The steps of a time window, including the time between them."""
 
     at: At  # its end
     steps: Count
@@ -78,20 +78,20 @@ class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
-    """The shares became others."""
+    """The shares changed."""
 
     change: ShareChange
 
 
 class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entry"):
-    """A pass ran out of memory, and its rows were computed in smaller ones."""
+    """A pass ran out of memory, and its rows were computed in smaller passes."""
 
     at: At
     line: str  # with the device, the step, the rows before and after, and the seconds it took
 
 
 class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
-    """The noise scale of the training's gradient so far."""
+    """The noise scale of the gradient so far."""
 
     at: At
     step: Count  # since the processes began
@@ -100,8 +100,8 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The end of a training that ended by itself; one that is killed, or interrupted by Ctrl-C,
-    writes none.
+    """The training run ended by itself. One that is killed, or interrupted by
+    Ctrl-C, writes no such entry.
     """
 
     at: At
@@ -115,19 +115,19 @@ TrainingState = Literal["running", "finished", "stopped", "failed"]
 
 
 class TrainingRecord(msgspec.Struct, frozen=True):
-    """The content of a training's journal; the first entry is its start."""
+    """The content of a training journal. Its first entry is a start."""
 
     run: str
     entries: tuple[TrainingEntry, ...]
 
     @property
     def start(self) -> StartEntry:
-        """The last start: its devices and shares are those of now."""
+        """The last start, which has the current devices and shares."""
         return next(entry for entry in reversed(self.entries) if isinstance(entry, StartEntry))
 
     @property
     def state(self) -> TrainingState:
-        """The state of the training; one that was killed or interrupted has stopped."""
+        """The state of the training run: "stopped" if it was killed or interrupted."""
         last = self.entries[-1]
         start = self.start
         if isinstance(last, EndEntry):
@@ -137,25 +137,27 @@ class TrainingRecord(msgspec.Struct, frozen=True):
 
     @property
     def failure(self) -> str:
-        """The exception that ended it."""
+        """The exception that ended the training run; empty if there is none."""
         last = self.entries[-1]
         return last.failure if isinstance(last, EndEntry) else ""
 
     @property
     def began_at(self) -> float:
-        """Seconds since the epoch."""
+        """The time of the first start, in seconds since the epoch."""
         first = self.entries[0]
         return first.at if isinstance(first, StartEntry) else 0.0
 
     @property
     def seconds(self) -> float:
-        """The seconds from the first start to the last entry, or to now."""
+        """Seconds from the first start to the last entry, or to now
+        while the training run goes on.
+        """
         times = [entry.at for entry in self.entries if not isinstance(entry, ChangeEntry)]
         return (time.time() if self.state == "running" else times[-1]) - self.began_at
 
     @property
     def samples_per_second(self) -> float | None:
-        """The last that was written."""
+        """The last recorded samples/s; None if there is none."""
         speeds = (
             entry.samples_per_second
             for entry in reversed(self.entries)
@@ -165,7 +167,7 @@ class TrainingRecord(msgspec.Struct, frozen=True):
 
 
 class TrainingJournal:
-    """The journal of one training, written by its first rank."""
+    """The journal of one training run, written by its first rank."""
 
     def __init__(
         self, devices: Sequence[str], shares: Sequence[int], plan_created: str = ""
@@ -187,7 +189,7 @@ class TrainingJournal:
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # that aren't written yet
 
     def note(self, record: LiveRecord) -> None:
-        """Keep what is new in a report of the first rank."""
+        """Record what is new in a report of the first rank."""
         if not self._began:
             self._begin(record)
         self._last = record
@@ -198,10 +200,11 @@ class TrainingJournal:
             self._note_speed(record)
 
     def count(self, step: int, at_s: float, sums: Callable[[], StepSums]) -> None:
-        """Count the steps so far, at a time in seconds; `sums` are those of the first rank.
+        """Record that `step` steps have been taken by the time `at_s`, in seconds; `sums` returns
+        the first rank's sums so far.
 
-        Windows of steps wait in memory until the next report is noted, which may take long on a
-        slow disk.
+        Entries stay in memory until the next report is recorded, because writing
+        may take long on a slow disk.
         """
         if self._window is None:
             self._first_s = at_s
@@ -220,18 +223,18 @@ class TrainingJournal:
             del self._noted[0]
 
     def note_change(self, change: ShareChange) -> None:
-        """Keep a change of shares, which may be known already."""
+        """Record a change of shares, unless it is recorded already."""
         if change not in self._changes:
             self._changes.add(change)
             self._noted.append(ChangeEntry(change))
             self._write_noted()
 
     def note_retreat(self, line: str) -> None:
-        """Keep the line that the terminal has of a pass that ran out of memory, on any rank."""
+        """Record the line printed about a pass that ran out of memory, on any rank."""
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
-        """Write what was noted, once the journal was begun."""
+        """Write the pending entries, if the journal has begun."""
         if not self._began:
             return
         for entry in self._noted:
@@ -239,7 +242,7 @@ class TrainingJournal:
         self._noted = []
 
     def close(self) -> None:
-        """Say how fast it was last, and that it has ended."""
+        """Record the final speed and the end of the training run, and close the file."""
         if not self._began or self._last is None:
             return
         self._write_noted()
@@ -280,7 +283,7 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Steps/s since the last line of them; the first report only starts the clock."""
+        """Record the steps/s since the last such entry; the first report only starts the clock."""
         earlier = self._from
         self._from = record
         if earlier is not None and record.updated_at > earlier.updated_at:
@@ -311,7 +314,7 @@ class TrainingJournal:
         self._flush()
 
     def _flush(self) -> None:
-        """Write the entries that wait; warn when that fails, and keep them."""
+        """Write the pending entries; if that fails, keep them and warn once."""
         try:
             if self._descriptor < 0:
                 self._descriptor = _open_journal(self._run)
@@ -328,8 +331,8 @@ class TrainingJournal:
 
 
 def _open_journal(run: str) -> int:
-    """Open the journal of a run for more lines; one that a kill or a full disk left incomplete is
-    cut off.
+    """Open a run's journal for appending, after removing a line that a kill or
+    a full disk left incomplete.
     """
     path = trusted_folder(runs_folder() / run) / TRAINING_JOURNAL
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -345,7 +348,7 @@ def _open_journal(run: str) -> int:
 
 
 def _cut_incomplete_line(descriptor: int) -> None:
-    """Cut what follows the last end of a line off a file."""
+    """Remove what follows the last newline of a file."""
     size = os.fstat(descriptor).st_size
     whole = size
     while whole > 0:
@@ -360,7 +363,9 @@ def _cut_incomplete_line(descriptor: int) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Append a line; where there isn't room for all of it, OSError, and nothing of it stays."""
+    """Append a line; if it can't be written whole, remove what was
+    written of it and raise OSError.
+    """
     before = os.fstat(descriptor).st_size
     try:
         while line:

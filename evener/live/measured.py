@@ -1,4 +1,4 @@
-"""The figures of a rank's report, by which its training is judged."""
+"""The metrics in a rank's report from which a training run's limits are determined."""
 
 from __future__ import annotations
 
@@ -8,8 +8,10 @@ from .files import LiveDevice, LiveRecord
 
 
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
-    """A device's last steps; one step of medians where a process reports no sums, or where its
-    devices have own work of their own.
+    """Return the sums over a device's last steps.
+
+    If the process reports no sums, or only its devices report compute time (own work), the result
+    is one step made of the medians.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
@@ -30,7 +32,9 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
 def measure_rank(
     record: LiveRecord, live: LiveDevice, name: str, sums: StepSums, micro: int, starved: float
 ) -> MeasuredRank:
-    """A rank's figures, with these sums of its steps, and the part of the time without cores."""
+    """Return a rank's metrics, with these sums of its steps; `starved` is the
+    fraction of time without cores.
+    """
     return MeasuredRank(
         name=name,
         share=live.batch,

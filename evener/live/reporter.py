@@ -1,8 +1,8 @@
-"""The reporter of a training's samples/s: it counts each step and writes a small file at most twice
-a second.
+"""Reports a training run's samples/s: counts each step, and writes a small
+file at most twice a second.
 
-Reporting never disturbs a training: it takes less than 0.05 % of its time, and ignores a full disk
-or a missing folder.
+Reporting must not disturb training: it takes less than 0.05 % of the time, and a full disk or
+a missing folder is ignored.
 """
 
 from __future__ import annotations
@@ -48,7 +48,9 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """A device's times in a step; fields are those of LiveDevice."""
+    """A device's times in a step: compute time (own work) and waiting. The
+    fields are those of LiveDevice.
+    """
 
     own_work_s: float = 0.0
     waiting_s: float = 0.0
@@ -57,17 +59,21 @@ class DeviceTimes(NamedTuple):
 
 
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Sum up steps with these seconds of own work and waiting."""
+    """Return the summary of steps with these compute times (own work)
+    and waiting times, in seconds.
+    """
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
 
 def middle(values: Sequence[float]) -> float:
-    """The median, 0 for none."""
+    """Return the median, at least 0; 0 if there are no values."""
     return max(0.0, median(values)) if values else 0.0
 
 
 def spread(values: Sequence[float]) -> float:
-    """The interquartile range over the median."""
+    """Return the interquartile range divided by the median; 0 if there
+    are fewer than two values.
+    """
     low, half, high = quantiles(values) if len(values) > 1 else (0.0, 0.0, 0.0)
     return (high - low) / half if half > 0 else 0.0
 
@@ -98,7 +104,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Point(NamedTuple):
-    """The counts at a moment."""
+    """The counts at a point in time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -107,7 +113,9 @@ class _Point(NamedTuple):
 
 
 class _Cores:
-    """The part of the time in which this process's threads waited for cores, lately and so far."""
+    """The fraction of time in which this process's threads waited for
+    cores, recently and in total.
+    """
 
     def __init__(self) -> None:
         self._watch = CoreWatch()
@@ -116,7 +124,7 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read(self) -> tuple[float, float]:
-        """Both parts; the figures move on every few seconds."""
+        """Return both fractions; they are updated every few seconds."""
         now = time.monotonic()
         if now >= self._read_at + CORE_SECONDS:
             self._read_at = now
@@ -131,12 +139,12 @@ class _Cores:
 
 
 class Reporter:
-    """Counts one training's samples and reports them to the monitor; safe in threads and across
-    forks.
+    """Counts one training run's samples and reports them to the monitor.
+    Thread-safe, and safe across forks.
 
-    `details`, and the times of each device that is reported, are asked for whenever a file is
-    written; `journal` gets what is written, and `sums` of the steps so far. If no step ends in
-    time, a thread writes which batch the process is at and what it does, as `now` says.
+    `details` returns the details and each device's times, and is called whenever a file is written.
+    `journal` receives what is written, and `sums` returns the sums over the steps so far. If no
+    step ends in time, a thread writes the current batch and activity that `now` returns.
     """
 
     _serials = iter(range(1 << 29))
@@ -188,11 +196,11 @@ class Reporter:
         timed: bool = True,
         tokens: tuple[int, int] = (0, 0),
     ) -> None:
-        """Count one optimizer step on `samples` samples; the other arguments are those of
-        `evener.report`.
+        """Count one optimizer step on `samples` samples; the other arguments
+        are those of `evener.report`.
 
-        A step that isn't `timed`, such as one that compiles, is left out of samples/s. `tokens` are
-        those of its samples, without and with padding.
+        A step that isn't `timed`, for example because it compiles, is left out of samples/s.
+        `tokens` are the counts for the step's samples without and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
@@ -231,7 +239,7 @@ class Reporter:
                 self._journal.close()
 
     def _note_end(self) -> None:
-        """Keep the figures of the last steps, which no file has yet."""
+        """Record the last steps, which no file contains yet."""
         kept = launched_records()
         if self._last_call is None or self._ticks is None:
             return
@@ -246,7 +254,7 @@ class Reporter:
                 self._keep(record, kept)
 
     def _leave_out(self, seconds: float, *counts: int) -> None:
-        """Move earlier points up to a step, as if it had taken no time and had no samples."""
+        """Shift the earlier points, as if a step had taken no time and had no samples."""
 
         def move(then: _Point) -> _Point:
             return _Point(then.at + seconds, *map(operator.add, then[1:], counts))
@@ -259,8 +267,8 @@ class Reporter:
         return _Point(now, self._samples, self._tokens, self._padded)
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:
-        """Samples/s, tokens/s and padding over the window; None at the first point, which only
-        starts the clock.
+        """Return samples/s, tokens/s and the padding fraction over the window; None at the first
+        point, which only starts the clock.
         """
         points = self._points
         points.append(self._count(now))
@@ -280,7 +288,7 @@ class Reporter:
         )
 
     def read(self) -> LiveRecord | None:
-        """What a file would say now, which is later than the last one where the disk is slow; None
+        """Return an up-to-date record, which is newer than the file if the disk is slow; None
         before the first step with a rate.
         """
         with self._lock:
@@ -296,7 +304,7 @@ class Reporter:
         batches: Sequence[int] | None,
         rates: tuple[float, float, float] | None,
     ) -> None:
-        """Keep a report in the journal, and write the file, once there are rates."""
+        """Record a report in the journal and, once there are rates, write the file."""
         if rates is None and self._journal is None:
             return
         began = time.monotonic()
@@ -320,8 +328,8 @@ class Reporter:
                 ).start()
 
     def _note(self, record: LiveRecord) -> None:
-        """Keep a record in the journal, which a launched training has that reports for all of its
-        devices.
+        """Record a report in the journal, which is created here for a launched training run that
+        reports for all of its devices.
         """
         if self._journal is None and _is_launched_alone() and not _has_journal():
             shown = [live.id or f"device {live.index}" for live in record.devices]
@@ -355,13 +363,15 @@ class Reporter:
         )
 
     def _keep(self, record: LiveRecord, folder: Path) -> None:
-        """Copy the record for the launcher, which reads it when this process has ended."""
+        """Copy the record to the launcher's folder, which the launcher reads
+        after this process has ended.
+        """
         with contextlib.suppress(OSError):
             replace_file(folder / f"{self._pid}.{self._serial}.json", msgspec.json.encode(record))
 
     def _write(self, record: LiveRecord) -> None:
-        """Replace the last record, in the first folder that can be written; `_file` is None if none
-        can.
+        """Write the record to the first writable folder, in place of the last record.
+        `_file` is None if there is none.
         """
         self._record = record
         content = msgspec.json.encode(record)
@@ -377,8 +387,8 @@ class Reporter:
                 return
 
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
-        """Say until `ended` what the process is at where no step ends in time; one that is stopped
-        says nothing.
+        """Write what the process is doing whenever no step ends in time, until `ended` is set. A
+        stopped process writes nothing.
         """
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -406,8 +416,8 @@ _own: Reporter | None = None
 
 
 def newest_reporter() -> Reporter | None:
-    """The reporter of this process's last step; None before the first step with a rate, and after
-    the training.
+    """Return the reporter of this process's latest step; None before the first step with a
+    rate and after the training run.
     """
     reporting = [each for each in list(_reporters) if each._record is not None]
     return max(reporting, key=lambda each: each._reported_at, default=None)
@@ -421,11 +431,11 @@ def report(
     framework: str = "",
     batches: Sequence[int] | None = None,
 ) -> None:
-    """Report an optimizer step on `samples` samples to the monitor; call it after each step.
+    """Report an optimizer step on `samples` samples to the monitor; call this after each step.
 
-    `devices` are UUIDs or slice names, indexes, or a plan's shares; `batches` their samples per
-    step, by default equal (a plan's shares have their own). RequestError unless `samples` is a
-    whole number, 0 or above.
+    `devices` are UUIDs, slice names, indices, or a plan's shares. `batches` are the devices'
+    samples per step; by default they are equal, or a plan's shares use their own. Raises
+    RequestError unless `samples` is a whole number, 0 or above.
     """
     global _own
     if _own is None:
@@ -434,8 +444,8 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """True in the one process, or the first of a group in Keras, of a training that evener launch
-    has started: it reports for all devices.
+    """True if this is the only process of a training run that evener launch started, or in Keras
+    the first of a group; it reports for all devices.
     """
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
 
@@ -447,7 +457,7 @@ def _has_journal() -> bool:
 def _describe(
     devices: Devices, batches: Sequence[int] | None, rate: float, times: Sequence[DeviceTimes]
 ) -> tuple[LiveDevice, ...]:
-    """The devices that compute, each with its part of the rate and its times."""
+    """Return the devices that compute, each with its part of the samples/s and its times."""
     named = [_identify(device) for device in devices]
     sizes = (
         [device.batch for device in named]
@@ -475,7 +485,7 @@ def _describe(
 
 
 def _identify(device: str | int | Share) -> LiveDevice:
-    """A device's identity, and its samples per step and pass."""
+    """Return a device's identity, with its samples per step and per pass."""
     if isinstance(device, Share):
         index = max(-1, device.index)
         host = clean(device.host)
@@ -508,7 +518,9 @@ def _whole(samples: object) -> int:
 
 
 def _reset_all() -> None:
-    """A forked child reports as itself, from zero, and leaves its parent's file alone."""
+    """Reset all reporters in a forked child, so that it reports as itself from zero and
+    leaves its parent's files alone.
+    """
     for reporter in list(_reporters):
         reporter._reset()
 
@@ -520,6 +532,6 @@ def _close_all() -> None:
 
 @cache
 def _follow_process() -> None:
-    """Have reporters end with the process, and begin anew in one that it forks."""
+    """Close all reporters when the process ends, and reset them in a forked child."""
     os.register_at_fork(after_in_child=_reset_all)
     atexit.register(_close_all)

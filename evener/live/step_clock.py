@@ -1,5 +1,5 @@
-"""Reports of a training that has no plan: its samples/s, the time of its steps, and how long it
-waits for data.
+"""Reports of a training run without a plan: its samples/s, its step time,
+and how long it waits for data.
 """
 
 from __future__ import annotations
@@ -16,11 +16,12 @@ KEPT_STEPS = 50  # for medians
 
 
 class ClockedReports:
-    """Times the steps of one process and reports each of them to the monitor.
+    """Times the steps of one process and reports each step to the monitor.
 
-    A trainer calls `begin` once it has its batch and `end` when the step is done. What lies between
-    an end and the next beginning is counted as input: waiting for the loader, and callbacks. On a
-    GPU the host runs ahead, so a step's time is the host's, which is the GPU's once that is behind.
+    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time
+    between an end and the next beginning counts as input: waiting for the loader, and
+    callbacks. On a GPU the host runs ahead, so a step's time is the host's, which equals the
+    GPU's once the GPU is behind.
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:
@@ -34,11 +35,11 @@ class ClockedReports:
         self._reporter = Reporter(self._describe)
 
     def begin(self) -> None:
-        """The batch is there, and its step begins."""
+        """Record that a batch has arrived and its step begins."""
         self._begun = time.perf_counter()
 
     def end(self, rows: int, devices: Devices = ()) -> None:
-        """The step on `rows` rows is done."""
+        """Record that a step on `rows` rows is done, and report it."""
         now = time.perf_counter()
         if self._ended and self._begun > self._ended:
             self._steps.append(now - self._ended)
@@ -49,11 +50,11 @@ class ClockedReports:
         )
 
     def interrupt(self) -> None:
-        """What follows, such as an evaluation, belongs to no step."""
+        """Exclude the time until the next step, for example of an evaluation."""
         self._ended = 0.0
 
     def close(self) -> None:
-        """The monitor forgets this training."""
+        """Remove this training run from the monitor."""
         self._reporter.close()
 
     def _describe(self) -> tuple[Details, Sequence[DeviceTimes]]:
@@ -69,8 +70,8 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """A name that all processes of a training have alike: where its ranks meet; empty for one
-    process.
+    """Return a name that all processes of a training run share, derived from their
+    rendezvous; empty for a single process.
     """
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

@@ -66,11 +66,10 @@ def read_settings() -> ProgramSettings:
 
 
 def say(words: str) -> None:
-    """Print a line of evener's own on the first rank, on a line of its own
-    even if a progress bar is shown.
+    """Print a line of evener's own on the first rank, never on the line of a progress bar.
 
-    The line begins with a carriage return and a newline: tools that merge the output of several
-    processes drop an empty line that ends this way.
+    If there are several ranks, the line begins with a carriage return and a newline: tools that
+    merge the output of several processes drop an empty line that ends this way.
     """
     if current_rank() == 0:
         begin = "\r\n" if os.environ.get("WORLD_SIZE", "1") != "1" else ""

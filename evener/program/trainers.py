@@ -54,8 +54,8 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True for a Trainer that is followed as a loop of accelerate: its model is sharded by FSDP or
-    DeepSpeed, or its loader makes batches itself.
+    """True if a Trainer is followed as a loop of accelerate, because its model is sharded by FSDP
+    or DeepSpeed or its loader makes batches itself.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False

@@ -1,1 +1,1 @@
-"""The operating system's limits and files for this process: cores, memory, folders."""
+"""Access to the operating system for this process: cores, memory, files, signals and threads."""

@@ -1,8 +1,8 @@
 """The cores and memory that this process may use, and slices of the cores.
 
 A container's control groups, version 1 or 2, may leave less than the machine has. Slices are equal
-sets of cores, so that a training runs where it was measured; hardware threads of a core stay
-together while there are enough cores.
+sets of cores, so that a training run gets the cores it was measured on; hardware threads of a core
+stay together if there are enough cores.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """The bytes that the tightest memory limit leaves; None without a limit. Cached files count as
-    free.
+    """Return the bytes left under the tightest memory limit; None without a
+    limit. Cached files count as free.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -43,8 +43,8 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """The bytes of memory that this machine, and this process' container, have left; 0 where
-    nothing tells.
+    """Return the bytes of free memory on this machine and in this
+    process's container; 0 if unknown.
     """
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -56,7 +56,7 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """CPU seconds per second that the tightest quota gives; None without a quota."""
+    """Return the CPU seconds per second that the tightest quota allows; None without a quota."""
 
     def quota(folder: Path, version: int) -> float:
         if version == 2:
@@ -81,7 +81,9 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """The least that `read` finds in this process' groups; those without a limit are skipped."""
+    """Return the smallest value that `read` finds in this process's control groups, skipping groups
+    without a limit; None if none has one.
+    """
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
         with suppress(OSError, ValueError, ZeroDivisionError):
@@ -90,7 +92,9 @@ def _least(
 
 
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """The folders of this process's control groups and of those above, and their version."""
+    """Yield the folders of this process's control groups and their parents,
+    each with its cgroup version.
+    """
     lines: list[str] = []
     with suppress(OSError):
         lines = membership.read_text().splitlines()
@@ -116,7 +120,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """The logical CPUs that this process may run on, no more than its container's CPU quota."""
+    """Return the logical CPUs that this process may run on, at most as many
+    as its container's CPU quota.
+    """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
     if quota is None or quota >= len(cpus):
@@ -126,7 +132,7 @@ def allowed_cpus() -> tuple[int, ...]:
 
 
 def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
-    """The CPUs by physical core; each by itself where the topology is unknown."""
+    """Return the CPUs grouped by physical core, or one CPU per group if the topology is unknown."""
     wanted = sorted(set(cpus))
     groups: dict[tuple[int, ...], None] = {}
     for cpu in wanted:
@@ -139,7 +145,9 @@ def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Parse the kernel's list of CPUs: `0-3,8` is 0, 1, 2, 3, 8; ValueError for anything else."""
+    """Return the CPUs in the kernel's list format: `0-3,8` is 0, 1, 2, 3, 8. Raises
+    ValueError for any other text.
+    """
     cpus: list[int] = []
     for part in text.strip().split(","):
         first, _, last = part.partition("-")
@@ -148,10 +156,10 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def cut(groups: Groups, count: int) -> Groups:
-    """`count` equal core sets; hardware threads of one core stay together while there are enough
-    cores.
+    """Return `count` core sets of equal size; hardware threads of a core stay
+    together if there are enough cores.
 
-    What doesn't divide is left out, from the end. RequestError if there are fewer CPUs than slices.
+    A remainder at the end is left out. Raises RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):
@@ -173,8 +181,8 @@ def cut(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """The CPUs of the slice with this id ("cpu-0-of-2"), of those allowed; empty for other devices,
-    or too few CPUs.
+    """Return the allowed CPUs that belong to the slice with this id ("cpu-0-of-2"); empty for other
+    devices or if there are too few CPUs.
     """
     named = _SLICE.fullmatch(device)
     if named is None:
@@ -195,8 +203,8 @@ def pin_threads(cores: Iterable[int]) -> None:
 
 
 def cap_address_space(room_bytes: int) -> None:
-    """Let this process grow by `room_bytes` from now on; more ends in a failed allocation, which
-    torch can catch.
+    """Limit this process's address space to `room_bytes` more than now. A larger allocation
+    fails, which torch can catch.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = pages * resource.getpagesize() + room_bytes

@@ -1,8 +1,8 @@
-"""Files and folders of this user: the state folder, small files read whole, and files written in
-one step.
+"""This user's files and folders: the state folder, reading small files whole,
+and writing files atomically.
 
-Nothing is kept in a folder that somebody else may write. A full disk, a kill or a missing
-permission leaves the file that was there intact.
+Nothing is stored in a folder that somebody else may write. After a full disk, a kill or a missing
+permission, the previous file is intact.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """This user's state folder (XDG_STATE_HOME is honoured), made for this user alone if it isn't
-    there.
+    """Return this user's state folder, created with access for this user
+    only; XDG_STATE_HOME is honoured.
     """
     import platformdirs
 
@@ -27,13 +27,14 @@ def state_folder() -> Path:
 
 
 def runs_folder() -> Path:
-    """The folder that has a folder for each run."""
+    """Return the folder that holds a folder for each run."""
     return trusted_folder(state_folder() / "runs")
 
 
 def new_run_id() -> str:
-    """The name of a run's folder; it sorts by time, to a quarter of a millisecond, and its last
-    digit is random.
+    """Return a new name for a run's folder.
+
+    Names sort by time, to a quarter of a millisecond; the last digit is random.
     """
     now = time.time()
     from secrets import token_hex  # loads hashlib, which monitors do without
@@ -43,8 +44,9 @@ def new_run_id() -> str:
 
 
 def trusted_folder(folder: Path) -> Path:
-    """The folder, made for this user alone; RequestError if, links followed, somebody else owns it
-    or may write it.
+    """Return the folder, creating it for this user only.
+
+    Raises RequestError if somebody else owns it or may write to it; links are followed.
     """
     with as_request_error(
         f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."
@@ -65,8 +67,8 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Make the folder, and those above it that aren't there, for this user alone, whatever the
-    umask lets others do.
+    """Create the folder and its missing parents with access for this user
+    only, regardless of the umask.
     """
     if not folder.is_dir():
         make_private(folder.parent)
@@ -74,14 +76,18 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """A new, empty file of errors for the children of measurements without a run."""
+    """Return the path of the error file for the children of a measurement without a run,
+    after removing the last one.
+    """
     path = error_file()
     path.unlink(missing_ok=True)
     return path
 
 
 def error_file() -> Path:
-    """The file of errors that children of the last measurement without a run wrote."""
+    """Return the path of the file with the errors that children of the last
+    measurement without a run wrote.
+    """
     return state_folder() / "errors.txt"
 
 
@@ -92,8 +98,9 @@ PIPE_SECONDS = 5.0  # that the writer of a pipe has to begin
 def read_whole(
     path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError
 ) -> bytes:
-    """The bytes of a file, which should be a `what`; `error` if it can't be read, or is too large
-    to be one.
+    """Return the bytes of a file. `what` is the kind of file expected, for messages.
+
+    Raises `error` if the file can't be read or is too large to be of that kind.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),
@@ -109,11 +116,11 @@ def read_whole(
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` in one step; a new file gets the umask's mode, an old one keeps
-    its own.
+    """Replace `path` by `content` atomically. A new file's mode follows the umask; an
+    existing file keeps its mode.
 
-    A link is followed; a pipe or a device such as /dev/stdout is written to. RequestError where
-    that fails.
+    Links are followed; a pipe, or a device such as /dev/stdout, is written to directly.
+    Raises RequestError on failure.
     """
     with as_request_error(
         f"{path} can't be written", "Name a file in a folder that you may write to."

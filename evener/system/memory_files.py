@@ -1,4 +1,4 @@
-"""Files that exist only in the memory of the process that makes them."""
+"""Files that exist only in the memory of the process that creates them."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ _kept: deque[int] = deque()
 
 
 def make_memory_file() -> str:
-    """The path of a new, empty file, which only processes of the same user can open.
+    """Return the path of a new, empty in-memory file, which only processes of this user can open.
 
-    It lies under /proc, so it needs no disk and no folder, has no name that others could take
-    first, and is gone with this process, however that ends.
+    The file lies under /proc, so it needs neither a disk nor a folder, nobody can take its name
+    first, and it disappears with this process, however the process ends.
     """
     _kept.append(os.memfd_create("evener"))
     while len(_kept) > MOST_FILES:

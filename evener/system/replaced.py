@@ -1,4 +1,4 @@
-"""An attribute of an object that is another one for a while."""
+"""Temporarily replace an attribute of an object."""
 
 from __future__ import annotations
 
@@ -9,8 +9,9 @@ from typing import Any
 
 @contextmanager
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """A context in which an object's attribute has this value; one that it has of its class only is
-    its class's again afterwards.
+    """Return a context in which an attribute of `owner` has this value.
+
+    An attribute that was defined only on the object's class is removed from the object afterwards.
     """
     own = vars(owner)
     had, before = name in own, own.get(name)

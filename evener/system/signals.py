@@ -1,4 +1,4 @@
-"""Signals that ask this process to end, caught for a block: Ctrl-C, SIGTERM and SIGHUP."""
+"""Handle the signals that ask this process to end: Ctrl-C, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Let the kernel send this process SIGTERM when the thread that started it ends; for a child
-    before its program.
+    """Make the kernel send this process SIGTERM when the thread that started it ends. A child calls
+    this before executing its program.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """A context that restores the handlers of these signals at its end."""
+    """Return a context after which the handlers of these signals are restored."""
     earlier = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -34,8 +34,8 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Call `handle` with the number of each signal. An ignored SIGHUP, as under `nohup`, stays
-    ignored.
+    """Return a context in which `handle` is called with the number of each signal. An ignored
+    SIGHUP, as under `nohup`, stays ignored.
     """
     with restored_signals():
         for number in ENDING:
@@ -46,7 +46,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """The numbers of the signals that came, for who looks now and then."""
+    """Return a context with a list of the signals received so far, to be checked now and then."""
     caught: list[int] = []
     with handled_signals(caught.append):
         yield caught

@@ -1,10 +1,9 @@
-"""Cores that other programs take from this process: how long its threads waited for one, and who
-had them.
+"""Find how long this process's threads waited for cores, and which programs used those cores.
 
-Linux counts for each thread the time that it ran and the time that it was ready to run and had no
-core (/proc/PID/task/TID/schedstat, for the process's own user without privileges), and for each
-core the time that a hypervisor gave to other machines. Elsewhere, and
-in containers that hide it, nothing is known and all figures are 0.
+Linux counts for each thread how long it ran and how long it was ready to run without a core
+(/proc/PID/task/TID/schedstat, readable by the process's own user), and for each core how
+long a hypervisor gave it to other machines. On other systems, and in containers that hide
+these counters, all times are 0.
 """
 
 from __future__ import annotations
@@ -29,7 +28,9 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """Seconds since some start; differences of two readings count."""
+    """Cumulative seconds from an arbitrary start; only differences between
+    two readings are meaningful.
+    """
 
     at_s: float = 0.0
     ran_s: float = 0.0  # by all threads together
@@ -40,7 +41,7 @@ class CoreTimes(NamedTuple):
 
 
 class Starvation(NamedTuple):
-    """How long a process was held up for want of cores."""
+    """How long a process was delayed by a lack of cores."""
 
     wall_s: float = 0.0
     starved_s: float = 0.0  # of the wall time
@@ -48,12 +49,14 @@ class Starvation(NamedTuple):
 
     @property
     def part(self) -> float:
-        """The part of the wall time."""
+        """The delayed time as a fraction of the wall time."""
         return self.starved_s / self.wall_s if self.wall_s > 0 else 0.0
 
 
 class CoreWatch:
-    """Watches the threads of one process from one reading to the next."""
+    """Measures, from one reading to the next, how long the threads of
+    one process wait for cores.
+    """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
         self._tasks = PROC / str(pid or os.getpid()) / "task"
@@ -65,14 +68,15 @@ class CoreWatch:
 
     @property
     def known(self) -> bool:
-        """True if the kernel says how long threads wait."""
+        """True if the kernel reports how long threads wait."""
         return bool(self._before)
 
     def read(self) -> Starvation:
-        """What happened since the last reading.
+        """Return how long the process was starved since the last reading.
 
-        Threads of the process that wait for one another's cores aren't starved by others: only
-        what they could have had together counts, which is all cores for all of the time.
+        Threads that wait for cores used by the same process aren't starved by others.
+        So the CPU time they wanted is capped at what they could have had together:
+        all cores for all of the time.
         """
         before = self._last
         last = self._sum_up()
@@ -88,7 +92,9 @@ class CoreWatch:
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
     def _sum_up(self) -> CoreTimes:
-        """The times of all threads, those that have begun since counted from their start."""
+        """Return the times of all threads; a thread that is new since the last
+        reading counts from its start.
+        """
         now = _read_threads(self._tasks)
         ran_s = self._last.ran_s
         delayed_s = self._last.delayed_s
@@ -105,8 +111,10 @@ class CoreWatch:
 
 
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
-    """The seconds between two readings that the hypervisor took from a process: of its cores as
-    many as it had of the rest. Its threads count them neither as run nor as delayed.
+    """Return the seconds that the hypervisor took from a process between two readings.
+
+    The stolen time of the process's cores is attributed by the process's part of their busy time.
+    Threads count stolen time neither as run nor as delayed.
     """
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
     ran_s = last.ran_s - before.ran_s
@@ -116,8 +124,8 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """The seconds in which these cores ran anything, and those that the hypervisor took from them;
-    0 where the kernel doesn't say.
+    """Return how many seconds these cores were busy, and how many the hypervisor took from them;
+    0 if the kernel doesn't say.
     """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
@@ -133,7 +141,7 @@ def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tup
 
 
 def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
-    """Nanoseconds that each thread has run and waited for a core."""
+    """Return the nanoseconds that each thread has run and has waited for a core."""
     found = {}
     try:
         names = os.listdir(tasks)
@@ -147,8 +155,8 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """The seconds in which this process's control groups had used up their CPU quota; 0 where
-    that isn't known.
+    """Return the seconds for which this process's control groups were throttled by
+    their CPU quota; 0 if unknown.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -161,7 +169,7 @@ def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 class ProcessUse(NamedTuple):
-    """CPU seconds of every process that can be seen, at one moment."""
+    """The CPU seconds of every visible process at one moment."""
 
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
@@ -170,7 +178,7 @@ class ProcessUse(NamedTuple):
 
 
 def look_at_processes() -> ProcessUse:
-    """The CPU time of every process so far; about 20 us for each."""
+    """Return the CPU time of every process so far; takes about 20 us per process."""
     seconds: dict[tuple[int, str], float] = {}
     parents = {}
     for name in os.listdir(PROC):
@@ -192,11 +200,12 @@ def name_takers(
     most: int = MOST_NAMED,
     own: int = -1,
 ) -> str:
-    """The programs that took the most CPU time between two looks, as `python load.py (1.9 cores)`.
+    """Return the programs that used the most CPU time between two readings, for example
+    `python load.py (1.9 cores)`.
 
-    Left out are `own_root`, all processes under it, and the one that started it. Empty where
-    nobody is seen, as in a container that hides the others. What `own` has started itself, as
-    workers of a loader, is named as such.
+    `own_root`, its descendants and its parent are left out. Descendants of `own`, such as a
+    loader's workers, are listed under a name of their own. Empty if no such program is visible, for
+    example in a container that hides other processes.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
@@ -219,7 +228,7 @@ def name_takers(
 
 
 def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
-    """True for `root` and its descendants."""
+    """True if `pid` is `root` or a descendant of it."""
     seen: set[int] = set()
     while pid not in seen:
         if pid == root:
@@ -230,7 +239,7 @@ def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def name_process(pid: int) -> str:
-    """The program with its script or module, without folders."""
+    """Return the name of a process's program and script or module, without folders."""
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
         named = [Path(word).name for word in (words[0], _find_script(words[1:])) if word]
@@ -243,8 +252,8 @@ _WITH_VALUE = ("-W", "-X")  # options of Python that are followed by their value
 
 
 def _find_script(arguments: list[str]) -> str:
-    """The first argument that isn't an option or an option's value; empty for code on the command
-    line.
+    """Return the first argument that is neither an option nor an option's value; empty if the
+    code is on the command line.
     """
     words = iter(arguments)
     for word in words:

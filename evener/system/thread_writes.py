@@ -1,4 +1,4 @@
-"""The bytes that a thread writes, as Linux counts them."""
+"""Counts the bytes that a thread writes, using Linux's I/O accounting."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts what the thread that makes it writes; a call costs about a microsecond.
+    """Counts the bytes written by the thread that creates it; reading the
+    count takes about a microsecond.
 
-    Where the kernel keeps no count, it stays 0.
+    The count stays 0 if the kernel doesn't keep one.
     """
 
     def __init__(self) -> None:
@@ -20,7 +21,9 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """The bytes that this thread has written so far, to files, pipes and sockets by write()."""
+        """Return the bytes that this thread has written so far with write(),
+        to files, pipes and sockets.
+        """
         if self._descriptor < 0:
             return 0
         with suppress(OSError, ValueError, IndexError):  # of a thread that has ended, for example

@@ -1,4 +1,4 @@
-"""Threads of libraries in this process, by their names."""
+"""Find threads of libraries in this process by name, and wait for them to sleep."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ _LOOK_SECONDS = 0.001
 
 
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
-    """Return True once all threads of this name sleep, at once where there are none.
+    """Wait until all threads with this name sleep, and return True; at once if there are none.
 
-    False if one still works after `seconds`. Only Linux says what threads do; elsewhere it waits
-    for a moment. Other threads may run Python meanwhile.
+    Return False if one still works after `seconds`. Only Linux reports what threads do; elsewhere
+    this waits for 50 ms. Other threads may run Python meanwhile.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)
@@ -35,7 +35,7 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """The state of each thread of this name, and how often it has gone to sleep so far."""
+    """Return the state of each thread with this name, and how often it has gone to sleep so far."""
     found = {}
     for task in _TASKS.iterdir():
         with suppress(OSError):  # of a thread that has ended
