@@ -22,7 +22,7 @@ from evener.errors import DeviceError, RequestError
 from .machine import Machine
 from .types import Device, Source, Term, limited
 
-CROWDED = 0.05  # of a device's memory: others' use above it is worth a note
+CROWDED = 0.05  # fraction of a device's memory; higher use by others gets a note
 _INDEX = re.compile(r"\d{1,6}", re.ASCII)
 
 
@@ -39,7 +39,7 @@ class Discovery(msgspec.Struct, frozen=True):
     """The devices that a request selects, and notes on them."""
 
     devices: tuple[Device, ...]
-    notes: tuple[str, ...] = ()  # to be shown: what `auto` chose and why, a device that others use
+    notes: tuple[str, ...] = ()  # to show: what `auto` chose and why, or that others use a device
     machine: Machine | None = None  # the physics, if the devices are simulated
     driver: str = ""  # version of the devices' driver
 
@@ -133,17 +133,19 @@ class Vitals(msgspec.Struct, frozen=True):
     """
 
     at_seconds: float = 0.0  # monotonic
-    held_seconds: float | None = None  # by heat, a power brake or a fault: the longest of these
-    braked_seconds: float | None = None  # by a power brake alone
-    capped_seconds: float | None = None  # by its power limit
-    clock_part: float | None = None  # of the highest clock of its multiprocessors, now
-    used_bytes: int | None = None  # by everybody; read only in full readings, as are the next three
+    # throttled by heat, a power brake or a fault: the longest of these
+    held_seconds: float | None = None
+    braked_seconds: float | None = None  # throttled by a power brake
+    capped_seconds: float | None = None  # throttled by the power limit
+    # current clock of the multiprocessors as a fraction of the highest
+    clock_part: float | None = None
+    used_bytes: int | None = None  # in total; only full readings update this and the next three
     processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports
-    busy: Mapping[int, float] = {}  # pid -> part of the time in which its kernels ran; as above
-    busy_percent: float | None = None  # of the last moments in which anybody's kernel ran
-    # by the driver's energy counter, else power summed up over the readings
+    busy: Mapping[int, float] = {}  # pid -> fraction of time in which its kernels ran; as above
+    busy_percent: float | None = None  # percentage of the last moments in which any kernel ran
+    # by the driver's energy counter, or else power integrated over the readings
     joules: float | None = None
-    trouble: str = ""  # why the device can't be used now, as a sentence
+    trouble: str = ""  # a message that says why the device can't be used now
 
 
 class VitalsReader(Protocol):
@@ -168,10 +170,10 @@ class VitalsWatch:
 
     def __init__(self, reader: VitalsReader) -> None:
         self._reader = reader
-        self._ever = False  # it has answered before: from then on silence is trouble
+        self._ever = False  # the driver has answered before, so from now on silence is trouble
         self._last = Vitals()
-        self._began: float | None = None  # when the thread came to ask the driver
-        self._thread: threading.Thread | None = None  # one for each question
+        self._began: float | None = None  # when the thread called the driver
+        self._thread: threading.Thread | None = None  # one thread per reading
         self._closed = False
 
     def ask(self, full: bool = False) -> bool:
@@ -214,7 +216,7 @@ class VitalsWatch:
         thread = threading.Thread(
             target=target, args=(argument,), name="evener-vitals", daemon=True
         )
-        thread.start()  # before others see it: they may join it at once
+        thread.start()  # start it before others see it, as they may join it at once
         self._thread = thread
 
     def _answer(self, full: bool) -> None:
@@ -241,7 +243,7 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
     cores: tuple[int, ...] = ()  # for os.sched_setaffinity; empty: leave it
-    # room to grow, counted from when the framework is imported; None: no cap
+    # how much it may grow after importing the framework; None: no cap
     address_space_bytes: int | None = None
     threads: int | None = None  # compute threads; None: the framework's own choice
 
@@ -256,29 +258,29 @@ class Backend(Protocol):
 
     # the word in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
     kind: str
-    maker: str = ""  # the name that people know; empty: no maker's driver is asked
+    maker: str = ""  # the maker's name; empty: there is no maker's driver
     own_memory: bool = True  # False: devices share the host's memory, or are simulated
     simulated: bool = False
-    # lower case: what begins so in `--devices` is the id of such a device
+    # lower case: a term of `--devices` that starts with one of these is a device's id
     id_prefixes: tuple[str, ...] = ()
-    # names the devices that a process may use; a child of another kind gets it empty
+    # the variable that selects visible devices; empty for a child on another kind
     visible_variable: str = ""
-    # prefixes of those that the driver reads after a framework is imported
+    # prefixes of variables that the driver reads after a framework is imported
     late_variables: tuple[str, ...] = ()
-    # parts of the names of files that a process has open once its driver runs
+    # substrings of the names of files that a process has open while it uses the driver
     driver_files: tuple[str, ...] = ()
-    # lower case: its libraries; an error that names one may be one device's own
+    # lower case: names of its libraries; an error that contains one may concern a single device
     device_words: tuple[str, ...] = ()
-    # lower case: an error that says one means that memory ran out
+    # lower case: an error that contains one of these means that memory ran out
     memory_words: tuple[str, ...] = ()
     torch_name: str = ""  # PyTorch's word for these devices: "cuda"
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
-    # `python -m` exits with 0 if the first visible one computes
+    # run by `python -m`; exits with 0 if the first visible device computes
     check_module: str = "evener.errors"
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
-    # (one, another that evener needs) with the same module
+    # (package, the package that evener needs) that both install the same module
     double_packages: tuple[tuple[str, str], ...] = ()
-    settle_seconds: float = 0.05  # from a source's first sample to one with rates
+    settle_seconds: float = 0.05  # from a source's first sample to the first one with rates
 
     def list_devices(self) -> Listing:
         """Return every device of this kind on this machine; raises DeviceError if there

@@ -35,9 +35,10 @@ from .types import (
 )
 
 DEFAULT_SLICES = 2
-# of what is free, for the slices together; the rest is for this program and the system
+# part of the free memory for all slices; the rest is for this program and the system
 MEMORY_SHARE = 0.8
-MEMORY_STEP = 256 << 20  # sizes are rounded down to it, so that they repeat from run to run
+# sizes are rounded down to a multiple of this, so that they repeat from run to run
+MEMORY_STEP = 256 << 20
 
 
 def slices(count: int | None = None) -> tuple[Device, ...]:
@@ -86,7 +87,7 @@ def product_name() -> str:
     return "CPU"
 
 
-SLOW_PERIOD_SECONDS = 5.0  # heat and clock: reading them may wake cores
+SLOW_PERIOD_SECONDS = 5.0  # for temperature and clock, as reading them may wake cores
 SENSORS = ("coretemp", "k10temp", "zenpower", "cpu_thermal")
 CPUS = Path("/sys/devices/system/cpu")
 

@@ -96,7 +96,7 @@ def open_source(discovery: Discovery) -> Source:
     return backend.open_source(discovery)
 
 
-BUSY_PERCENT = 20.0  # of the time; a desktop takes less
+BUSY_PERCENT = 20.0  # a desktop uses less
 MOST_NAMED = 3
 # A device with less than this free is full: a framework's context and libraries alone take about as
 # much.

@@ -28,8 +28,8 @@ MIB = 1 << 20
 # at full load, where a file says nothing; at rest, as a part of it
 USUAL_WATTS = 250.0
 IDLE_POWER = 0.08
-SMALLEST_STALL_MS = 1e-6  # below a nanosecond there are no stairs
-LARGEST = 1e12  # of any number in a machine file, so that no product of two overflows
+SMALLEST_STALL_MS = 1e-6  # shorter stalls are ignored
+LARGEST = 1e12  # limit of any number in a machine file, so that no product of two overflows
 
 Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
 Positive = Annotated[float, Meta(gt=0, le=LARGEST)]
@@ -67,17 +67,17 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     curve: Curve  # (batch, step ms), as recorded: a larger batch may take less time
     memory_base_mib: Amount = 0.0
     memory_per_sample_mib: Amount = 0.0
-    memory_curve: Curve = ()  # (batch, MiB): a bent line, in place of the two above
+    memory_curve: Curve = ()  # (batch, MiB): a piecewise linear curve in place of the two above
     noise: Annotated[float, Meta(ge=0, le=1)] = 0.0  # relative standard deviation of one step
     stall_ms: Amount = 0.0  # step time is rounded up to a multiple of it
-    # a further pass costs this beside its rows; None: as a step of its rows
+    # overhead of each further pass; None: a pass costs as much as a step of its rows
     pass_overhead_ms: Amount | None = None
     contention: Amount = 0.0  # relative slow-down while other devices work too
-    # (trainings side by side, combined throughput / that of one); flat beyond the last
+    # (runs side by side, combined throughput / throughput of one); flat beyond the last
     pack_gain: Points = ()
-    power_watts: Positive | None = None  # at full load; None: it reports none to a search
-    host: str = ""  # the machine that it is in, where a file has several
-    source: str = ""  # where the figures come from
+    power_watts: Positive | None = None  # at full load; None: not reported to a search
+    host: str = ""  # the device's host, if a file has several hosts
+    source: str = ""  # where the values come from
 
     def __post_init__(self) -> None:
         if not self.slug:
@@ -172,7 +172,7 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
-    devices: Annotated[int, Meta(ge=2)] = 2  # that it takes, from the first on
+    devices: Annotated[int, Meta(ge=2)] = 2  # number of devices it uses, from the first on
 
     def __post_init__(self) -> None:
         check_rising("curve", self.curve)
@@ -187,20 +187,20 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     devices, and the cost of sharding.
     """
 
-    # parameters, gradients and the optimizer's state, within each device's own memory figures
+    # parameters, gradients and optimizer state; part of each device's own memory use
     state_mib: Positive
-    gathered_mib: Amount = 0.0  # on each device beside its part: the units that it has gathered
-    gather_ms: Amount = 0.0  # of each pass, hidden by no computation
+    gathered_mib: Amount = 0.0  # on each device, in addition to its part: the gathered units
+    gather_ms: Amount = 0.0  # per pass, not hidden by computation
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A temporary event on one device of a machine file, in seconds of the session's clock."""
 
     at_seconds: Amount
-    device: Annotated[int, Meta(ge=0)]  # its place in the file, from 0
+    device: Annotated[int, Meta(ge=0)]  # the device's position in the file, from 0
     until_seconds: float = math.inf
-    memory_taken_mib: Amount = 0.0  # by somebody else's process
-    # share of its speed that it holds back, as when hot
+    memory_taken_mib: Amount = 0.0  # by another process
+    # fraction of its speed that it loses, for example to heat
     slowed: Annotated[float, Meta(ge=0, le=0.99)] = 0.0
     lost: bool = False  # nothing runs on it any more
 

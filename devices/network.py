@@ -20,10 +20,10 @@ import psutil
 from evener.errors import RequestError
 from evener.training.launched import resolve
 
-RENDEZVOUS_PORT = 29400  # of a launch over several hosts: PyTorch's own
+RENDEZVOUS_PORT = 29400  # for a launch over several hosts; PyTorch's default
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONNECT_SECONDS = 3.0
-MOST_CALLERS = 4096  # hosts that connect once each
+MOST_CALLERS = 4096  # backlog: each host connects once
 Place = tuple[str, int]  # a host's address, and a port
 
 
@@ -61,7 +61,7 @@ def find_source(host: str) -> str:
     """Return this machine's source address for packets to `host`; empty if there is no route."""
     for family, kind, protocol, _, address in resolve(host, port=9):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
-            door.connect(address)  # of UDP: chooses the way, sends nothing
+            door.connect(address)  # on a UDP socket: chooses the route, sends nothing
             return str(door.getsockname()[0])
     return ""
 

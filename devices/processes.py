@@ -27,9 +27,9 @@ from .types import HostSample, ProcessSample
 ONLINE = Path("/sys/devices/system/cpu/online")
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
-SHORTEST_SECONDS = 1e-3  # between two looks at a process
+SHORTEST_SECONDS = 1e-3  # between two readings of a process
 LONGEST_COMMAND = 4096
-FIRST_WAIT_SECONDS = 0.03  # a few of the kernel's ticks: the first line would show 0 % otherwise
+FIRST_WAIT_SECONDS = 0.03  # a few kernel ticks; otherwise the first sample would show 0 %
 
 
 class HostMeter:
@@ -38,7 +38,7 @@ class HostMeter:
     def __init__(self) -> None:
         self._name = clean_text(socket.gethostname())
         self._cpus: tuple[int, ...] = ()  # the numbers of those that are online
-        self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first line
+        self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first sample
 
     def read(self) -> HostSample:
         """Return the host's sample at this moment."""
@@ -71,7 +71,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
     start_time: float = 0.0  # seconds since the epoch; 0: unknown
     user: str = ""
     command: str = ""
-    # since the reading before, 100 for one core; None at first, or where denied
+    # since the previous reading, 100 for one core; None at first or if denied
     cpu_percent: float | None = None
     memory_bytes: int | None = None  # resident in the machine's memory
 
@@ -143,7 +143,7 @@ def clean_text(text: str) -> str:
 
 
 SIGNALS = {"INT": signal.SIGINT, "TERM": signal.SIGTERM, "KILL": signal.SIGKILL}
-START_TIME_TOLERANCE_SECONDS = 0.05  # psutil works it out from clock ticks
+START_TIME_TOLERANCE_SECONDS = 0.05  # psutil computes it from clock ticks
 
 
 def send_signal(row: ProcessSample, name: str) -> None:

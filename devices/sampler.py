@@ -177,7 +177,7 @@ class History:
         self._most = ticks
         self._columns: dict[tuple[str, str], array[float]] = {}
         self._times = array("d")
-        self.count = 0  # of all ticks so far, those that are forgotten too
+        self.count = 0  # number of ticks so far, including dropped ones
 
     def add(self, snapshot: Snapshot) -> None:
         """Add the readings of one tick."""
@@ -205,7 +205,7 @@ class History:
         if len(column) == before:
             column.append(figure)
         else:
-            column[before] = figure  # two reports of one training
+            column[before] = figure  # two reports of one training run
 
     def _forget(self) -> None:
         """Drop the older half of the ticks, and metrics without a value since then."""

@@ -48,7 +48,7 @@ class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """A machine file, with its keys as fields."""
 
     device: tuple[SimulatedDevice, ...] = ()
-    sync: Sync = Sync()  # absent: it costs nothing
+    sync: Sync = Sync()  # absent: synchronization costs nothing
     placement: tuple[SimulatedPlacement, ...] = ()
     event: tuple[SimulatedEvent, ...] = ()
     shards: SimulatedShards | None = None  # absent: the model can't be sharded
@@ -56,7 +56,7 @@ class MachineFile(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 class _Entry(msgspec.Struct, frozen=True):
     device: SimulatedDevice
-    sync: Sync | None  # how it keeps in step with its like; None: the catalogue's default
+    sync: Sync | None  # synchronization of several such devices; None: the catalogue's default
 
 
 def load_machine(path: str | PathLike[str]) -> Machine:
@@ -159,7 +159,7 @@ def _decode(text: bytes, source: str) -> dict[str, Any]:
     except (
         RecursionError,
         ValueError,
-    ) as error:  # also of text that isn't Unicode, and of endless numbers
+    ) as error:  # also raised for text that isn't Unicode and for overlong numbers
         raise RequestError(f"{source} is not TOML: {error}.", "Correct that line.") from None
 
 
@@ -217,7 +217,7 @@ HEAT_LAG_SECONDS = 25.0
 IDLE_MHZ = 210.0
 FULL_MHZ = 1900.0
 IDLE_MEMORY_BYTES = 12 * MIB
-BYTES_PER_SAMPLE = 28 * 28 * 4  # that the workload's host sends for one sample
+BYTES_PER_SAMPLE = 28 * 28 * 4  # bytes that the workload's host sends per sample
 # per second, in both directions, when steps follow each other without a pause
 FULL_LINK_BYTES = 9e9
 
@@ -226,8 +226,8 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
     """The load of training on a simulated device, from which its readings are derived."""
 
     samples_per_second: float
-    busy: float  # share of time that the device computes
-    effort: float  # samples/s over the most that it trains alone
+    busy: float  # fraction of time in which the device computes
+    effort: float  # samples/s relative to the device's maximum alone
     watts: float
     memory_bytes: int
 
@@ -291,7 +291,7 @@ class SimulatedSource:
     def __init__(
         self, machine: Machine, seed: int = 0, builder: SnapshotBuilder | None = None
     ) -> None:
-        # its psutil is 20 ms that a search does without
+        # importing its psutil takes 20 ms, which a search doesn't need
         from .snapshot_builder import (
             SnapshotBuilder,
         )

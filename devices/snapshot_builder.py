@@ -44,7 +44,7 @@ class SnapshotBuilder:
         self, rates: TrainingRates | None = None, clock: Callable[[], float] = time.monotonic
     ) -> None:
         self.clock = clock
-        self.interval_seconds = 0.0  # from the tick before to this one
+        self.interval_seconds = 0.0  # from the previous tick to this one
         self._started = clock()
         self.meter = HostMeter()
         self._book = ProcessTable()
@@ -146,10 +146,10 @@ def _with_rate(sample: DeviceSample, rates: Rates) -> DeviceSample:
     return msgspec.structs.replace(sample, samples_per_second=rate_reading(parts))
 
 
-READ_PERIOD_SECONDS = 0.5  # a training writes no more often
+READ_PERIOD_SECONDS = 0.5  # training processes write no more often
 OLD_SECONDS = 5.0  # a report is out of date once the next one has been due for this long
 
-# (pid, device id) -> (samples/s, seconds that it is late)
+# (pid, device id) -> (samples/s, seconds overdue)
 Rates = dict[tuple[int, str], tuple[float, float]]
 
 
@@ -167,9 +167,9 @@ class TrainingRates:
         self._clock = clock
         self._next_read = -1.0
         self._trainings: Sequence[Training] = ()
-        # ranks whose process has gone while others of their training go on
+        # ended ranks of training runs whose other ranks go on
         self._ended: Sequence[Training] = ()
-        # all of them, with the ids of the devices that `by_process` got last
+        # all reports, with device ids as of the last call of `by_process`
         self.reports: tuple[Training, ...] = ()
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:

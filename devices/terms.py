@@ -49,7 +49,7 @@ NO_LIMIT = Limit()
 EVERY_HOST = ""
 _TERM = re.compile(r"(\w+)(?:/(\d{1,6}))?(:(.*))?", re.IGNORECASE | re.ASCII | re.DOTALL)
 _WHERE = re.compile(r"ray(?::([^/]+))?(?:/(.+))?", re.IGNORECASE | re.DOTALL)
-_LIMIT_WITHOUT_AT = re.compile(  # a machine file may be named so
+_LIMIT_WITHOUT_AT = re.compile(  # a machine file may have such a name
     r"(?!sim:.*(?:/|\.toml$))([^+\s]+)[+\s]+([\d.]+\s*(?:%|[kmgt]?i?b\b).*)",
     re.IGNORECASE | re.ASCII,
 )

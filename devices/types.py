@@ -35,14 +35,14 @@ class Device(msgspec.Struct, frozen=True):
     # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, equal again on the same
     # machine
     id: str
-    index: int  # among its kind, for display and for frameworks that count
+    index: int  # among devices of its kind, for display and for frameworks that use indices
     name: str  # the product name
     kind: DeviceKind
     memory_bytes: int | None  # available to a training process, before any limit; None: unknown
     cores: tuple[int, ...] = ()  # CPU slices: the logical CPUs that it owns
     limit: Limit = Limit()
     host: str = ""  # its address in a Ray cluster; empty: this machine
-    bfloat16: bool | None = None  # it has hardware for this type; None: unknown
+    bfloat16: bool | None = None  # True if it has hardware for bfloat16; None: unknown
 
     @property
     def on_cpu(self) -> bool:
@@ -55,7 +55,7 @@ class Device(msgspec.Struct, frozen=True):
     def label(self) -> str:
         """Short name for people: GPU:0, CPU:1, SIM:0; in a cluster 10.0.0.2/GPU:0."""
         short = f"{self.kind.upper()}:{self.index}"
-        # journals are foreign text
+        # hosts in journals are untrusted text
         return f"{self.host}/{short}" if self.host and self.host.isprintable() else short
 
     @property
@@ -97,8 +97,8 @@ class State(StrEnum):
     """Says whether a metric has a value, and if it has none, why."""
 
     VALUE = "value"
-    UNSUPPORTED = "unsupported"  # this device can't tell
-    DENIED = "denied"  # it could, but not to this user
+    UNSUPPORTED = "unsupported"  # this device can't report it
+    DENIED = "denied"  # it could, but this user isn't allowed to read it
     LOST = "lost"  # the device fell off the bus, or its driver went away
     STALE = "stale"  # the last value, too old to be called current
 
@@ -159,33 +159,33 @@ class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
     memory_used_bytes: Reading = UNSUPPORTED
     memory_total_bytes: Reading = UNSUPPORTED
     temperature_celsius: Reading = UNSUPPORTED
-    temperature_limit_celsius: Reading = UNSUPPORTED  # where it slows itself down
-    # mean over the tick, from the energy counter where there is one
+    temperature_limit_celsius: Reading = UNSUPPORTED  # the temperature at which it throttles
+    # mean over the tick, from the energy counter if there is one
     power_watts: Reading = UNSUPPORTED
     power_limit_watts: Reading = UNSUPPORTED
     energy_joules: Reading = UNSUPPORTED  # since the sampler started
     clock_mhz: Reading = UNSUPPORTED  # of the multiprocessors
     clock_max_mhz: Reading = UNSUPPORTED
-    # share of the tick, from nanosecond counters where they exist
+    # percentage of the tick, from nanosecond counters if they exist
     throttled_percent: Reading = UNSUPPORTED
-    throttle_reasons: tuple[str, ...] = ()  # in words, like "power cap"
+    throttle_reasons: tuple[str, ...] = ()  # such as "power cap"
     pcie_receive_bytes_per_second: Reading = UNSUPPORTED
     pcie_send_bytes_per_second: Reading = UNSUPPORTED
     link_receive_bytes_per_second: Reading = UNSUPPORTED  # NVLink, all links
     link_send_bytes_per_second: Reading = UNSUPPORTED
     fan_percent: Reading = UNSUPPORTED
     ecc_errors: Reading = UNSUPPORTED  # uncorrected, since boot
-    # of trainings that report themselves and of running probes
+    # of training runs that report themselves and of running probes
     samples_per_second: Reading = UNSUPPORTED
     events: tuple[str, ...] = ()  # XID, ECC, recovery action: newest last
-    note: str = ""  # one sentence when the whole device is in trouble ("GPU is lost; ...")
+    note: str = ""  # a message if the whole device has failed ("GPU is lost; ...")
 
 
 class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     """One process on one device."""
 
     pid: int
-    # seconds since the epoch, as psutil has it: with the pid it names a process for good
+    # seconds since the epoch, as psutil reports it; identifies a process together with the pid
     start_time: float
     user: str
     device_id: str
@@ -195,9 +195,9 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     cpu_percent: Reading = UNSUPPORTED
     command: str = ""  # cleaned of control characters
     samples_per_second: Reading = UNSUPPORTED
-    # without padding; of trainings whose rows have lengths
+    # without padding; for training runs whose rows have lengths
     tokens_per_second: Reading = UNSUPPORTED
-    padding_percent: Reading = UNSUPPORTED  # of the tokens that they compute
+    padding_percent: Reading = UNSUPPORTED  # of the computed tokens
     host: str = ""  # in a Ray cluster; empty: this machine
 
 
@@ -216,14 +216,14 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One tick of the sampler: everything the monitor shows."""
 
     at_seconds: float  # seconds since the epoch
-    interval_seconds: float  # since the tick before
+    interval_seconds: float  # since the previous tick
     devices: tuple[DeviceSample, ...]
     processes: tuple[ProcessSample, ...]
     host: HostSample
-    sampling_seconds: float  # that this tick took
+    sampling_seconds: float  # time that this tick took
     driver: str = ""  # its version; "" without one
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
-    # of this user's training processes, with the ids of these devices
+    # reports of this user's training processes, with these devices' ids
     reports: tuple[Training, ...] = ()
 
 

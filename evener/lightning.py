@@ -77,18 +77,18 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
         self._audit = ModuleAudit(self)
-        self._newest = 0  # batch of the epoch
-        self._rows = 0  # of the current global batch
-        self._parts: list[Part] = []  # of this rank's share of it
-        self._arguments: tuple[Any, ...] = ()  # of its training_step
-        self._begins = False  # no pass of it was computed yet
-        self._turns: Iterator[Part] = iter(())  # that are left of it
-        self._part: Part | None = None  # whose turn it is
-        self._put_back: Callable[[], None] = lambda: None  # what it has logged
+        self._newest = 0  # number of the latest batch in the epoch
+        self._rows = 0  # rows of the current global batch
+        self._parts: list[Part] = []  # the passes of this rank's share
+        self._arguments: tuple[Any, ...] = ()  # arguments of training_step
+        self._begins = False  # no pass of the batch has been computed yet
+        self._turns: Iterator[Part] = iter(())  # the remaining passes of the batch
+        self._part: Part | None = None  # the part being computed
+        self._put_back: Callable[[], None] = lambda: None  # restores what the part has logged
         self._recovery = planned.passes.recovery
-        self._exchanges: list[Exchange] = []  # of the model's gradients; none where others sum them
+        self._exchanges: list[Exchange] = []  # of the model's gradients; empty if others sum them
         self._figures: PassFigures
-        self._has_figures = False  # `setup` made them
+        self._has_figures = False  # True once `setup` has created `_figures`
 
     @property
     def trains(self) -> bool:
@@ -159,7 +159,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._check(trainer)
         super().setup(trainer)
         self.prepare_figures()
-        if self.trains:  # layers are those that train only now
+        if self.trains:  # only now are the layers those that train
             self.sum_by_shares()
 
     def prepare_figures(self) -> None:
@@ -199,7 +199,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         own, noted = (
             connector._sigterm_notifier_fn,
             list[None](),
-        )  # SIGTERM, and each question since
+        )  # an entry for SIGTERM and for each later check
 
         def ask() -> None:
             handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
@@ -339,7 +339,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """
         self._arguments = arguments
         self._figures.begin()
-        again = self._exchanges  # of passes that can be computed again
+        again = self._exchanges  # exchanges of passes that can be retried
         if not self.lightning_module.automatic_optimization:
             again, self._recovery.final = [], _MANUAL
         self._turns = self._planned.passes.take(
@@ -401,7 +401,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             with part:
                 result = self._go_backward(part, loss, *args, **kwargs)
             if part.error:
-                loss = closure_loss.detach_()  # the trainer would keep what the pass holds
+                loss = closure_loss.detach_()  # otherwise the trainer would keep the pass's memory
                 self._put_back()
             elif not self.lightning_module.automatic_optimization:
                 return result
@@ -447,7 +447,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         Raises DeviceError, before any weight changes, if it won't fit.
         """
 
-        looked = list[None]()  # LBFGS computes several times in a step
+        # set after the first audit, as LBFGS computes several times in a step
+        looked = list[None]()
 
         def compute() -> Any:
             result = closure()

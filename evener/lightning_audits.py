@@ -22,7 +22,7 @@ from .torch.audit.step import Audited, audit
 from .torch.step.part import Part
 from .torch.step.wrapped import is_sharded
 
-MOST_BYTES = 1 << 30  # of weights that are copied, as training_step may move them itself
+MOST_BYTES = 1 << 30  # limit for copying weights, which training_step may change itself
 REMEDIES = {
     "rows": (
         "For a mean over tokens or class weights, say what it is a mean over"

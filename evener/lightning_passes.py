@@ -22,7 +22,7 @@ from .torch.audit.state import keep_attributes
 from .torch.ranks.own_work import StepTimer
 from .torch.step.part import Part
 
-# the same code under two names; a program that has loaded pytorch_lightning alone trains by that
+# one library under two names; use pytorch_lightning only if the program loaded just that
 LIGHTNING = (
     "pytorch_lightning"
     if {"pytorch_lightning", "lightning.pytorch"} & {*sys.modules} == {"pytorch_lightning"}
@@ -120,13 +120,13 @@ class PassFigures:
     ) -> None:
         self._module, self._device, self._reduce, self._timer = module, device, reduce, timer
         self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
-        self._part: Part | None = None  # whose forward pass runs
-        self._calls = 0  # for figures of all ranks, in this forward pass
+        self._part: Part | None = None  # the part whose forward pass is running
+        self._calls = 0  # number of reductions over ranks so far in this forward pass
         self._earlier: dict[
             Any, Sums
         ] = {}  # of passes before, by the call's number or the figure's name
-        self._pieces: dict[Any, Sums] = {}  # of pieces of the pass before this one
-        self._met: dict[Any, Sums] = {}  # of the whole pass
+        self._pieces: dict[Any, Sums] = {}  # metrics of earlier pieces of this pass
+        self._met: dict[Any, Sums] = {}  # metrics of the whole pass, reduced over ranks
 
     @property
     def _logged(self) -> Any:
@@ -162,10 +162,8 @@ class PassFigures:
         before = {name: dict(vars(figure)) for name, figure in self._logged.items()}
 
         def put_back() -> None:
-            for (
-                name,
-                figure,
-            ) in self._logged.items():  # also a new one stays known to ranks that meet for it
+            # a new metric isn't removed, as other ranks will reduce it too
+            for name, figure in self._logged.items():
                 for state, default in figure._defaults.items():
                     setattr(
                         figure, state, before[name][state] if name in before else default.clone()

@@ -26,8 +26,8 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
 
     def __init__(self) -> None:
         super().__init__()
-        self._clock: ClockedReports | None = None  # where nothing else reports the steps
-        self._rows = self._steps = 0  # of the current optimizer step; optimizer steps so far
+        self._clock: ClockedReports | None = None  # set if nothing else reports the steps
+        self._rows = self._steps = 0  # rows of the current optimizer step; optimizer steps so far
 
     def on_train_start(self, trainer: Any, pl_module: Any) -> None:
         """Start a clock for the steps, unless a plan's strategy already reports them."""

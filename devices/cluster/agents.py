@@ -22,17 +22,17 @@ from .connection import Node, list_nodes
 
 T = TypeVar("T")
 ACTOR_LOST = "has lost evener's actor"
-NODE_DIED = "node has died"  # in Ray's words for an actor that ended with its node
+NODE_DIED = "node has died"  # in Ray's message if an actor ended with its node
 RESTART_SECONDS = 30.0  # for one actor
-MOST_RESTARTS = 5  # of one host's actor: what ends it so often would end the next one too
-START_SECONDS = 60.0  # for all actors together; on a busy host Python and Ray take long to start
-ALIVE_SECONDS = 12.0  # for one that has started
-ANSWER_SECONDS = 30.0  # the longest that any call takes
+MOST_RESTARTS = 5  # per host; whatever ends an actor so often would end the next one too
+START_SECONDS = 60.0  # for all actors together, as Python and Ray start slowly on a busy host
+ALIVE_SECONDS = 12.0  # timeout for an answer from a started actor
+ANSWER_SECONDS = 30.0  # timeout of a call
 PARENT_POLL_SECONDS = 1.0
 CLOSE_SECONDS = 5.0
 RESERVE_SECONDS = 5.0
-NODE_LABEL = "ray.io/node-id"  # that Ray gives each node
-THREADS = 64  # of an actor: each call that waits holds one
+NODE_LABEL = "ray.io/node-id"  # set by Ray on each node
+THREADS = 64  # per actor: each waiting call holds one
 TICK_SECONDS = 0.2
 _MISSING = re.compile(r"\b(?:ModuleNotFound|Import|Attribute)Error:")
 _agents: dict[str, Agent] = {}  # of this process, by host
@@ -106,7 +106,7 @@ class Agent:
         self.node = node
         self.host = node.host
         self.reserves = reserves
-        self.generation = 0  # how often its actor was started again
+        self.generation = 0  # how often its actor has been restarted
         self._actor = actor
         self._gpus = node.free_gpus if reserves else 0
         self._kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
@@ -177,7 +177,7 @@ class Agent:
         has been restarted too often.
         """
         with self._restarting:
-            if self.generation != generation:  # another thread has
+            if self.generation != generation:  # another thread has restarted it
                 return True
             if generation == MOST_RESTARTS:
                 return False
@@ -188,7 +188,7 @@ class Agent:
                 self.finish(self.begin("gpu_ids"), RESTART_SECONDS)
                 for name, (make, arguments) in tuple(self._kept.items()):
                     self.finish(self.begin("keep", name, make, *arguments))
-            except EvenerError:  # the host has gone, or somebody else has its devices now
+            except EvenerError:  # the host has gone, or another job holds its devices now
                 return False
             self.generation += 1
             return True

@@ -28,8 +28,8 @@ class Node(msgspec.Struct, frozen=True):
     """A live node of the cluster."""
 
     id: str
-    host: str  # its address within the cluster: what a plan calls it
-    name: str  # its host name; several nodes of a test may have the same
+    host: str  # its address within the cluster, which plans use
+    name: str  # its host name; in tests several nodes may share one
     gpus: int  # that Ray has for its jobs
     free_gpus: int
     cpus: float = 0.0  # logical CPUs that Ray has for its jobs
@@ -108,7 +108,7 @@ def _join(address: str) -> None:
     import ray
     from ray._private import worker
 
-    # it prints what happens to other nodes on standard output
+    # Ray would print events of other nodes on standard output
     worker.print_to_stdstream = lambda *_, **__: None
     faults: list[Exception] = []
 

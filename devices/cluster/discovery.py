@@ -38,7 +38,7 @@ class HostDevices(msgspec.Struct, frozen=True):
 
     found: Discovery
     versions: dict[str, str]
-    fault: str = ""  # why none of what was asked for is there
+    fault: str = ""  # why none of the requested devices is available
     taken: tuple[str, ...] = ()  # labels of GPUs that other jobs of the cluster hold
 
 
@@ -232,7 +232,7 @@ def digest_code() -> str:
     """Return a digest of all of evener's Python files."""
     home = evener.__path__[0]
     digest = blake2b(digest_size=4)
-    # in a checkout, parts of it are links
+    # in a checkout, some folders are links
     for folder, folders, files in os.walk(home, followlinks=True):
         folders.sort()
         for file in sorted(file for file in files if file.endswith(".py")):
@@ -302,7 +302,7 @@ def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
 
 
 SAMPLE_SECONDS = 3.0  # a host that takes longer is shown as lost until it answers again
-# runs on a host, with its devices as they are to it
+# runs on a host, with the host's own devices
 OpenHost = Callable[[tuple[Device, ...]], Source]
 
 

@@ -20,12 +20,12 @@ from .nvml_calls import DriverGoneError, GpuGoneError
 from .nvml_library import GONE_WORDS, driver_fault, error_code, find_gpu, list_gpus, load, opened
 from .source import NvmlSource
 
-# of NVIDIA's daemon, and where it listens
+# NVIDIA's MPS daemon, and the folder where it listens
 MPS_PROGRAM = "nvidia-cuda-mps-control"
 MPS_FOLDER = "/tmp/nvidia-mps"
 
 
-# paths from one GPU to another, the fastest first, by NVML's index of what works over them
+# paths between GPUs, fastest first, by NVML's index of the P2P capability that uses them
 P2P_PATHS = {2: "NVLink", 0: "PCIe, P2P"}
 P2P_WORKS = 0
 
@@ -92,7 +92,7 @@ class NvidiaGpus(Backend):
     double_packages = (("pynvml", "nvidia-ml-py"),)
     check_module = "evener.devices.nvidia.device_check"
     remedy = "Check nvidia-smi and dmesg."
-    settle_seconds = 0.12  # the driver's profiler wants at least 0.1 s between two of its samples
+    settle_seconds = 0.12  # the driver's profiler needs at least 0.1 s between samples
 
     def list_devices(self) -> Listing:
         """Return every GPU that NVML lists; a GPU in MIG mode is replaced by its instances."""

@@ -38,9 +38,9 @@ from .nvml_library import NOT_FOUND, SUCCESS, Handle, Library, error_code, faile
 SLOW_SECONDS = 5.0  # limits that rarely change, the fan
 ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows
 ONCE_SECONDS = 3600.0
-CALM_SECONDS = 1.9  # every other second: heat, 0.4 ms
-THROTTLE_SECONDS = 3.9  # counters of throttling, 1 to 3 ms, which miss nothing in between
-SHORTEST_WINDOW_SECONDS = 0.4  # for rates: drivers renew some counters ten times a second
+CALM_SECONDS = 1.9  # every other second: the temperature, 0.4 ms
+THROTTLE_SECONDS = 3.9  # throttling counters, 1 to 3 ms; they are cumulative and miss nothing
+SHORTEST_WINDOW_SECONDS = 0.4  # for rates, as drivers update some counters only ten times a second
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
 MIB = 1 << 20
 KIB = 1 << 10
@@ -83,10 +83,10 @@ RECOVERY = {  # nvmlDeviceGpuRecoveryAction_t
     4: "The driver asks to end all work on this GPU and to reset it.",
 }
 HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
-# of the reasons' mask, for chips without the counters
+# bits of the reasons' mask, for chips without the counters
 HELD_BITS = 0x08 | 0x20 | 0x40 | 0x80
 CAPPED_BITS = 0x04
-SPOKEN_SHARE = 0.5  # percent of a tick from which a reason is named
+SPOKEN_SHARE = 0.5  # least percentage of a tick for a reason to be named
 
 
 class GpuReader:
@@ -127,7 +127,7 @@ class GpuReader:
         self._watts = 0.0
         self._watts_at = 0.0
         self._full = Vitals()  # the last full reading
-        # seconds held back and capped, as last read
+        # seconds throttled and at the power cap, as last read
         self._slowed_before: tuple[float | None, float | None] = (None, None)
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
@@ -376,7 +376,7 @@ class GpuReader:
         return found
 
 
-# asked only where the fields have no value
+# read only if the fields have no value
 _FALLBACKS = frozenset({"power", "power_limit", "reasons"})
 _TRAFFIC = {
     PCIE_RECEIVE_BYTES: ("pcie_receive_bytes_per_second", PCIE_RECEIVE, 1),
@@ -404,9 +404,9 @@ class GpuProcesses:
         self._due = 0.0
         self._looks = 0
         self._memory: dict[str, dict[int, int | None]] = {"compute": {}, "graphics": {}}
-        # by pid, and of the others
+        # use by pid, and the reading of all other processes
         self._use: tuple[Mapping[int, float], Reading] = ({}, UNSUPPORTED)
-        self._since = 0  # the driver's own time of the newest use sample, in microseconds
+        self._since = 0  # the driver's time of the newest utilization sample, in microseconds
         self._seen: tuple[OnDevice, ...] = ()
 
     def read(self, now: float) -> Sequence[OnDevice]:

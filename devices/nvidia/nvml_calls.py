@@ -26,7 +26,7 @@ from .nvml_library import (
     failed_reading,
 )
 
-# no answer is final: a driver may be updated
+# failures are retried, as a driver may be updated
 RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}
 VALUE_MEMBERS = (
     "dVal",
@@ -37,7 +37,7 @@ VALUE_MEMBERS = (
     "siVal",
     "usVal",
 )  # by nvml.h's type of a field
-FAILED_RETRY_SECONDS = 5.0  # at most, for what failed in passing
+FAILED_RETRY_SECONDS = 5.0  # longest wait after a temporary failure
 Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
 
@@ -246,7 +246,7 @@ LINK_RECEIVE = 60
 LINK_SEND = 61
 METRICS = (SM, OCCUPANCY, TENSOR, DRAM, PCIE_SEND, PCIE_RECEIVE, LINK_RECEIVE, LINK_SEND)
 SHORTEST_SECONDS = 0.1  # between two samples, by nvml.h
-LARGEST = 1e12  # more is no measurement
+LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
@@ -260,7 +260,7 @@ class Activity(Batch):
         self._handle = handle
         self._instance = instance
         self._samples: list[Any] = []
-        # the newer one; None: there is none yet, or the last call failed
+        # time of the newer sample; None: none yet, or the last call failed
         self._sampled_at: float | None = None
         self._request: Any = None
 

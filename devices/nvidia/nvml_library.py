@@ -11,7 +11,7 @@ from evener.errors import DeviceError
 from ..backend import Listing
 from ..types import DENIED, PENDING, UNSUPPORTED, Device, Reading
 
-Library = Any  # the module `pynvml`, or a double of it
+Library = Any  # the module `pynvml`, or a test double of it
 Handle = Any  # NVML's pointer to a device
 
 # NVML's return codes, as nvml.h numbers them

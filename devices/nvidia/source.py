@@ -39,7 +39,7 @@ from .nvml_library import (
 
 RETRY_GPU_SECONDS = 5.0
 RETRY_DRIVER_SECONDS = 2.0
-REOPEN_FOR_LOST_SECONDS = 60.0  # a GPU that was reset is listed again only after a new init
+REOPEN_FOR_LOST_SECONDS = 60.0  # a GPU that was reset is listed only after NVML is reinitialized
 DENIED_WORDS = "This user may not read this GPU; check the rights on /dev/nvidia*."
 SILENT_WORDS = (
     "The driver answers but reports nothing about this GPU; in a container, access to "
@@ -58,7 +58,8 @@ class _Slot:
         self.note = ""
         self.retry_at = 0.0
         self.events: tuple[str, ...] = ()
-        self.first_joules: float | None = None  # of the energy counter, kept from reader to reader
+        # first value of the energy counter, kept across readers
+        self.first_joules: float | None = None
 
 
 class NvmlSource:

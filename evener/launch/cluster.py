@@ -35,10 +35,10 @@ from .job import GRACE_SECONDS, check_plan
 from .restarts import compare_rows
 
 POLL_SECONDS = 0.1
-# between two looks at Ray's head: without it, Ray ends this process after a minute
+# between two checks of Ray's head; without a head, Ray ends this process after a minute
 HEAD_SECONDS = 5.0
 HEAD_SILENT_SECONDS = SILENT_SECONDS = 15.0
-OTHERS_SECONDS = 30.0  # that the other hosts have to end by themselves, once one has failed
+OTHERS_SECONDS = 30.0  # time for the other hosts to end by themselves after one has failed
 LOST_EXIT_CODE = 3
 
 
@@ -141,7 +141,7 @@ def _train(
         code = LOST_EXIT_CODE
         lost = {gone.host}
     finally:
-        for part in reversed(parts):  # the first host last: the others meet there
+        for part in reversed(parts):  # the first host last, as it serves the rendezvous
             part.end()
     return code, lost | {part.host for part in parts if part.lost}
 
@@ -191,7 +191,7 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
     """
     deadline = float("inf")
     answered = time.monotonic()
-    code = 0  # of the first part that failed
+    code = 0  # exit code of the first part that failed
     while not caught and time.monotonic() < deadline:
         if all(part.code is not None for part in parts) or any(part.lost for part in parts):
             break
@@ -225,7 +225,7 @@ def _look_at_head(answered: float) -> float:
 
 
 READ_SECONDS = 1.0
-END_SECONDS = 5.0  # that a host's launch has to end after its own processes
+END_SECONDS = 5.0  # time for a host's launch to end after its own processes
 
 
 class HostTraining:

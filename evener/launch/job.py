@@ -51,26 +51,26 @@ class HostJob(msgspec.Struct, frozen=True):
     """A training run as started on this host."""
 
     plan: Plan
-    framework: str  # the plan's; the script's where that doesn't say it
+    framework: str  # the plan's, or the script's if the plan names none
     path: Path
     command: tuple[str, ...]  # of the script: its name or -m and a module, and its arguments
-    host: str  # this one, as the plan names it; empty where all is on one
-    meeting: tuple[str, int]  # host and port where the processes of all hosts find each other
-    own: tuple[Share, ...]  # of this host
+    host: str  # this host's name in the plan; empty if all shares are on one host
+    meeting: tuple[str, int]  # host and port of the rendezvous of all hosts
+    own: tuple[Share, ...]  # the shares of this host
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
-    wait_seconds: float = WAIT_SECONDS  # in which every host has to be there
-    grace_seconds: float = GRACE_SECONDS  # that processes have to end after SIGTERM
-    attempt: int = 0  # starts before this one
-    replaced: Path | None = None  # the file that was launched, where devices are left out since
+    wait_seconds: float = WAIT_SECONDS  # timeout for all hosts to join
+    grace_seconds: float = GRACE_SECONDS  # time for processes to end after SIGTERM
+    attempt: int = 0  # number of starts before this one
+    replaced: Path | None = None  # the plan file given to launch, if devices were left out since
     # the name of the training's journal; all its processes have it in their environment
     run: str = ""
-    folder: Path = Path()  # for files of this launch; it ends with it
-    records: Path | None = None  # in it, for the last record of each process
-    reason: str = ""  # of this start, if it isn't the first
+    folder: Path = Path()  # for files of this launch; removed at its end
+    records: Path | None = None  # folder for the last record of each process
+    reason: str = ""  # why training was started again; empty at the first start
     # the files that each process has for standard output and error
     output: tuple[tuple[str, str], ...] = ()
-    use_file: str = ""  # to which processes write that read the plan; empty: nobody looks
-    executable: str = ""  # that takes the command as its arguments, where it isn't for Python
+    use_file: str = ""  # written by processes that read the plan; empty: not checked
+    executable: str = ""  # the program to run with the command as arguments; empty: Python
 
     @property
     def release(self) -> Path | None:

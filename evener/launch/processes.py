@@ -38,10 +38,10 @@ class Ending(msgspec.Struct, frozen=True):
     neither a signal nor a failure.
     """
 
-    signal: int = 0  # that asked the launcher to end
+    signal: int = 0  # the signal that asked the launcher to end; 0: none
     # rank -> exit code of those that failed by themselves; below 0 the signal
     failures: dict[int, int] = {}
-    # ranks that ended well before the others: in mid-epoch that is why those failed
+    # ranks that ended well before the others failed, which in mid-epoch may be the cause
     left: tuple[int, ...] = ()
 
     @property
@@ -86,8 +86,8 @@ def _name(number: int) -> str:
 
 STREAMS = (1, 2)  # standard output and error
 LONGEST_LINE = 1 << 16
-_EMPTY = b"\r\n"  # begins a line of evener's own, and ends that of a progress bar
-_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # of lines, also a progress bar's
+_EMPTY = b"\r\n"  # starts evener's own lines, and ends a progress bar's line
+_ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # ends of lines, including a progress bar's
 
 
 def _always() -> bool:
@@ -103,7 +103,8 @@ def named_output(
 
     Lines are prefixed with the process's name, unless only one process has run so far.
     """
-    end = secrets.token_bytes(16)  # the pipes may stay open, in what the processes have started
+    # a marker, as descendants of the processes may keep the pipes open
+    end = secrets.token_bytes(16)
     pipes = [
         (*os.pipe(), _LineNames(name, has_several), stream)
         for name, stream in product(names, STREAMS)
@@ -287,7 +288,7 @@ def _is_in_foreground() -> bool:
     return False
 
 
-FORCE_SECONDS = 25  # a process that ends later than the first one was ended by the agent
+FORCE_SECONDS = 25  # a process that ends this much later than the first was ended by the agent
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
@@ -310,7 +311,7 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
         if failure.timestamp < first + FORCE_SECONDS:
             ended[rank] = failure.exitcode
     if len(job.hosts) > 1:
-        return Ending(failures=ended)  # ranks of other hosts aren't seen here
+        return Ending(failures=ended)  # failures on other hosts aren't visible here
     left = tuple(rank for rank in range(len(job.processes)) if rank not in failures)
     return Ending(failures=ended, left=left)
 
@@ -321,7 +322,7 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
     """
     address = _find_address()
     environment = _describe_agent(job, address)
-    # it has pages about a host that isn't there
+    # otherwise PyTorch logs pages about an unreachable host
     os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "FATAL")
     try:
         from torch.distributed.elastic.multiprocessing import DefaultLogsSpecs, SignalException
@@ -334,7 +335,7 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
         raise RequestError(
             f"PyTorch can't be imported ({error}).", 'Install it: pip install "evener[torch]".'
         ) from None
-    logging.disable(logging.CRITICAL)  # the agent's own words about what is said here in a sentence
+    logging.disable(logging.CRITICAL)  # silence the agent's log, as the failure is reported below
     if "TORCH_CPP_LOG_LEVEL" not in environment:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
     # A store for each start: the agent's own still has the addresses of processes that were ended

@@ -48,8 +48,8 @@ class ChosenPlan(msgspec.Struct, frozen=True):
     """The plan with which a program starts."""
 
     plan: Plan
-    given: bool = False  # by the user: its shares stay
-    origin: SharesOrigin | None = None  # the training that the shares are of, if they are the last
+    given: bool = False  # given by the user, so its shares are kept
+    origin: SharesOrigin | None = None  # set if the shares are those of an earlier training run
 
 
 class ProgramCommand(msgspec.Struct, frozen=True):
@@ -295,7 +295,7 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
     shares = {note.device: last[note.rank] for note in notes}
     planned = {each.device for each in plan.layout.active}
     if len(shares) < len(notes) or not shares.keys() <= planned:
-        return None  # several processes of the program's own had one device
+        return None  # several of the program's own processes shared a device
     active = [share for share in plan.layout.active if share.device in shares]
     made = make_plan(command.identity, active, [shares[share.device] for share in active])
     path = runs_folder() / notes[0].run / PLAN_FILE

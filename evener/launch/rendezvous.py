@@ -28,7 +28,7 @@ from ..torch.stores import open_tcp_store
 from ..training.launched import is_here
 from .job import HostJob
 
-# names of the ways for PyTorch
+# names of the rendezvous backends for PyTorch
 ALONE = "evener-alone"
 SEVERAL = "evener-several"
 

@@ -41,7 +41,8 @@ def run_job(first: HostJob, max_restarts: int) -> int:
     """
     job = first
     several = len(first.hosts) > 1
-    by_agents = several and first.framework == "torch"  # which restart in step
+    # the agents restart all processes in lockstep
+    by_agents = several and first.framework == "torch"
     restarts = 0 if by_agents else max_restarts
     for attempt in count(1):
         ended = _start(job, max_restarts if by_agents else 0)
@@ -141,7 +142,7 @@ def compare_rows(before: Plan, after: Plan) -> str:
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 
-CHECK_SECONDS = 10.0  # in which a device has to compute
+CHECK_SECONDS = 10.0  # timeout for a device to compute
 POLL_SECONDS = 0.05
 
 
@@ -158,7 +159,8 @@ def find_broken(
     for check in checks:
         if check.poll() is None:
             check.kill()
-            with suppress(subprocess.TimeoutExpired):  # one that hangs in a driver can't be ended
+            # a process that hangs in a driver can't be killed
+            with suppress(subprocess.TimeoutExpired):
                 check.wait(1.0)
     return tuple(
         device for device, check in zip(devices, checks, strict=True) if check.returncode != 0

@@ -33,9 +33,9 @@ from ..training.step_record import Comparison
 from ..training.step_sums import RankStep
 
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in a training's run
-FEWEST_STEPS = 20  # without the first ones, for figures of a training
-MOST_NAMED = 3  # limits
-MOST_GAIN = 9.0  # that is told from a larger one
+FEWEST_STEPS = 20  # fewest steps, without the first ones, for meaningful metrics
+MOST_NAMED = 3  # most limits to name
+MOST_GAIN = 9.0  # the largest gain that can be told from a larger one
 
 End = Literal["finished", "interrupted", "failed"]
 
@@ -64,9 +64,9 @@ class RankSummary(msgspec.Struct, frozen=True):
     device: str
     share: int  # rows of a step, at the end
     micro: int  # rows of a pass
-    step: RankStep | None  # its mean, in five parts
-    memory_bytes: int  # the most that was held
-    memory_of_bytes: int  # that there are
+    step: RankStep | None  # its mean step, in five parts
+    memory_bytes: int  # peak memory use
+    memory_of_bytes: int  # the device's memory
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
@@ -75,10 +75,10 @@ class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     shares: tuple[int, ...]  # of every rank
-    own_work_s: tuple[float, ...]  # medians of a step by these shares
-    last_own_work_s: tuple[float, ...]  # the same at the end
+    own_work_s: tuple[float, ...]  # median compute time (own work) of a step with these shares
+    last_own_work_s: tuple[float, ...]  # the same with the last shares
     samples_per_second: float  # 0: unknown
-    changes: int  # until the last ones
+    changes: int  # number of changes
     compared: Comparison  # the steps by the last shares with those by the first
 
 
@@ -88,15 +88,15 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     end: End
     steps: int
-    seconds: float  # with what lay between the steps
+    seconds: float  # including the time between steps
     samples_per_second: float
     plan_samples_per_second: float
     of_plan: float
     step_s: float
     limits: tuple[TrainingLimit, ...]  # the largest first
-    parts_known: bool  # of steps
+    parts_known: bool  # True if the ranks reported the parts of their steps
     ranks: tuple[RankSummary, ...]
-    missing_ranks: int  # of other hosts, or that left no record
+    missing_ranks: int  # ranks on other hosts, or without a record
     changes: tuple[ShareChange, ...]
     first: FirstShares | None = None  # None: shares weren't compared
 

@@ -16,7 +16,7 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 
-GRACE_SECONDS = 3.0  # that ranks have after the kernel's SIGTERM
+GRACE_SECONDS = 3.0  # time for ranks to end after the kernel's SIGTERM
 LONGEST_SECONDS = 10.0  # a process that hangs in a driver can't be ended
 POLL_SECONDS = 0.2
 WELL = b"well"
@@ -26,13 +26,13 @@ MARK = "EVENER_RUN"  # as in evener.training.launched; all that a rank starts in
 def main() -> None:
     """Wait for the launcher to end, then end its training run and remove the folder."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
-        signal.signal(number, signal.SIG_IGN)  # its pipe tells when to end
+        signal.signal(number, signal.SIG_IGN)  # only the end of the pipe ends this process
     run, prefix = sys.argv[1:]
     try:
         folder = tempfile.mkdtemp(prefix=prefix)
     except OSError as error:
         sys.exit(str(error))
-    with suppress(OSError):  # of a launcher that has ended already
+    with suppress(OSError):  # the launcher may have ended already
         os.write(1, os.fsencode(folder))
         os.close(1)
     if sys.stdin.buffer.read() != WELL:
@@ -49,7 +49,7 @@ def find_and_signal(run: str, kill: bool) -> bool:
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # of another user, or gone
-            held = os.pidfd_open(int(name))  # so that no other process can have its number
+            held = os.pidfd_open(int(name))  # keeps the pid from being reused
             stack.callback(os.close, held)
             with open(f"/proc/{name}/environ", "rb") as stream:
                 ours = f"{MARK}={run}".encode() in stream.read().split(b"\0")

@@ -28,7 +28,7 @@ MOST_FILES = 4096
 MOST_DEVICES = 256
 MOST_CHANGES = 16
 MOST_KNOTS = 64
-MOST_STEPS = 24  # the last ones, each in its parts
+MOST_STEPS = 24  # number of latest steps kept, each divided into its parts
 
 # pid, start in ticks, reporter
 _NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)
@@ -48,17 +48,18 @@ class LiveDevice(msgspec.Struct, frozen=True):
     """
 
     id: Text  # the GPU's UUID or a CPU slice's name; empty: known by its index alone
-    index: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)]  # as its framework counts; -1: unknown
+    # the framework's index of the device; -1: unknown
+    index: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)]
     batch: Count  # samples per step; 0: unknown
     samples_per_second: Rate
     micro: Count = 0  # samples per pass; 0: unknown
-    own_work_s: Rate = 0.0  # of a step, until the last gradient is ready, median; 0: unknown
-    waiting_s: Rate = 0.0  # of a step, from there to the end of the backward pass, median
-    host: Text = ""  # as the plan names it; empty: this one
-    # the plan's, of (rows, seconds of a step); only beside own work
+    own_work_s: Rate = 0.0  # median per step, until the last gradient is ready; 0: unknown
+    waiting_s: Rate = 0.0  # median per step, from there to the end of the backward pass
+    host: Text = ""  # the host's name in the plan; empty: this host
+    # the plan's curve, as (rows, seconds of a step); only if own work is known
     curve: Annotated[tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)] = ()
-    most: Count = 0  # samples per pass that its memory holds, by the plan; 0: unknown
-    # the lowest tenth of waiting: where this rank was the last, what the exchange takes
+    most: Count = 0  # most samples per pass that fit in its memory, by the plan; 0: unknown
+    # the first decile of waiting: the exchange alone, from steps in which this rank was last
     least_waiting_s: Rate = 0.0
     own_spread: Rate = 0.0  # interquartile range of own work over its median
 
@@ -79,49 +80,51 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
     number: Count  # of the batch
     input_s: Seconds
-    own_work_s: Seconds  # with the meeting, where the two can't be told apart
+    own_work_s: Seconds  # includes the meeting if the two can't be told apart
     meeting_s: Seconds  # waiting for other ranks, and the exchange
-    between_s: Seconds  # with the optimizer, and what went before the step
+    between_s: Seconds  # includes the optimizer and the time before the step
 
 
 class PendingShares(msgspec.Struct, frozen=True):
     """How close a training run that changes its own shares is to the next change."""
 
-    windows: Count  # of steps that were seen with the shares in force
-    needed: Count  # the fewest for a change
+    windows: Count  # windows of steps observed with the current shares
+    needed: Count  # fewest windows for a change
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of a training run other than its samples/s."""
 
     training: Text = ""  # the same in all processes of one training
-    # of this process; -1: it is alone, or unknown
+    # rank of this process; -1: it is alone, or unknown
     rank: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = -1
     world: Count = 0  # processes of the training; 0: unknown
     step_s: Rate = 0.0  # median of a step; 0: unknown
     step_spread: Rate = 0.0  # interquartile range of a step over its median
-    input_s: Rate = 0.0  # of a step, waiting for data, median
-    plan_samples_per_second: Rate = 0.0  # that the plan expects of the whole training; 0: no plan
-    # of the shares, the last ones
+    input_s: Rate = 0.0  # median per step, waiting for data
+    plan_samples_per_second: Rate = 0.0  # of the whole training run, by the plan; 0: no plan
+    # the latest changes of shares
     changes: Annotated[tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)] = ()
-    # of a step, between the backward pass and the next batch, without the optimizer, median
+    # median per step, between the backward pass and the next batch, without the optimizer
     between_s: Rate = 0.0
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
-    retreat: Text = ""  # the last one, in a sentence
-    noise: NoiseScale | None = None  # of the training's gradient; null: unknown
+    retreat: Text = ""  # a message about the latest retreat
+    noise: NoiseScale | None = None  # noise scale of the gradient; null: unknown
     recent: StepSums = StepSums()  # over this rank's last steps
-    errors: StepSums = StepSums()  # half of the 95 % interval of each mean of these, per step
-    whole: StepSums = StepSums()  # over all of them but the first
+    # half-width of the 95 % interval of each of their means, per step
+    errors: StepSums = StepSums()
+    whole: StepSums = StepSums()  # over all of this rank's steps but the first ones
     # oldest first
     last_steps: Annotated[tuple[LastStep, ...], msgspec.Meta(max_length=MOST_STEPS)] = ()
-    # of the last steps, in which the GPU was behind its host; -1: unknown
+    # fraction of the last steps in which the GPU was behind its host; -1: unknown
     behind: Annotated[float, msgspec.Meta(ge=-1, le=1)] = -1.0
-    starved: Part = 0.0  # of the last seconds: this process's threads waited for a core
-    starved_so_far: Part = 0.0  # of all of the time
-    memory_bytes: Count = 0  # of the device, the most that this rank has held; 0: unknown
-    memory_of_bytes: Count = 0  # that there are; 0: unknown
+    # fraction of the last seconds for which this process's threads waited for a core
+    starved: Part = 0.0
+    starved_so_far: Part = 0.0  # the same over the whole time
+    memory_bytes: Count = 0  # peak memory of this rank on the device; 0: unknown
+    memory_of_bytes: Count = 0  # the device's memory; 0: unknown
     pending: PendingShares | None = None  # null: shares stay as they are
-    run: Text = ""  # with its journal; empty: it keeps none
+    run: Text = ""  # the run that holds its journal; empty: no journal
 
 
 class LiveRecord(Details, frozen=True):
@@ -135,16 +138,17 @@ class LiveRecord(Details, frozen=True):
     workload: Text
     # over the last seconds of reporting, all devices of the process together
     samples_per_second: Rate
-    step: Count  # reports so far
-    updated_at: Rate  # seconds since the epoch; old where it validates, waits or hangs
-    # empty where it named none
+    step: Count  # number of reports so far
+    updated_at: Rate  # seconds since the epoch; old while it validates, waits or hangs
+    # empty if the report named none
     devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]
-    tokens_per_second: Rate = 0.0  # without padding; 0 where rows have no lengths
-    padding: Part = 0.0  # the part of the computed tokens that is padding
-    due_at: Rate = 0.0  # the next record, if steps go on; 0: unknown
-    batch: Count = 0  # the last one begun when no step had ended in time
-    doing: Doing = ""  # with that batch; empty while steps end, and for a process that is stopped
-    # of all steps but the first ones, with what lay between them
+    tokens_per_second: Rate = 0.0  # without padding; 0 if rows have no lengths
+    padding: Part = 0.0  # fraction of the computed tokens that is padding
+    due_at: Rate = 0.0  # when the next record is due if steps go on; 0: unknown
+    batch: Count = 0  # the latest batch begun, if no step has ended in time
+    # its activity with that batch; empty while steps end in time, and if it is stopped
+    doing: Doing = ""
+    # of all steps but the first ones, including the time between them
     counted_steps: Count = 0
     counted_samples: Count = 0
     counted_seconds: Rate = 0.0
@@ -186,7 +190,7 @@ def live_folders() -> tuple[Path, ...]:
         if base and _is_private(base)
     ]
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    # a home folder may be shared by machines that count processes apart
+    # machines with their own pids may share a home folder
     return (*folders, Path(state) / "evener" / "live" / os.uname().nodename)
 
 

@@ -32,9 +32,9 @@ At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
 TRAINING_JOURNAL = "training.jsonl"
 SPEED_SECONDS = 30.0  # between two lines of steps/s
 WINDOW_SECONDS = 1.0  # the shortest window of steps
-WINDOW_PART = 0.01  # of the time so far, that a window lasts at least
-MOST_UNWRITTEN = 1024  # entries that wait for room on the disk; more drop the oldest
-CHUNK_BYTES = 64 << 10  # that are read at once to find the end of the last whole line
+WINDOW_PART = 0.01  # shortest window as a fraction of the time so far
+MOST_UNWRITTEN = 1024  # most entries kept while the disk is full; the oldest are dropped
+CHUNK_BYTES = 64 << 10  # bytes read at once to find the end of the last whole line
 
 
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
@@ -45,12 +45,12 @@ class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
     framework: str
     devices: tuple[str, ...]  # of each rank
     shares: tuple[Count, ...]
-    plan_samples_per_second: Rate  # that the plan expects; 0: no plan
+    plan_samples_per_second: Rate  # by the plan; 0: no plan
     host: str
     pid: int  # of the first rank
     ticks: int  # its start in clock ticks since boot
     reason: str = ""  # why the launcher has started it again
-    plan_created: str = ""  # by which the plan is known; empty: no plan
+    plan_created: str = ""  # the plan's creation time, which identifies it; empty: no plan
 
 
 class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
@@ -72,9 +72,9 @@ class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
 
     at: At  # its end
     steps: Count
-    seconds: Rate  # by the clock on the wall
+    seconds: Rate  # wall-clock time
     samples: Count  # of all devices
-    sums: StepSums = StepSums()  # of the first rank, over those of its steps that it timed
+    sums: StepSums = StepSums()  # of the first rank, over the steps that it timed
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
@@ -181,12 +181,12 @@ class TrainingJournal:
         self._unwritten: list[TrainingEntry] = []
         self._fails = False  # the last entry couldn't be written
         self._last: LiveRecord | None = None
-        self._from: LiveRecord | None = None  # from which the next steps/s count
-        self._first_s = 0.0  # from which windows of steps count
-        # with which the next window begins: steps so far, the time, and the first rank's sums
+        self._from: LiveRecord | None = None  # the record from which the next steps/s are counted
+        self._first_s = 0.0  # the time from which windows of steps are counted
+        # the start of the current window: steps so far, the time, and the first rank's sums
         self._window: tuple[int, float, StepSums] | None = None
         self._changes: set[ShareChange] = set()
-        self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # that aren't written yet
+        self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
 
     def note(self, record: LiveRecord) -> None:
         """Record what is new in a report of the first rank."""
@@ -253,7 +253,7 @@ class TrainingJournal:
             self._append(
                 EndEntry(time.time(), f"{type(error).__name__}: {first[:200]}" if error else "")
             )
-        if self._unwritten:  # as of a start that Ctrl-C has interrupted
+        if self._unwritten:  # for example, a start that Ctrl-C interrupted
             self._flush()
         if self._descriptor >= 0:
             os.close(self._descriptor)

@@ -23,7 +23,7 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
         input_s=record.input_s,
         own_work_s=live.own_work_s,
         meeting_s=live.waiting_s,
-        # the optimizer, and what medians leave out
+        # the optimizer, and whatever the medians leave out
         undivided_s=max(0.0, record.step_s - known_s),
         between_s=record.between_s,
     )

@@ -85,17 +85,17 @@ def _lowest_tenth(values: Sequence[float]) -> float:
 __all__ = ["LiveDevice", "Reporter", "Training", "live_folders", "read_trainings", "report"]
 
 INTERVAL_SECONDS = 0.5  # between two writes
-COST_LIMIT = 0.0005  # writing takes at most this part of the time, on a slow disk too
-LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after one that failed
-WINDOW_SECONDS = 5.0  # that samples/s is averaged over
-FIRST_STEPS = 3  # that the figures of a whole training leave out: they compile, and allocate
+COST_LIMIT = 0.0005  # writing takes at most this fraction of the time, even on a slow disk
+LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after a failed write
+WINDOW_SECONDS = 5.0  # window over which samples/s is averaged
+FIRST_STEPS = 3  # steps left out of the totals, because they compile and allocate
 KEEP_SECONDS = 2.0  # between two copies of the record for the launcher
-# between two looks at the threads' cores; the last ones count
+# between two readings of the threads' cores, of which the latest ones count
 CORE_SECONDS = 2.0
 CORE_READINGS = 5
-WATCH_SECONDS = 2.0  # between two looks whether steps end
-WATCHER = "evener-live"  # the thread that looks
-# since the last step, from which the process says what it is at
+WATCH_SECONDS = 2.0  # between two checks whether steps end
+WATCHER = "evener-live"  # name of the checking thread
+# time since the last step after which the process writes its current activity
 LATE_SECONDS = 2.5
 LATE_STEPS = 1.5
 
@@ -174,7 +174,7 @@ class Reporter:
         self._step = 0
         self._points: deque[_Point] = deque()
         self._reported_at = 0.0  # monotonic seconds
-        self._counted_from: _Point | None = None  # where the first steps end
+        self._counted_from: _Point | None = None  # the counts after the first steps
         self._last_call: tuple[tuple[str, str], Devices, Sequence[int] | None] | None = None
         self._next_keep = 0.0
         self._has_written = False
@@ -182,8 +182,8 @@ class Reporter:
         self._next_write = 0.0
         self._wait = INTERVAL_SECONDS  # until the next write
         self._file: Path | None = None
-        self._record: LiveRecord | None = None  # in the file
-        self._ended: threading.Event | None = None  # for the thread, if there is one
+        self._record: LiveRecord | None = None  # the record in the file
+        self._ended: threading.Event | None = None  # ends the checking thread, if there is one
 
     def report(
         self,
@@ -247,7 +247,7 @@ class Reporter:
             return
         call = self._last_call
         self._last_call = None
-        with contextlib.suppress(RuntimeError):  # of a device that has failed
+        with contextlib.suppress(RuntimeError):  # a device may have failed
             record = self._make_record(*call, self._rates(self._reported_at) or NO_RATES)
             self._note(record)
             if kept:
@@ -316,10 +316,12 @@ class Reporter:
             if kept and began >= self._next_keep:
                 self._next_keep = began + KEEP_SECONDS
                 self._keep(record, kept)
-            took = time.monotonic() - began if self._has_written else 0.0  # it made the folder
+            # the first write also made the folder
+            took = time.monotonic() - began if self._has_written else 0.0
             self._has_written = True
             wait = took / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
-            self._next_write += self._wait - INTERVAL_SECONDS  # as the record says
+            # as announced by `due_at` in the record
+            self._next_write += self._wait - INTERVAL_SECONDS
             self._wait = min(max(wait, INTERVAL_SECONDS), LONGEST_INTERVAL_SECONDS)
             if self._now is not None and self._ended is None:
                 self._ended = threading.Event()
@@ -404,7 +406,7 @@ class Reporter:
                 ):
                     continue
                 if late > max(LATE_SECONDS, LATE_STEPS * record.step_s):
-                    # no longer when a slow disk would have it
+                    # earlier than the slow disk's schedule
                     due_at = min(record.due_at, time.time() - late)
                     self._write(
                         msgspec.structs.replace(record, batch=batch, doing=doing, due_at=due_at)

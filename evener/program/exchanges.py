@@ -54,10 +54,10 @@ FUNCTIONAL = {
     "reduce_scatter_single": ("self", ""),
     "all_to_all_single": ("self", ""),
 }
-# they give what one rank has, whatever the others' rows
+# their result depends only on the rank that sends
 _FROM_ONE = {"broadcast", "broadcast_object_list"}
 _OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
-# they take tensors of any size, and so do those of objects
+# they accept tensors of different sizes, as do those for objects
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
 LIBRARIES = {
@@ -66,8 +66,8 @@ LIBRARIES = {
     "transformers",
     "deepspeed",
     "evener",
-}  # whose exchanges are known
-# modules through which a program calls what exchanges
+}  # libraries whose collectives are known
+# modules on the call stack between a program and a collective
 _BETWEEN = (
     "torch.distributed.distributed_c10d",
     "torch.distributed.nn",
@@ -93,7 +93,7 @@ class ExchangeCall(msgspec.Struct, frozen=True):
     function: Callable[..., Any]
     bound: inspect.BoundArguments
     given: Any
-    filled: Any  # None where that is the result
+    filled: Any  # None if the call returns its result
 
     @property
     def words(self) -> str:
@@ -117,8 +117,8 @@ class Exchanges:
         self.fault = ""
         self._note = note
         self.origins = Origins()
-        self._nested = False  # within a call that exchanges
-        self._knows_rows = False  # within a call that takes different numbers of rows
+        self._nested = False  # inside a collective
+        self._knows_rows = False  # inside a call that handles different numbers of rows
 
     def see(
         self,
@@ -200,7 +200,7 @@ def make_call(
     bound.apply_defaults()
     name = wrapped.__name__
     given, filled = (FUNCTIONAL if "self" in bound.arguments else ARGUMENTS)[name]
-    # one that is named by its newer name inside
+    # a function that calls itself by a newer name may lack this argument
     found = bound.arguments.get(filled) if filled else None
     return ExchangeCall(name, place, wrapped, bound, bound.arguments.get(given), found)
 

@@ -41,7 +41,7 @@ class GroupPlace(msgspec.Struct, frozen=True):
 
     rank: int
     world: int
-    is_given: bool  # by the call that makes the group, and not by the environment
+    is_given: bool  # the rank was passed to the call rather than set in the environment
 
 
 _place: GroupPlace | None = None
@@ -149,7 +149,8 @@ def _take_device(place: GroupPlace) -> None:
     If the number of processes that the program started differs from the number of shares, the plan
     is left out and the program starts with even shares.
     """
-    if place.is_given and is_started_rank():  # they are the process's that started this one
+    # these variables belong to the process that started this one
+    if place.is_given and is_started_rank():
         for name in RANK_VARIABLES:
             os.environ.pop(name, None)
     _free_interfaces(place)

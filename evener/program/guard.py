@@ -36,8 +36,8 @@ from ..torch.training_audits import devices_ways, launchers_ways
 from ..training.audit import IN_EQUAL_PARTS, describe
 from .origins import Origins
 
-LATER_CALLS = 100  # after the backward pass, that are written down
-LOOK_AGAIN = 4  # times as many steps until a guard looks once more
+LATER_CALLS = 100  # number of calls to record after the backward pass
+LOOK_AGAIN = 4  # factor between the steps at which a guard checks again
 SINGLE_ROW = "each rank has a single row at a time, which can't be divided to compare losses"
 CANT = "its loss can't be computed again to compare it"
 PART = (  # the loss of all rows has been computed again
@@ -45,7 +45,7 @@ PART = (  # the loss of all rows has been computed again
     "others of its batch"
 )
 UNSEEN = "no backward pass was seen in its first step"
-MakeBench = Callable[..., Bench]  # of models
+MakeBench = Callable[..., Bench]  # makes a Bench for models
 
 
 class Guard(Recorder):
@@ -77,7 +77,7 @@ class Guard(Recorder):
         self.fault = UNSEEN
         self.measured = False
         self.entered = ""  # the call by which ranks exchanged something that is in the loss
-        # that the loss is computed with, beside the batch and the models
+        # numbers used in computing the loss, other than the batch and the models
         self.numbers: tuple[float, ...] | None = None
         # with its rank's other rows, and what that makes of the loss can't be computed again
         self.padded = False
@@ -86,8 +86,8 @@ class Guard(Recorder):
         self._make_bench = bench or make_bench
         self._step = step
         self._agree = agree
-        self._before: dict[int, torch.Tensor] = {}  # figures, by address, that were overwritten
-        self._most: int | None = None  # entries of the tape, once the backward pass is over
+        self._before: dict[int, torch.Tensor] = {}  # values overwritten by an exchange, by address
+        self._most: int | None = None  # limit of tape entries, set after the backward pass
         self._with_gradients = False
         super().__init__(models, batch, _judge, rows)
 
@@ -161,10 +161,10 @@ class Guard(Recorder):
         entries = [self._tape[place] for place in sorted(places)]
         self._busy = True
         try:
-            for gradients in (False, True):  # which some functions take
+            for gradients in (False, True):  # some functions need gradients on or off
                 with suppress(Exception), torch.set_grad_enabled(gradients):
                     return bool(self._make_fewer(entries, tensor).shape != tensor.shape)
-            return True  # functions that don't take fewer rows
+            return True  # the functions don't work with fewer rows
         finally:
             self._busy = False
 
@@ -238,7 +238,7 @@ class Guard(Recorder):
     def _compare_losses(self, record: LossRecord, few: FewRows) -> str:
         bench = self._make_bench(record.models, losses_only=True)
         fault = record.find_change()
-        # on every rank as many passes, however few rows it has: of the whole and of two parts
+        # the same number of passes on every rank, however few rows it has: the whole and two parts
         ways = devices_ways(few, lambda part: record.compute(part.batch, part.rows))
         found = compare_losses(bench, ways)
         if fault or found is None:
@@ -255,7 +255,7 @@ class Guard(Recorder):
         rows, first = self._list_rows(), self._step == 1
         found = audit_record(record, rows, bench, ways, (AS_WRITTEN,), first)
         if found.audited is None and found.fault != NOT_A_NUMBER:
-            # calls that fit no other rows, as a number in a shape counts those of the batch
+            # the calls fit no other number of rows, for example if a shape holds the batch's
             counted = audit_record(record, rows, bench, ways, (ROW_COUNTS,), first)
             found = found if counted.audited is None else counted
         if found.audited is None:

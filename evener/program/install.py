@@ -37,7 +37,7 @@ _FIT_LOOP = (
     ("_FitLoop.run", "strategies:run"),
     ("_FitLoop.on_advance_start", "strategies:begin_epoch"),
 )
-# module of the program's -> functions of it, and of a file of ours that are called in their place
+# module of a library -> pairs of its function and our replacement, as file:function
 _HOOKS = {
     "torch": (
         ("nn.parallel.DistributedDataParallel.__init__", "program:PROGRAM.make_model"),
@@ -74,7 +74,7 @@ _ALONE = {
     "torch.multiprocessing.spawn": _HOOKS["torch.multiprocessing.spawn"],
     "transformers.trainer": _HOOKS["transformers.trainer"],
 }
-_GLOO = "pt_gloo_runloop"  # the threads in which gloo works
+_GLOO = "pt_gloo_runloop"  # the name of gloo's worker threads
 _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
@@ -175,12 +175,12 @@ def end_in_a_sentence(
     if not isinstance(error, EvenerError):
         before(kind, error, trace)
         return
-    # PyTorch has another one in its place, while it waits for a traceback
+    # PyTorch may have replaced sys.stderr while it waits for a traceback
     stderr = sys.__stderr__ or sys.stderr
     stderr.write(f"\r\nevener: {error}\n")
     stderr.flush()
     atexit._run_exitfuncs()
-    end_process(error.exit_code)  # Python's own end would be 1
+    end_process(error.exit_code)  # Python itself would exit with 1
 
 
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:

@@ -38,7 +38,7 @@ _SHARDS = (
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
     """Follow each loop over a DataLoader in which the program trains."""
     PROGRAM.note_loader(loader)
-    opened = getattr(loader.batch_sampler, "opens", False)  # by a loop around this one
+    opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
         wrapped(*arguments, **keywords) if opened or not PROGRAM.trains() else Loop(loader, wrapped)
     )
@@ -63,10 +63,10 @@ class Loop:
             outer is not None
         )
         self.sampler: UnevenBatchSampler | None = None
-        self.origin: Epoch | None = None  # once it trains by shares
+        self.origin: Epoch | None = None  # set once the loop trains by shares
         self.batch: Any = None
-        self.sizes: tuple[int, ...] = ()  # rows of each rank in it, as far as they weigh the ranks
-        self.compared = False  # the order of its rows
+        self.sizes: tuple[int, ...] = ()  # rows of each rank in the batch, as weights of the ranks
+        self.compared = False  # the ranks have compared the order of the rows
         self.is_over = False
         self._step = getattr(outer, "skip_batches", 0) - 1
 
@@ -115,9 +115,7 @@ class Loop:
         """True if the data set returns different rows for the same
         index and the same random state.
         """
-        with suppress(
-            Exception
-        ):  # of the user's own code, which is asked in a way that it may not know
+        with suppress(Exception):  # the user's own code may not support this call
             twin = copy_dataset(self._loader.dataset)
             row = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
             rows = []
@@ -157,7 +155,8 @@ class SharedBatches:
     def __init__(self, given: Any, fault: str) -> None:
         self.given, self.opens = given, False
         self.sampler: UnevenBatchSampler | None = None
-        self.fault, self.digest = fault, (0, 0)  # of the order of rows, and the number of batches
+        # digest: of the order of rows, and the number of batches
+        self.fault, self.digest = fault, (0, 0)
 
     @classmethod
     def of(cls, loader: Any) -> SharedBatches:
@@ -175,7 +174,7 @@ class SharedBatches:
             )
         vars(loader)["batch_sampler"] = dealer = cls(
             given, ""
-        )  # which DataLoader doesn't let others set
+        )  # set through vars(), as DataLoader refuses assignment
         return dealer
 
     def __len__(self) -> int:
@@ -330,7 +329,7 @@ def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim:
-            PROGRAM.note_exchange()  # of a mean over its own rows, say
+            PROGRAM.note_exchange()  # for example, a mean over this rank's rows
             return wrapped(tensor)
         counts = [shape[0] for shape in exchange_shapes(tensor)]
         if len(set(counts)) == 1:

@@ -18,7 +18,7 @@ from ..training.launched import PROGRAM, launched_device, launched_run
 from ..training.step_record import StepFigures, StepRecord
 from .group import current_rank
 
-READ_STEPS = 10  # after which the timer, which keeps 25, is read
+READ_STEPS = 10  # steps between two readings of the timer, which keeps 25
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
@@ -33,12 +33,12 @@ class SharesOrigin(msgspec.Struct, frozen=True):
 class ProgramSettings(msgspec.Struct, frozen=True):
     """The settings that `evener run` passes to the processes it starts."""
 
-    folder: str  # for a RankNote of each rank
+    folder: str  # folder for the RankNote of each rank
     name: str  # of the program, for people
     strict: bool = False
     rebalance: bool = True
     noise: bool = False
-    origin: SharesOrigin | None = None  # of the plan's shares, if an earlier training left them
+    origin: SharesOrigin | None = None  # set if an earlier training run left the plan's shares
 
 
 class RankNote(msgspec.Struct):
@@ -47,13 +47,13 @@ class RankNote(msgspec.Struct):
     rank: int
     device: str  # its id
     run: str  # the journal's name
-    hooks: str = ""  # that took; empty where the program trained as it is
-    why: str = ""  # its shares stayed even, or nothing of it was touched
+    hooks: str = ""  # the hooks that took effect; empty if the program trained unchanged
+    why: str = ""  # why shares stayed even or the program ran unchanged
     first: StepFigures | None = None
     last: StepFigures | None = None
     retreats: int = 0  # passes that ran out of memory and were computed again
-    noise: str = ""  # a sentence of the noise scale
-    changes: int = 0  # of shares that steps really had
+    noise: str = ""  # a message about the noise scale
+    changes: int = 0  # number of changes of shares that took effect in a step
     model: str = ""  # a digest of the shapes and types of its parameters and buffers
 
 
@@ -85,8 +85,8 @@ class Notebook:
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
         self.hooks = self.why = ""
-        self.model = ""  # a digest of what trains by shares
-        self.last_words = ""  # why, where nothing else was said by the end
+        self.model = ""  # a digest of the models that train by shares
+        self.last_words = ""  # why shares stay even, if no other reason is printed by the end
         self._has_supposed = False
         self.warned: set[str] = set()
         self.was_uneven = False  # ranks have had different numbers of rows in a step
@@ -95,7 +95,8 @@ class Notebook:
         self._steps = 0
         self._read = 0  # the newest step in the record
         atexit.register(self.leave)
-        if multiprocessing.parent_process() is not None:  # a fork leaves out what atexit has
+        # atexit handlers don't run in a forked process
+        if multiprocessing.parent_process() is not None:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:

@@ -13,7 +13,7 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.numpy}
 _IN_PLACE = ("add", "sub", "mul", "div", "truediv", "pow")
-_FORGET = 1000  # marks of storages, after which those that are gone are looked for
+_FORGET = 1000  # number of marked storages above which expired ones are dropped
 
 
 class Origins:
@@ -29,7 +29,7 @@ class Origins:
         self._made = WeakIdKeyDictionary()
         self._written: dict[int, tuple[StorageWeakRef, str]] = {}
         self.seen = False  # something was exchanged
-        self.read = ""  # the call of which the program has read a number
+        self.read = ""  # the call whose result the program has read as a number
 
     def write(self, data: Any, place: str) -> None:
         """Record that values exchanged at `place` were written into these tensors."""

@@ -11,7 +11,7 @@ from typing import Any
 from ..errors import RequestError
 from ..plan.use import PLAN_USED, describe_unused, explain_once, is_used
 
-FIRST_STEPS = 5  # in which a plan is read, if it ever is
+FIRST_STEPS = 5  # optimizer steps within which the plan must have been read
 
 _steps = 0
 

@@ -34,8 +34,8 @@ from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
-WATCHED = 1  # more steps with even shares, where ranks exchange figures in the first one
-MEET_SECONDS = 60.0  # in which all ranks have to come to the end of the first step
+WATCHED = 1  # more even steps to watch if ranks exchange values in the first step
+MEET_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
 
 
 class Program:
@@ -46,33 +46,32 @@ class Program:
 
     def __init__(self) -> None:
         self.notebook = Notebook(read_settings())
-        self.models: weakref.WeakKeyDictionary[Any, None] = (
-            weakref.WeakKeyDictionary()
-        )  # in DDP, as they were made
+        # models in DDP, in the order they were made
+        self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.training: PlannedTraining | None = None
-        self._loop: Any = None  # that has given the newest batch
+        self._loop: Any = None  # the loop that gave the latest batch
         self._beside: Any = None  # the loop whose batch belongs to the same step
-        self._heard: LoaderSteps | None = None  # that hears of its steps
+        self._heard: LoaderSteps | None = None  # receives the steps of the followed loop
         self._guard: Guard | None = None
         self._looks_alone = False  # the guard's batch follows a change that this rank has seen
         self._updated = False  # an optimizer has stepped since that batch
-        self._fault = ""  # in what the program does with gradients
-        # a digest of its optimizers': of this step's, then of those of all steps by shares
+        self._fault = ""  # why the program's use of gradients rules uneven shares out
+        # a digest of the optimizers' settings: of this step, then of all steps by shares
         self._rates = 0
-        self._steps = 0  # by shares
-        self._uneven = 0  # of them with different shares
+        self._steps = 0  # steps taken by shares
+        self._uneven = 0  # steps whose shares differed between ranks
         self._look = LOOK_AGAIN  # the step at which the guard looks next
-        # to the loader over which a loop has begun last
+        # the loader over which the latest loop began
         self._newest_loader: weakref.ref[Any] | None = None
-        self._others = 0  # trainers that train, and have hooks of their own
-        self._met = 0  # times that ranks have exchanged something
+        self._others = 0  # number of running trainers that have their own hooks
+        self._met = 0  # number of exchanges between ranks
         self.exchanges = Exchanges(self.note_exchange)
-        self._numbers: tuple[float, ...] | None = None  # of the loss in the step before
-        # the numbers of optimizers that have stepped, as the batch began
+        self._numbers: tuple[float, ...] | None = None  # numbers in the loss of the previous step
+        # settings, at the start of the batch, of optimizers that have stepped
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
-        self.remarks: list[str] = []  # that are said once shares may leave even
-        self._watched = 0  # steps with exchanges of the program's own, before shares leave even
+        self.remarks: list[str] = []  # warnings to print once shares may leave even
+        self._watched = 0  # even steps in which the program itself exchanged values
 
     @property
     def shares(self) -> tuple[int, ...]:
@@ -123,7 +122,8 @@ class Program:
         each rank's loss by its rows.
         """
         training = self.training
-        is_inner = backward_number() != -1  # as checkpointing's
+        # a backward pass inside another one, as with checkpointing
+        is_inner = backward_number() != -1
         if training is None or self._others or is_inner or not training.weights.by_loss:
             return wrapped(*arguments, **keywords)
         result = sharded.run_weighted(training, wrapped, arguments, keywords)
@@ -302,7 +302,7 @@ class Program:
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
         """Begin a step of a training by shares."""
         if self._heard is None or loop.origin is None:
-            # of another loader, shared out by the program itself
+            # a batch of another loader, which the program splits itself
             training.weights.begin(loop.sizes)
             return
         self._heard.begin(loop.origin, loop.sizes, loop.batch)

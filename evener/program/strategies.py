@@ -30,7 +30,8 @@ class ProgramStrategy(PlanStrategy):
     state, for one training run.
     """
 
-    loaders_in_checkpoints = False  # the program goes on from them without evener too
+    # the program can also resume from its checkpoints without evener
+    loaders_in_checkpoints = False
 
     def teardown(self) -> None:
         """End the training run, and give the trainer its own strategy back."""
@@ -51,7 +52,7 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
     """Make a Trainer train by shares as an epoch begins, if it can."""
-    loop.setup_data()  # again, where the trainer wants a new loader for this epoch
+    loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, loop._combined_loader.flattened
         if isinstance(strategy, ProgramStrategy):

@@ -49,7 +49,7 @@ def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
         return wrapped.__func__(planned, *arguments, **keywords)
 
 
-# The trainer that trains by shares, by the program's own whose state it has.
+# The program's own Trainer -> the trainer by shares that has the same state.
 _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
@@ -63,7 +63,8 @@ def _trains_as_loop(trainer: Any) -> bool:
         return True
     from ..huggingface.rows import makes_batches
 
-    with kept_state(), suppress(Exception):  # what a trainer's own method raises, it raises again
+    # an error of the trainer's own method comes up again later
+    with kept_state(), suppress(Exception):
         return makes_batches(trainer, trainer.get_train_dataloader)
     return False
 
@@ -86,7 +87,7 @@ def _plan(trainer: Any) -> None:
             rebalance=settings.rebalance,
             noise=settings.noise,
         )
-        kind.__name__ = own.__name__  # which programs print
+        kind.__name__ = own.__name__  # programs may print the class name
         kind.__qualname__ = own.__qualname__
         kind.keeps_launcher = True
         if world > 1 and _steps_others(trainer):

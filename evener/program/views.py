@@ -56,9 +56,9 @@ SINGLE = (
     "divided"
 )
 SEVERAL = "its steps take rows of several loaders"
-# numbers that differ less are made of figures, which GPUs of different kinds round differently
+# relative tolerance: GPUs of different kinds round computed values differently
 NEAR = 1e-4
-DIFFERENCES = {  # between the views of the ranks, the worst first
+DIFFERENCES = {  # between the views of the ranks, the most serious first
     "order": "its ranks draw different orders of rows, or batches of other sizes",
     "rates": "its ranks step at different rates",
     "numbers": (
@@ -75,10 +75,10 @@ class RankView(msgspec.Struct, frozen=True):
     fault: str = ""
     order: tuple[int, ...] = ()  # a digest of the order of rows, and the number of batches
     rates: int = 0  # a digest of the optimizers' rates
-    numbers: tuple[float, ...] | None = None  # in its loss, where the guard has looked
-    uses: tuple[float, ...] = ()  # numbers beside weights and gradients, after the backward pass
-    warning: str = ""  # of what may be otherwise by shares
-    exchanges: bool = False  # ranks exchange figures by code of the program's own
+    numbers: tuple[float, ...] | None = None  # numbers in its loss, if the guard has checked it
+    uses: tuple[float, ...] = ()  # numbers applied to weights and gradients after the backward pass
+    warning: str = ""  # about what may differ under shares
+    exchanges: bool = False  # the program's own code exchanges values between ranks
 
 
 def find_difference(every: list[RankView]) -> str:
@@ -91,9 +91,8 @@ def find_difference(every: list[RankView]) -> str:
     looked = [each for each in every if each.numbers is not None]
     if any(not _are_near(each.numbers, looked[0].numbers) for each in looked):
         return "numbers"
-    comparable = (
-        len({len(each.uses) for each in looked}) == 1
-    )  # else one rank alone has computed something, to log it
+    # otherwise one rank alone computed something, for example to log it
+    comparable = len({len(each.uses) for each in looked}) == 1
     return (
         "numbers"
         if comparable and any(not _are_near(each.uses, looked[0].uses) for each in looked)
@@ -152,5 +151,5 @@ def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
         return TENSOR_PARALLEL if "DTensor" in kinds else NO_MODEL
     trained = {id(each) for model in models for each in model.parameters()}
     if not sharded.has_copies(models) and not any(id(each) in trained for each in weights):
-        return ""  # of another model of the program's
+        return ""  # the optimizer trains another model of the program
     return BEGUN_EARLY if has_begun else NO_LOADER

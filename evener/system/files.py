@@ -91,8 +91,8 @@ def error_file() -> Path:
     return state_folder() / "errors.txt"
 
 
-LARGEST_BYTES = 4 << 20  # of a file to read
-PIPE_SECONDS = 5.0  # that the writer of a pipe has to begin
+LARGEST_BYTES = 4 << 20  # size limit of a file to read
+PIPE_SECONDS = 5.0  # timeout for a pipe's writer to begin
 
 
 def read_whole(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 
-MOST_FILES = 256  # that are kept; the oldest is closed for a newer one
+MOST_FILES = 256  # most files kept open; the oldest is closed first
 
 _kept: deque[int] = deque()
 

@@ -19,7 +19,7 @@ from .cores import CGROUPS, MEMBERSHIP, list_groups
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
-LEAST_CORES = 0.1  # that another program takes, to be named
+LEAST_CORES = 0.1  # fewest cores for a program to be named
 MOST_NAMED = 3
 LONGEST_NAME = 40  # characters
 CONTAINER = "the container's CPU limit"
@@ -33,18 +33,18 @@ class CoreTimes(NamedTuple):
     """
 
     at_s: float = 0.0
-    ran_s: float = 0.0  # by all threads together
-    delayed_s: float = 0.0  # ready to run, without a core, by all threads together
-    throttled_s: float = 0.0  # in which the container's quota was used up
-    busy_s: float = 0.0  # in which anybody ran on one of the process's cores
-    stolen_s: float = 0.0  # of these cores, in which the hypervisor ran other machines
+    ran_s: float = 0.0  # total of all threads
+    delayed_s: float = 0.0  # ready to run without a core, total of all threads
+    throttled_s: float = 0.0  # for which the container's quota was used up
+    busy_s: float = 0.0  # for which the process's cores ran any program
+    stolen_s: float = 0.0  # for which the hypervisor ran other machines on these cores
 
 
 class Starvation(NamedTuple):
     """How long a process was delayed by a lack of cores."""
 
     wall_s: float = 0.0
-    starved_s: float = 0.0  # of the wall time
+    starved_s: float = 0.0  # part of the wall time
     throttled_s: float = 0.0
 
     @property
@@ -100,7 +100,7 @@ class CoreWatch:
         delayed_s = self._last.delayed_s
         for thread, (ran, delayed) in now.items():
             ran_before, delayed_before = self._before.get(thread, (0, 0))
-            if ran < ran_before:  # the number is another thread's now
+            if ran < ran_before:  # the thread id has been reused
                 ran_before = delayed_before = 0
             ran_s += (ran - ran_before) / 1e9
             delayed_s += (delayed - delayed_before) / 1e9
@@ -174,7 +174,7 @@ class ProcessUse(NamedTuple):
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
     parents: Mapping[int, int]
-    stolen_s: float  # that the hypervisor gave to others, of all cores
+    stolen_s: float  # taken by the hypervisor, over all cores
 
 
 def look_at_processes() -> ProcessUse:
@@ -210,7 +210,7 @@ def name_takers(
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
         return ""
-    taken: dict[str, float] = {}  # cores by name: several processes of one name are one program
+    taken: dict[str, float] = {}  # cores by name; processes with the same name count as one program
     for (pid, started), seconds in after.seconds.items():
         cores = (seconds - before.seconds.get((pid, started), 0.0)) / wall_s
         mine = pid == after.parents.get(own_root) or _is_under(pid, own_root, after.parents)

@@ -7,7 +7,7 @@ from contextlib import suppress
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-_QUIET_LOOKS = 3  # in a row that find every thread asleep, and not woken in between
+_QUIET_LOOKS = 3  # readings in a row in which every thread must be asleep without waking in between
 _LOOK_SECONDS = 0.001
 
 
