@@ -80,7 +80,7 @@ class EvenerApp(BaseApp):
         Binding("ctrl+p", "command_palette", "Keys", key_display="Ctrl-P"),
         Binding("question_mark,h,f1", "help", "Help", key_display="?"),
         Binding("T", "switch_theme", "Next theme", show=False),
-        Binding("comma,f2", "settings", "Settings", show=False, key_display=","),
+        Binding("f2,comma", "settings", "Settings", show=False, key_display="F2"),
         Binding("q", "leave", "Quit"),
         Binding("ctrl+c", "quit", "Quit now", show=False, priority=True),
     ]
@@ -247,7 +247,7 @@ class EvenerApp(BaseApp):
         from textual.command import CommandPalette
 
         if not isinstance(self.screen, ModalScreen):
-            hint = "a key, a setting or a run, by its words"
+            hint = "Search commands, settings, runs"
             self.push_screen(CommandPalette(placeholder=hint, id="--command-palette"))
 
     def action_settings(self, first: str = "") -> None:

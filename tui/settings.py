@@ -31,7 +31,7 @@ class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     theme: ThemeName = "dark"
     interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # between readings
     graph_seconds: Annotated[float, Meta(ge=1, le=3600)] = 120.0  # that graphs show at least
-    common_scale: bool = False  # one scale for all devices' graphs
+    common_scale: bool = True  # one scale for all devices' graphs
     log_axes: bool = True  # of a search's curves
     hidden_columns: tuple[str, ...] = ()  # keys of the Monitor's columns
     alerts: AlertSettings = AlertSettings()

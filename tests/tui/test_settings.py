@@ -18,7 +18,7 @@ CHANGED = Settings(
     theme="light",
     interval_seconds=2.0,
     graph_seconds=300.0,
-    common_scale=True,
+    common_scale=False,
     log_axes=False,
     hidden_columns=("clock", "links"),
     alerts=AlertSettings(bell=True, command="notify-send evener", plan_percent=80.0),
@@ -70,7 +70,7 @@ async def test_what_is_chosen_in_the_app_is_kept(app_of: Any, script: Any, tmp_p
         theme="light",
         interval_seconds=2.0,
         graph_seconds=300.0,
-        common_scale=True,
+        common_scale=False,
         hidden_columns=("clock",),
     )
     app = app_of(script.snapshot(), settings=kept)

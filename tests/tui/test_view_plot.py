@@ -142,3 +142,14 @@ def test_without_room_nothing_is_drawn(width: int, height: int) -> None:
 def test_an_empty_chart_says_why() -> None:
     lines = draw_chart(Chart(nothing="No split was measured yet."), 60, 10)
     assert [line.text for line in lines] == [" No split was measured yet."]
+
+
+@given(st.integers(5, 60), st.floats(1.0, 1e5), st.booleans())
+def test_marks_of_y_are_at_about_equal_distances(height: int, highest: float, log2: bool) -> None:
+    """A whole row more or less is most of a small distance."""
+    points = tuple(PlotPoint(x, y) for x, y in ((1.0, highest / 50), (9.0, highest)))
+    frame = frame_chart(Chart((Series("one", "accent", points),), log2_y=log2), 60, height)
+    rows = [frame.row(tick) for tick in frame.y_ticks()]
+    gaps = [below - above for below, above in pairwise(rows)]
+    assert rows
+    assert not gaps or max(gaps) <= 1.5 * min(gaps)

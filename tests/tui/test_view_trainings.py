@@ -503,14 +503,34 @@ def test_a_training_that_ends_keeps_its_last_figures_and_its_summary(script: Any
     other = _only(script, [OTHER])
     shown, kept = ended.add_ended([other], AT_SECONDS + 12)
     assert shown == other
-    assert (kept.samples_per_second, kept.causes, kept.advice) == (row.samples_per_second, (), None)
+    assert kept.samples_per_second == row.samples_per_second
     said = "\n".join(line.text for line in training_lines(kept, AT_SECONDS + 12, 100))
     assert "Ended 12 s ago." in said
     assert "speed: 8 165 samples/s" in said
+    assert "others wait up to 150 ms" in said
+    assert "would have given" in said
+    assert "wasn't asked to change them" in said
     (table, *_), _ = training_table([kept], 100, 5), None
     assert "ended 12 s ago" in table[1].text
     assert {span.tone for span in table[1].spans if span.text.strip()} <= {"dim", "text"}
+    narrow = training_table([kept], 72, 5)[0][1].text
+    assert "ended" in narrow
+    assert "…" not in narrow
     assert kept not in ended.add_ended([other], AT_SECONDS + 700)
+
+
+@pytest.mark.parametrize(("seen", "words"), [(1, "after 1 of the 3"), (5, "gain wasn't there")])
+def test_a_training_that_has_ended_says_why_its_shares_stayed(
+    script: Any, seen: int, words: str
+) -> None:
+    pending = PendingShares(seen, 3)
+    row = _only(script, make_ranks(own=(0.1, 0.15), waiting=(0.052, 0.002), pending=pending))
+    ended = EndedTrainings(lambda _: ())
+    ended.add_ended([row], AT_SECONDS)
+    (kept,) = ended.add_ended([], AT_SECONDS + 12)
+    said = "\n".join(line.text for line in training_lines(kept, AT_SECONDS + 12, 200))
+    assert words in said
+    assert "about to change" not in said
 
 
 class _Past:

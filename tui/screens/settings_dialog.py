@@ -49,7 +49,7 @@ CHOICES = (
     Choice("theme", "theme", get_args(ThemeName)),
     Choice("interval_seconds", "time between readings", INTERVALS_SECONDS, _seconds),
     Choice("graph_seconds", "time in graphs", SPANS, _seconds),
-    Choice("common_scale", "one scale for all devices' graphs", (False, True), _switch),
+    Choice("common_scale", "one scale for all devices' graphs", (True, False), _switch),
     Choice("log_axes", "log-2 axes of a search's curves", (True, False), _switch),
     Choice("alerts.bell", "ring the bell on an alert", (False, True), _switch),
     Choice("alerts.throttled_percent", "alert: throttled above", THROTTLED_PERCENTS, _percent),

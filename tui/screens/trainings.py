@@ -229,4 +229,7 @@ class RankPanel(ListPanel[RankRow]):
         )
         room = height - LEGEND_ROWS if has_legend else height
         lines, self.top = table_lines(self.grid(), self.rows, width, room, self.position)
-        self.show([*lines, legend_line(width)] if has_legend else lines)
+        if has_legend:
+            has_ended = any(row.ended_s for row in self.rows)
+            lines = (*lines, legend_line(width, has_ended))
+        self.show(lines)

@@ -192,6 +192,23 @@ class Frame(NamedTuple):
         """The cell in which an x is drawn."""
         return self.dots(number, self.y.low)[0] // 2
 
+    def y_ticks(self) -> list[float]:
+        """Round figures of y at about equal distances on the screen: where rows round them to
+        unequal ones, there are fewer.
+        """
+        ticks: list[float] = []
+        for most in range(max(3, self.height // CELLS_PER_TICK[1]), 0, -1):
+            ticks = self.y.ticks(most)
+            rows = [self.row(tick) for tick in ticks]
+            gaps = [below - above for below, above in pairwise(rows)]
+            if max(gaps, default=0) - min(gaps, default=0) <= max(gaps, default=0) // 4:
+                break
+        return ticks
+
+    def row(self, number: float) -> int:
+        """The row, from the top, in which a y is drawn."""
+        return self.dots(self.x.low, number)[1] // 4
+
     def dots(self, x: float, y: float) -> tuple[int, int]:
         """The place of a point in dots from the top left of the plot."""
         across = round(self.x.place(x) * (self.width * 2 - 1))
@@ -203,7 +220,8 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
     """The frame of a chart that fills so many cells: legend, plot, axis, labels."""
     x, y = chart.axes()
     rows = max(1, height - 3)
-    labels = [chart.draw_y(tick) for tick in y.ticks(max(3, rows // CELLS_PER_TICK[1]))]
+    ticks = Frame(x, y, 0, width, rows).y_ticks()
+    labels = [chart.draw_y(tick) for tick in ticks]
     left = max(map(cells, labels), default=1) + 2
     return Frame(x, y, left, max(1, width - left), rows)
 
@@ -282,8 +300,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
     """The label and the axis in front of each row of the plot."""
-    ticks = frame.y.ticks(max(3, frame.height // CELLS_PER_TICK[1]))
-    labels = {frame.dots(frame.x.low, tick)[1] // 4: chart.draw_y(tick) for tick in ticks}
+    labels = {frame.row(tick): chart.draw_y(tick) for tick in frame.y_ticks()}
     for row in range(frame.height):
         label = labels.get(row, "")
         yield (

@@ -9,7 +9,7 @@ from typing import NamedTuple, get_args
 
 import msgspec
 
-from evener.balancer.number_format import duration, milliseconds, percent
+from evener.balancer.number_format import duration, milliseconds, percent, step_time
 from evener.devices.snapshot_builder import OLD_SECONDS
 from evener.devices.types import DeviceSample, ProcessSample, Snapshot
 from evener.live.files import Doing, LastStep, LiveDevice, Training
@@ -273,12 +273,13 @@ def _describe_limit(
     """A limit as a cause, with its sentence."""
     seconds, part = limit.milliseconds / 1e3, limit.share
     named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
-    waited_s = 0.0
+    waited_s, own_s = 0.0, 0.0
     if named:
         waiting = [step.waiting_s for step in judged.steps]
-        own = judged.steps[rows.index(named[0])].waiting_s if len(rows) == len(waiting) else 0.0
-        waited_s = max(waiting, default=0.0) - own
-    others = bool(named) and waited_s >= LEAST_SHARE * judged.step_s
+        waited_s = max(waiting, default=0.0)
+        if len(rows) == len(waiting):
+            own_s = waiting[rows.index(named[0])]
+    others = bool(named) and waited_s - own_s >= LEAST_SHARE * judged.step_s
     text = _write_limit(limit, named, waited_s)
     if limit.kind != LimitKind.UNEQUAL and others:
         text += _waiting_for_it(others)
@@ -291,7 +292,7 @@ def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float
     """
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:
-        own, waited = milliseconds(named[0].own_work_s), milliseconds(waited_s)
+        own, waited = step_time(named[0].own_work_s), step_time(waited_s)
         return f"{limit.by} takes {own} for its share; others wait up to {waited} for it"
     if limit.kind == LimitKind.EXCHANGE:
         return f"Exchanging gradients takes {took} that no computation overlaps"

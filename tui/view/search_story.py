@@ -174,7 +174,7 @@ def best_words(state: SessionState) -> str:
     points = best_over_time(state)
     if not points:
         return ""
-    kind = "fastest measurement" if has_split(state) else "fastest alone"
+    kind = "fastest" if has_split(state) else "fastest alone"
     return f"{kind} {rate(points[-1].samples_per_second)} samples/s"
 
 

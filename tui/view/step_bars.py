@@ -35,16 +35,20 @@ LEAST_IN_COMMON = 3  # steps that all ranks report, for lanes of the same ones
 LEAST_WITH_GAP = 4  # cells of a step in a lane, from which on a blank one ends it
 
 
-def legend_line(width: int) -> Line:
-    """What the colours and fillings mean, in names as long as there is room for."""
+def legend_line(width: int, has_ended: bool = False) -> Line:
+    """What the colours and fillings mean, in names as long as there is room for; without colours
+    below the bars of a training that has ended, which have none.
+    """
     spans: list[Span] = []
     for part in PARTS:
-        spans += [Span(f" {part.sign * 2}", part.tone), Span(f" {part.name} ", "dim")]
+        tone: Tone = "dim" if has_ended else part.tone
+        spans += [Span(f" {part.sign * 2}", tone), Span(f" {part.name} ", "dim")]
     if sum(cells(span.text) for span in spans) <= width:
         return Line(tuple(spans))
     short = []
     for part in PARTS:
-        short += [Span(f" {part.sign}", part.tone), Span(part.name.split()[0], "dim")]
+        tone = "dim" if has_ended else part.tone
+        short += [Span(f" {part.sign}", tone), Span(part.name.split()[0], "dim")]
     whole = Line(tuple(short))
     return whole if cells(whole.text) <= width else Line((Span(cut(whole.text, width), "dim"),))
 

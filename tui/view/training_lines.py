@@ -31,6 +31,7 @@ WHOLE_PERCENT = 0.005  # an error below isn't shown
 _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # rows
 MOST_TEXT = 8  # beside other panels
 LEGEND_ROWS = 1  # below the ranks
+LEAST_PART_S = 5e-6  # that has a digit in ms
 MOST_GAIN = 9.0  # that is told from a larger one
 PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
@@ -93,12 +94,18 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """The causes in words, or the kinds of them, each once."""
+    """The causes in words, or the kinds of them, each once; or since when it has ended."""
     if row.ended_s:
-        return (Span(cut(f"ended {duration(row.ended_s)} ago", width)),)
+        words = f"ended {duration(row.ended_s)} ago"
+        return (Span(words if cells(words) <= width else "ended"),)
     words = " ".join(cause.text for cause in row.causes)
     kinds = ", ".join(dict.fromkeys(cause.kind for cause in row.causes))
     return (Span(words if cells(words) <= width else cut(kinds, width), "warn"),)
+
+
+def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
+    """The cell behind one blank."""
+    return lambda row, width: (Span(" "), *draw(row, width - 1))
 
 
 def _name(row: TrainingRow) -> str:
@@ -145,10 +152,11 @@ _COLUMNS: tuple[Column[TrainingRow], ...] = (
         lambda row, _: _speed(row.tokens_per_second),
         there=lambda row: row.tokens_per_second,
     ),
-    Column("plan", ("of plan", "plan"), (5, 7), _plan),
-    Column("time", ("step time, spread", "step time", "time"), (7, 13, 17), _step_time),
-    Column("input", ("input",), (5,), _input),
-    Column("causes", ("held up by",), (10, 20), _held_up, "left", most=1000),
+    Column("plan", ("of plan", "plan"), (5, 8), _plan),
+    Column("time", ("step time, spread", "step time", "time"), (7, 13, 18), _step_time),
+    Column("input", ("input",), (5, 6), _input),
+    # the blank in front keeps two words of the heading apart
+    Column("causes", (" held up by", " held by"), (10, 16), _indent(_held_up), "left", most=1000),
 )
 TRAININGS: Grid[TrainingRow] = Grid(tuple(map(_greyed, _COLUMNS)), NO_TRAINING)
 
@@ -186,7 +194,19 @@ def _rank_speed(speed: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
-    return _rank_figure(seconds, step_time, "text", lambda row: row.own_work_s)
+    return _rank_figure(seconds, _write_part, "text", lambda row: row.own_work_s)
+
+
+def _write_part(seconds: float) -> str:
+    """A part of a step, without decimals of none."""
+    return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
+
+
+def _waiting_s(row: RankRow) -> float:
+    """Waiting without the exchange, as the bar and the sentences have it; of a rank whose step has
+    no known parts both together.
+    """
+    return row.step.waiting_s if row.step.step_s else row.waiting_s
 
 
 def _bar(longest_s: float) -> Cell[RankRow]:
@@ -221,7 +241,7 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
             there=lambda row: row.tokens_per_second,
         ),
         Column("own", ("own work", "own"), (7, 8), _part(lambda row: row.own_work_s)),
-        Column("waiting", ("waiting", "wait"), (7,), _part(lambda row: row.waiting_s)),
+        Column("waiting", ("waiting", "wait"), (7,), _part(_waiting_s)),
         Column(
             "bar",
             ("a step in its parts, on one scale", "a step", "step"),
@@ -242,6 +262,8 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     lines = [*_ended_lines(row, width)] if row.ended_s else []
     tone: Tone = "warn" if late else "text"
     lines += text_lines(_figures(row), width, 3, "dim" if row.ended_s else tone)
+    if row.ended_s and row.causes:
+        lines += text_lines("As it was in its last steps:", width, 1, "dim")
     if late and not row.causes:
         lines += text_lines(_exclude(row), width, 4)
     for cause in row.causes:
@@ -287,13 +309,19 @@ def _exclude(row: TrainingRow) -> str:
 
 
 def _advise(row: TrainingRow) -> Iterator[str]:
-    """The shares that would be faster, and whether the training takes them by itself."""
-    if row.advice is None or row.ended_s:
+    """The shares that would be faster, and whether the training takes them by itself; at its end,
+    why it hasn't.
+    """
+    if row.advice is None:
         return
     shares = " + ".join(map(str, row.advice.shares))
     rule = "the plan's curves" if row.advice.by_curves else "the rows"
     error = f" ± {percent(row.advice.error)}" if row.advice.error >= WHOLE_PERCENT else ""
     gain = f"+{percent(row.advice.gain)}{error}"
+    if row.ended_s:
+        yield f"{shares} would have given {gain}, if own work follows {rule}."
+        yield from _explain_stay(row)
+        return
     if row.pending is None:
         yield f"{shares} would give {gain}, if own work follows {rule}."
         return
@@ -302,6 +330,19 @@ def _advise(row: TrainingRow) -> Iterator[str]:
     if seen >= needed:
         how_far = "once they gain in most windows of steps"
     yield f"It is about to change its shares by itself, towards {shares} ({gain}): {how_far}."
+
+
+def _explain_stay(row: TrainingRow) -> Iterator[str]:
+    """Why a training that has ended didn't take the shares that would have been faster."""
+    if row.pending is None:
+        if not row.changes:
+            yield "It kept its shares: it wasn't asked to change them while it trains."
+        return
+    seen, needed = row.pending.windows, row.pending.needed
+    if seen < needed:
+        yield f"It kept its shares: it ended after {seen} of the {needed} windows of steps needed."
+        return
+    yield "It kept its shares: the gain wasn't there in most windows of steps."
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:

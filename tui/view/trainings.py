@@ -89,7 +89,9 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _end(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """The last figures of a training, as those of one that has ended."""
+        """The last figures of a training, as those of one that has ended: of what held it up only
+        unequal work, which its shares could have mended.
+        """
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))
         ended_s = max(at_seconds - seen_at, 1e-3)
@@ -99,9 +101,8 @@ class EndedTrainings:
             ranks=ranks,
             ended_s=ended_s,
             summary=self._summaries.get(row.run, ()),
-            causes=(),
+            causes=tuple(cause for cause in row.causes if cause.kind == LimitKind.UNEQUAL.value),
             limits=(),
-            advice=None,
         )
 
 
