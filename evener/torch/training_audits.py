@@ -1,7 +1,8 @@
-"""The audits of a training by a plan: some rows of a step, on one device and by parts.
+"""The audits of a training by a plan: the gradient of some rows of a step, on one device
+and in parts.
 
-After the step's own backward pass, when its activations are gone, and before the optimizer uses the
-gradients, which are left as they are.
+An audit runs after the step's own backward pass, when its activations are freed, and before the
+optimizer uses the gradients, which stay as they are.
 """
 
 from __future__ import annotations
@@ -56,8 +57,11 @@ from .step.weights import WholeBatchLoss
 from .step.wrapped import is_sharded
 from .sums.collectives import count_foreign, own_collectives, refuse_meeting
 
-_NUMBERS = count()  # of the trainings that this process makes, as every rank does
-HEAR_AFTER, GIVE_UP_AFTER = 2, 10  # steps after an audit, in which ranks hear of the others'
+_NUMBERS = count()  # of this process's trainings, the same on every rank
+HEAR_AFTER, GIVE_UP_AFTER = (
+    2,
+    10,
+)  # steps after an audit: ranks read its results, or stop waiting for them
 FEW = 2  # rows of a pass in an audit, where the plan has passes
 CHANGED = (
     "Each training pass changes the model's buffer {}: with shares every device changes its own,"
@@ -72,7 +76,7 @@ PADDED = (
 MAY_COUNT = "it has a number that may be its rows, which batch.size(0) says"
 CANT = "its loss can't be computed again to compare it ({}: {})"
 AHEAD = 2  # batches that a loop may take before it computes the first of them
-NEAR_NUMBERS = 1e-4  # of numbers that are alike, but rounded in other ways
+NEAR_NUMBERS = 1e-4  # relative difference of equal numbers that are rounded differently
 OTHER_NUMBERS = (
     "The ranks compute their losses with other numbers: one has {:.6g} where another has {:.6g}"
     " ({}). Drawn at random, that is as it should be. Noted of earlier rows, such as a running mean"
@@ -82,72 +86,75 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """A rank's result of an audit, as the others are told."""
+    """A rank's result of an audit, as it is sent to the other ranks."""
 
     message: str = ""  # of a difference
     remedy: str = ""
     relative: float = 0.0
     fine: bool = False  # both ways agree
-    certain: bool = True  # of a difference: it can't come from a number that counts rows
+    certain: bool = True  # a difference can't come from a number that counts rows
     rows: int = 0  # a digest of the rows that were computed
     sketch: Sketch | None = None  # of the reference
-    noises: dict[str, float] | None = None  # what rounding makes of it, where that was measured
-    numbers: list[Number] | None = None  # that a loop's loss is computed with
-    even: bool = False  # shares have to go even
+    noises: dict[str, float] | None = None  # how far rounding changes it, if measured
+    numbers: list[Number] | None = None  # numbers that a loop's loss is computed with
+    even: bool = False  # shares have to become equal
 
 
 class TrainingAudits:
-    """The audits of one rank's training; every rank calls everything equally often."""
+    """The audits of one rank's training; all ranks have to call each method equally often."""
 
     def __init__(self, training: Any) -> None:
         self._training = weakref.proxy(training)
         self.judge = Audits(strict=training.strict)
         self._batch: Any = None  # that was counted last
         self._due = False
-        self._changed = False  # a loss is made of other operations than those before
-        self._doubted: list[Sketch] = []  # of ranks, which differ by rounding or by more
+        self._changed = False  # a loss is made of other operations than earlier losses
+        self._doubted: list[Sketch] = []  # ranks' sketches, which differ by rounding or by more
         self._measures_until = 0  # the last step that is audited to measure rounding
         self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
-        self._parted: Any = None  # the batch whose parts were taken last
+        self._parted: Any = None  # the batch whose parts were computed last
         self._number = next(_NUMBERS)  # the same on every rank
-        self._told: dict[int, list[str]] = {}  # by step: where each rank leaves what it has found
+        self._told: dict[int, list[str]] = {}  # by step: the store's keys of each rank's result
         self._go_even: Callable[[str], None] | None = None
-        # what is asked where nothing could be audited, and what to do, by the cause, in the words
-        # of the trainer that this is behind
+        # the question to ask if nothing could be audited, and the remedy for each cause, in the
+        # trainer's terms
         self.question = QUESTION
         self.remedies = {name: each.remedy for name, each in CAUSES.items()}
         self._said: set[str] = set()
         self._settings = LossSettings()
-        self._is_loops = False  # backward is called by a loop of one's own
-        self._recorder: Recorder | None = None  # of a loop of one's own
-        self._waited = 0  # batches since it began
-        self._met_before: Any = None  # what ranks had exchanged then
+        self._is_loops = False  # the user's own loop calls backward
+        self._recorder: Recorder | None = None  # records the user's own loop
+        self._waited = 0  # batches since the recorder began
+        self._met_before: Any = None  # collectives of the program until then
         if training.world > 1:
             listen(self)
 
     @property
     def is_due(self) -> bool:
-        """True if the batch at hand is audited, which takes time."""
+        """True if the current batch is audited, which takes time."""
         return self._due
 
     @property
     def follows_change(self) -> bool:
-        """True if the batch at hand is audited as something has changed before it."""
+        """True if the current batch is audited because something changed before it."""
         return self._due and not is_audited(self.judge.step)
 
     @property
     def _measures(self) -> bool:
-        """True if an audit is to say what rounding makes of the gradient."""
+        """True if audits have to measure how far rounding changes the gradient."""
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Tell the other ranks what was found of a loop's batch by other means: why shares have to
-        go even, or nothing.
+        """Send the other ranks the result of a check that was made elsewhere.
+
+        `fault` says why shares have to become equal; it is empty if they don't.
         """
         self._tell(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count a batch, unless it was counted; True if its gradient is to be audited."""
+        """Count a batch, unless it is counted already; return True if its gradient is
+        to be audited.
+        """
         if batch is not self._batch or batch is None:
             self._batch = batch
             self._hear()
@@ -157,8 +164,10 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
-        """Backward is called on a loss that is made of these operations, by this code of the
-        program's; if no loss was before, the next one is audited.
+        """Audit the next loss if this one is made of other operations than all before, or
+        by changed code.
+
+        Called as `code` of the program calls backward on a loss.
         """
         if self._batch is None or self.judge.over:
             return
@@ -170,9 +179,11 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Compare with the way of the program's own launcher, which gives each rank as many rows,
-        from now on. `go_even` is called on every rank, in the same step, with why shares have to
-        go even.
+        """From now on, compare with the program's own launcher, which gives all ranks
+        equally many rows.
+
+        `go_even` is called on every rank in the same step, with the reason why shares have
+        to become equal.
         """
         self._go_even = go_even
         self.question = ""
@@ -180,7 +191,7 @@ class TrainingAudits:
 
     @property
     def follows_launcher(self) -> bool:
-        """True where the program's own launcher says what is right, not one device."""
+        """True if the reference is the program's own launcher instead of one device."""
         return self._go_even is not None
 
     def after_batch(
@@ -189,29 +200,29 @@ class TrainingAudits:
         function: Callable[..., Any],
         holders: Sequence[Any] = (),
     ) -> None:
-        """Audit the batch that a trainer of a library has computed, if it is due; RequestError for
-        a difference.
+        """Audit the batch that a library's trainer has computed, if an audit is due.
 
-        Every rank calls it in each step, before its optimizer uses the gradients. `find` makes the
-        audit; it is told whether weights that are all alike are to be moved meanwhile. `function`
-        is the program's own that computes the loss, `holders` are objects whose attributes it
-        reads.
+        Every rank has to call it in each step, before its optimizer uses the gradients. `find`
+        makes the audit; its argument says whether to move weights that are all equal while it runs.
+        `function` is the program's function that computes the loss, and `holders` are objects whose
+        attributes it reads. Raises RequestError if the gradients differ.
         """
         due = self.begin(object())
         if not self.judge.over:
             models = self._training.weights.models
             changed = self._settings.have_changed(models, function, holders=holders)
             due |= changed and self.judge.changes()
-        # of a loss whose backward pass comes before the next call
+        # so that `note_loss` notes a change in a backward pass before the next call
         self._due = False
         if due and not self._is_apart():
             first = self.judge.step == 1
             self._act(Replayed(self._run(lambda: find(first))))
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
-        """Audit the loss `compute(part)` of a batch, if it is due; RequestError for a difference.
+        """Audit the loss `compute(part)` of a batch, if an audit is due.
 
-        Every rank calls it, after its passes.
+        Every rank has to call it after the batch's passes. Raises RequestError if
+        the gradients differ.
         """
         training = self._training
         self.close()
@@ -245,10 +256,10 @@ class TrainingAudits:
         rows: int,
         make_bench: Callable[[], Bench] | None = None,
     ) -> None:
-        """RequestError on this rank unless parts of up to `rows` rows of a pass, which ran out of
-        memory, have the gradient of these rows together.
+        """Check that a pass which ran out of memory may be divided into parts of up to `rows` rows.
 
-        `make_bench` makes the bench of a trainer of a library.
+        Raises RequestError on this rank unless the parts together have the gradient of the whole.
+        `make_bench` makes the bench if a library's trainer computes the pass.
         """
         most = min(rows, part.rows)
         few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
@@ -268,8 +279,8 @@ class TrainingAudits:
     # ------------------------------------------------------------------ a loop of one's own
 
     def watch_loop(self, batch: Any) -> None:
-        """LossRecord how the loop computes its loss of a batch, which it gets now, if that is to be
-        audited.
+        """Record how the loop computes its loss of the batch that it gets now, if that is
+        to be audited.
         """
         weights = self._training.weights
         due = self.begin(weights.current)
@@ -277,7 +288,7 @@ class TrainingAudits:
         if self._recorder is not None and (due or self._recorder.losses):
             self.close()
         if self._recorder is not None:
-            self._waited += 1  # the loop takes its batches ahead of their turn
+            self._waited += 1  # the loop fetches batches ahead of their turn
             if self._waited > AHEAD:
                 self.close()
             return
@@ -290,13 +301,13 @@ class TrainingAudits:
         self._recorder = Recorder(weights.models, batch, self._after_backward, rows)
 
     def close(self) -> None:
-        """LossRecord no more of the loop's batch."""
+        """Stop recording the loop's batch."""
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
-        """LossRecord how the loop computes the loss of the first part of a batch."""
+        """Record how the loop computes the loss of the first part of a batch."""
         weights = self._training.weights
         self.close()
         first = weights.current is not self._parted
@@ -310,10 +321,12 @@ class TrainingAudits:
             self._recorder = recorder
 
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit a loss that a loop has called backward on; RequestError for a difference."""
+        """Audit a loss on which a loop has called backward; raise RequestError if
+        the gradients differ.
+        """
         weights = self._training.weights
         if not weights.is_loops:
-            return  # the split has a part in it
+            return  # the split takes part in this loss
         factor = self._training.world * weights.weight if weights.by_loss else 1.0
         found = Replayed(None)
         numbers = None
@@ -331,7 +344,7 @@ class TrainingAudits:
         self._act(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the loss of a batch's first part; ranks are told when its last one is done."""
+        """Audit the loss of a batch's first part; ranks exchange results after the last part."""
         if recorder.losses > 1 or recorder.rows < 2:
             return
         record = self._trace(recorder, loss)
@@ -341,7 +354,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Say why a loss couldn't be audited, or what can't be seen of it."""
+        """Warn why a loss couldn't be audited, or what couldn't be seen of it."""
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
@@ -349,8 +362,10 @@ class TrainingAudits:
             self._say(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Tell the other ranks what an audit of a part has found, as the batch's last pass is over:
-        before it, some wait in the exchange.
+        """Send the other ranks the result of a part's audit, now that the batch's last
+        pass is over.
+
+        Before that, some ranks still wait in the exchange of gradients.
         """
         self.close()
         found, self._pending = self._pending, None
@@ -358,7 +373,7 @@ class TrainingAudits:
             self._act(found, survives=True)
 
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
-        """The record of a loss, or why it can't be computed again, as a part of a sentence."""
+        """Return the record of a loss, or a phrase that says why it can't be computed again."""
         if count_foreign() != self._met_before:
             return "its ranks exchange figures before its backward pass"
         record = recorder.trace(loss)
@@ -372,7 +387,7 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """The audit of a recorded loss, which a rank has multiplied by its `factor`."""
+        """Audit a recorded loss, which the rank has multiplied by `factor`."""
 
         def ways(few: FewRows, compute: Compute) -> Ways:
             def loss(part: Part) -> Any:
@@ -396,7 +411,7 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Rows of the batch at hand, from the data set, and cut from the batch."""
+        """Return some rows of the current batch, from the data set and cut from the batch."""
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
         if not taken.origin.dealt:
@@ -409,7 +424,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """A digest of which weights are trained."""
+        """Return a digest of which weights are trained."""
         models = self._training.weights.models
         return hash(
             frozenset(
@@ -418,7 +433,7 @@ class TrainingAudits:
         )
 
     def _is_apart(self) -> bool:
-        """True where nothing can be audited: one device in one pass, or a sharded model."""
+        """True if nothing can be audited: one device with a single pass, or a sharded model."""
         training = self._training
         alone = training.world == 1 and not training.ranks.in_passes
         return alone or training.weights.equal_passes or not training.weights.models
@@ -426,7 +441,10 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Rows of the batch at hand: from the data set, the same on every rank, or cut from it."""
+        """Return some rows of the current batch, from the data set or cut from the batch.
+
+        Rows from the data set are the same on every rank.
+        """
         loader = None if taken is None else taken.origin.loader()
         given = list(map(id, tensors_in(batch)))
         same = record is not None or (
@@ -442,7 +460,7 @@ class TrainingAudits:
         return self._move(few)
 
     def _move(self, few: FewRows | None) -> FewRows | None:
-        """The rows on this rank's device."""
+        """Return the rows on this rank's device."""
         if few is None:
             return None
         device = self._training.device
@@ -460,8 +478,9 @@ class TrainingAudits:
     def make_bench(
         self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
     ) -> Bench:
-        """A bench for these models and whatever else their optimizers train, on which nothing of
-        the step happens; `options` are Bench's.
+        """Return a bench for these models and for what else their optimizers train.
+
+        What it computes doesn't count as part of a step. `options` are those of Bench.
         """
         every = list(models)
         groups = [group for each in optimizers for group in each.param_groups]
@@ -473,12 +492,12 @@ class TrainingAudits:
         )
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Some of these rows of a data set, on this rank's device; None where there are too few."""
+        """Return some of these rows of a data set, on this rank's device; None if too few."""
         return self._move(fetch_rows(dataset, collate, numbers))
 
     @contextmanager
     def _resting(self) -> Iterator[None]:
-        """A context in which no exchange hears of what is computed."""
+        """Enter a context in which exchanges ignore what is computed."""
         exchanges = self._training.weights.list_exchanges()
         for each in exchanges:
             each.resting = True
@@ -490,9 +509,10 @@ class TrainingAudits:
                 each.resting = False
 
     def make_ways(self, few: FewRows, compute: OfPart, counted: OfPart | None) -> Ways:
-        """The right gradient, and that of two devices, in passes where the plan has some.
+        """Return the ways to compute the reference gradient and that of two devices.
 
-        Right is one device's, or that of equal parts, as the program's own launcher has them.
+        The reference is one device's gradient, or that of equal parts, as the program's own
+        launcher computes it. The two devices compute in passes if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_meeting(compute)
@@ -508,11 +528,11 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _run(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """The audit, or None where it couldn't be made, and says why."""
+        """Return the audit; if it can't be made, warn why and return None."""
         try:
             return find()
         except WholeBatchLoss:
-            return None  # every rank has the whole batch's loss
+            return None  # each rank has the whole batch's loss, which is exact
         except RequestError as error:
             self._say(NOT_AUDITED.format(error.message.rstrip(".")) + self.question)
         except Exception as error:
@@ -528,21 +548,23 @@ class TrainingAudits:
     def _act(
         self, found: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
-        """Tell the other ranks, without waiting for them, and do what follows from this rank's.
+        """Send this rank's result to the other ranks without waiting for them, and act on it.
 
-        `survives`: where both ways agree, a pass that runs out of memory may be computed again in
-        smaller ones.
+        With `survives`, if both ways agree, a pass that runs out of memory may be computed again
+        in smaller passes.
         """
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
         if not (found.certain and found.closed):
-            own.sketch = None  # of rows that were counted by a guess, or of a rank's own
+            own.sketch = (
+                None  # if the count of rows was guessed, or rows come from outside the batch
+            )
         if own.fine and survives:
             self._training.passes.recovery.checked = True
         action = self.judge.decide_by(bool(own.message) and own.certain)
         if action is Action.GO_EVEN:
             own.even = True
-            self.judge.over = False  # until all ranks have heard of it
+            self.judge.over = False  # until all ranks know of it
         self._tell(own)
         self._follow(action, own)
 
@@ -553,7 +575,9 @@ class TrainingAudits:
             self._say(f"{verdict.message} {verdict.remedy}")
 
     def _tell(self, own: RankVerdict) -> None:
-        """Leave this rank's verdict to the others, who audit the same steps as a rule."""
+        """Leave this rank's verdict in the store for the other ranks, which usually audit
+        the same steps.
+        """
         training = self._training
         alone = not dist.is_initialized() or dist.get_world_size() != training.world
         if training.world == 1 or alone:
@@ -565,8 +589,10 @@ class TrainingAudits:
         self._told[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
 
     def _hear(self) -> None:
-        """Compare what all ranks have found in an audit, once all have left it: two steps later,
-        whose exchange none has passed before it.
+        """Compare the results of all ranks in an audit, once every rank has left its result.
+
+        That is two steps later: no rank gets past the exchange of that step before all
+        results are there.
         """
         for step, keys in list(self._told.items()):
             if self.judge.step < step + HEAR_AFTER:
@@ -579,7 +605,7 @@ class TrainingAudits:
                 del self._told[step]
 
     def _compare(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Compare what all ranks have found in a step; every rank does so in the same one."""
+        """Compare the results of all ranks in a step; every rank does so in the same step."""
         if self.judge.over:
             return
         self._compare_numbers([each.numbers for each in every if each.numbers is not None])
@@ -602,7 +628,7 @@ class TrainingAudits:
             self._say(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge(self, found: Audited) -> RankVerdict:
-        """This rank's own verdict."""
+        """Return this rank's own verdict on an audit."""
         if found.changed:
             self._say(CHANGED.format(found.changed[0]))
         if found.fault:
@@ -622,7 +648,10 @@ class TrainingAudits:
         return made
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """A verdict if ranks compute other gradients of the same rows: by what each has noted."""
+        """Return a verdict if ranks compute different gradients of the same rows, else None.
+
+        If the difference may come from rounding, the next audits measure rounding first.
+        """
         if len({each.rows for each in every}) > 1:
             return None
         sketches = [each.sketch for each in every if each.sketch is not None]
@@ -633,7 +662,7 @@ class TrainingAudits:
             self._doubted = []
         elif difference is not None:
             self._doubted = sketches
-            # on every rank, with the batch that is at hand, or those that a loop takes ahead
+            # on every rank, for the current batch and those that a loop fetches ahead
             self._measures_until = self.judge.step + 1 + AHEAD
             return None
         if difference is None:
@@ -642,7 +671,7 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn of a number that ranks compute their losses with, and that isn't the same."""
+        """Warn if a number that the losses are computed with differs between ranks."""
         if len({len(each) for each in every}) != 1:
             return
         for line in zip(*every, strict=True):
@@ -653,15 +682,16 @@ class TrainingAudits:
                 return
 
     def _say(self, words: str) -> None:
-        """Warn once of each thing."""
+        """Print a warning unless it was printed before."""
         if words not in self._said:
             self._said.add(words)
             warnings.warn(words, stacklevel=2)
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
-    """What ranks have left under these keys of the store; empty until all have, and where the store
-    has gone with the rank that ended first.
+    """Return the verdicts that ranks have left under these keys of the store.
+
+    Empty until all ranks have left one, and if the store ended with the rank that ended first.
     """
     store = default_store()
     try:
@@ -673,13 +703,16 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights, so that gradients come in parts."""
+    """True if another library shards the weights of a model, so that each rank has
+    parts of gradients.
+    """
     return any(map(is_sharded, models))
 
 
 def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0) -> Ways:
-    """One device's gradient of a few rows, and that of two, each in passes of up to `micro` rows;
-    0: in one.
+    """Return the ways to compute a few rows' gradient on one device and on two.
+
+    Each way has passes of up to `micro` rows; 0 means a single pass.
     """
     way = partial(_make_way, loss, counted)
     whole = way([few.whole], [few.rows], 0)
@@ -697,8 +730,10 @@ def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micr
 def launchers_ways(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Ways:
-    """The gradient of a few rows as a program's own launcher has it, the mean of equal parts, and
-    as shares do.
+    """Return the ways to compute a few rows' gradient as the program's launcher does,
+    and by shares.
+
+    The launcher's gradient is the mean over equal parts.
     """
     made = devices_ways(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # of two rows, which can't be cut in two ways
@@ -720,7 +755,9 @@ def launchers_ways(
 def _make_way(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Way:
-    """The way in which devices compute these batches, each in passes of up to `micro` rows."""
+    """Return the way in which devices compute these batches, each in passes of up to `micro` rows;
+    0 means a single pass.
+    """
     parts: list[Part] = []
     for rank, (batch, rows) in enumerate(zip(batches, sizes, strict=True)):
         own = make_parts(batch, rows, micro or rows, _unscaled)
@@ -744,7 +781,7 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """The line of the program's own code where an error arose, as the end of a sentence."""
+    """Return the line of the program where an error arose, in parentheses; "" if unknown."""
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -756,8 +793,9 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """The loss of a part, which is computed more than once: the program may take things out of its
-    batch.
+    """Return the loss of a part from a copy of its batch's structure.
+
+    A part is computed more than once, and the program may remove items from its batch.
     """
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

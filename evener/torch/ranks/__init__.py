@@ -1,3 +1,1 @@
-"""The ranks of a training: where each one is, what it measures, and how it learns that another has
-ended.
-"""
+"""The ranks of a training: their devices, their step times, and how they learn of a rank's end."""

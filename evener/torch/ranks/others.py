@@ -39,7 +39,7 @@ _LOST_SIGNS = (
     "Broken pipe",
     "NCCL",
 )  # texts in errors about lost ranks
-_left: list[Any] = []  # process groups, until the interpreter ends
+_left: list[Any] = []  # keeps process groups until the interpreter ends
 
 
 class LastNote(msgspec.Struct, frozen=True):
@@ -47,7 +47,7 @@ class LastNote(msgspec.Struct, frozen=True):
 
     words: str | None = None  # its error; empty if it had none, None if it left no note
     batches: int = 0  # that it had begun
-    exchanges: dict[str, int] = {}  # that it had begun, by process group
+    exchanges: dict[str, int] = {}  # collectives that it had begun, by process group
 
     def describe(self, rank: int) -> str:
         """Return a message about the end of `rank`, which left this note, for a rank that
@@ -80,13 +80,13 @@ class Others:
             dist.get_rank(),
             set(range(dist.get_world_size())) - {dist.get_rank()},
         )
-        self._store = default_store().clone()  # in which nobody else waits
+        self._store = default_store().clone()  # a connection on which nothing else waits
         self._number: int = (
             0 if Others.newest is None else Others.newest._number + 1
-        )  # alike on all ranks
+        )  # the same on all ranks
         self._place = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
         self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._place}")
-        self.notes: dict[int, LastNote] = {}  # of the others that have ended
+        self.notes: dict[int, LastNote] = {}  # notes of ranks that have ended
         self._words: str | None = None  # the note that this rank has left
         self._over = Event()
         self._computing: list[Thread] = []
@@ -227,7 +227,7 @@ class Others:
             sys.excepthook(type(error), error, error.__traceback__)
             explain_end(error)
             abort_if_lost(error)
-        if self._words != "lost":  # else that has said it
+        if self._words != "lost":  # else explain_end has printed it
             say(f"evener: {self._describe()}")
         end_process(1)  # as the main thread waits in NCCL
 
@@ -272,8 +272,8 @@ def leave_group() -> None:
 class _Ends:
     """What this process does as it ends."""
 
-    leaves = False  # it leaves its process group
-    advise: WeakMethod[Callable[[BaseException], str]] | None = None  # of its newest training
+    leaves = False  # leave the process group
+    advise: WeakMethod[Callable[[BaseException], str]] | None = None  # the newest training's
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:

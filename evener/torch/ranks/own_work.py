@@ -50,13 +50,11 @@ from ..sums.collectives import own_collectives
 from ..sums.noise import RankNoise
 from .ranks import RankShares
 
-KEPT_STEPS = 25  # that medians are taken over
+KEPT_STEPS = 25  # steps that medians are taken over
 KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
 TIMED_AT_ONCE = 16  # steps; timing one at a time would find a cold CPU cache
-WARM_STEPS = 3  # of a training, which no sum counts: kernels are chosen, memory is allocated
-SAMPLED = (
-    4  # of so many steps, one is asked for what all threads compute, as that takes microseconds
-)
+WARM_STEPS = 3  # warm-up steps that no sum counts: kernels are chosen, memory is allocated
+SAMPLED = 4  # one in so many steps measures the CPU time of all threads, which takes microseconds
 LEAST_FILE_SECONDS = 1e-3  # between two steps, for them to count as time for files
 LEAST_FILE_BYTES = 64 << 10  # written between two steps, for the same
 Phase = Literal[Doing, "validation", "files"]
@@ -137,8 +135,10 @@ class TimedStep(NamedTuple):
     disturbed: bool = False  # evener looked at the loss, or memory ran out
     behind: float = math.nan  # 1 if the GPU was behind its host when gradients were sent, else 0
     computing: float = math.nan  # the part of own work in which the CPU computed for the loop
-    idle_input_s: float = math.nan  # of input_s: the loop's thread waited for others to fetch rows
-    # all of its time, with that since the loop before, in the order of StepSums
+    idle_input_s: float = (
+        math.nan
+    )  # part of input_s in which the loop's thread waited for others to fetch rows
+    # all of the step's time, and that since the last loop, in the order of StepSums
     sums: tuple[float, ...] = ()
 
 
@@ -146,18 +146,18 @@ class _Marked(NamedTuple):
     """A step that is over, with its marks, before it is timed."""
 
     sizes: tuple[int, ...]
-    asked: Any  # for this batch; None where a loop began with it
-    # from the end of the loop before to this batch, where a loop began with it
+    asked: Any  # mark when this batch was requested; None if a loop began with it
+    # phases since the end of the last loop, if a loop began with this batch
     apart: Sequence[tuple[Phase, Any]]
-    marks: Sequence[tuple[Phase, Any]]  # the phase that began at each; own work at the first
-    done: Any  # the next batch is asked for
+    marks: Sequence[tuple[Phase, Any]]  # the phase that began at each mark; own work at the first
+    done: Any  # mark when the next batch was requested
     number: int
     counts: bool  # its gradients were computed, or an optimizer has used them
     disturbed: bool
     behind: float
-    computed_s: float  # by the CPU, in own work
+    computed_s: float  # CPU seconds of the loop's thread in own work
     idle_input_s: float
-    all_computed_s: float  # the same by all threads of the process
+    all_computed_s: float  # CPU seconds of all threads in own work
 
 
 class StepTimer:
@@ -169,7 +169,7 @@ class StepTimer:
     """
 
     def __init__(self, clock: Any, alone: bool) -> None:
-        self.has_own_work = True  # False where ranks wait for each other within a pass
+        self.has_own_work = True  # False if ranks wait for each other within a pass
         self._clock = clock  # a HostClock or a GpuClock
         self._alone = alone
         self._on_host = isinstance(clock, HostClock)
@@ -177,31 +177,33 @@ class StepTimer:
         self.sizes: tuple[int, ...] = ()  # of the newest batch
         self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: (
             None
-        )  # hears of each batch, and of updates
-        self._updates = 0  # of optimizers
-        self._marks: list[tuple[Phase, Any]] = []  # of the batch that is trained
-        self._apart: list[tuple[Phase, Any]] = []  # since the last loop has ended
-        self._before: Sequence[tuple[Phase, Any]] = ()  # the same, of the batch that began a loop
-        self._validates = False  # since the last update, or the end of the last loop
-        self._batches = 0  # that were begun
-        self._computed = self._applied = False  # gradients of the batch
+        )  # called with each batch, and the number of updates
+        self._updates = 0  # steps of optimizers so far
+        self._marks: list[tuple[Phase, Any]] = []  # marks of the current batch
+        self._apart: list[tuple[Phase, Any]] = []  # marks since the end of the last loop
+        self._before: Sequence[tuple[Phase, Any]] = ()  # the same, for the batch that began a loop
+        self._validates = False  # validated since the last update, or the end of the last loop
+        self._batches = 0  # batches begun so far
+        self._computed = self._applied = False  # the batch's gradients
         self._disturbed = False  # the step
         self._behind = math.nan
         # computed by the loop's thread as own work began, and when gradients were ready
         self._began_s = self._ready_s = math.nan
         self._all_began_s = self._all_ready_s = math.nan  # by all threads of the process
-        self._thread = 0  # in which own work began
-        self._idle_s = math.nan  # of this thread so far, as the loop asked for its batch
+        self._thread = 0  # the thread in which own work began
+        self._idle_s = math.nan  # this thread's idle time when the loop requested its batch
         self._idle_input_s = math.nan  # of the newest batch
-        self._writes: ThreadWrites | None = None  # of the loop's thread, once they may take long
-        self._written = 0  # bytes, as the time between two steps began
-        self._between_at = 0.0  # by the host's clock, the same
-        self._marked: deque[_Marked] = deque(maxlen=KEPT_MARKED)  # that aren't timed yet
+        self._writes: ThreadWrites | None = None  # the loop's thread, once its writes may take long
+        self._written = 0  # bytes written when the time between two steps began
+        self._between_at = 0.0  # when that time began, by the host's clock
+        self._marked: deque[_Marked] = deque(maxlen=KEPT_MARKED)  # steps that aren't timed yet
         self._steps: deque[TimedStep] = deque(maxlen=KEPT_STEPS)
         self._counted = 0  # steps so far
-        self.sums = RunningSums()  # of all steps but the first
+        self.sums = RunningSums()  # of all steps except warm-up
         _timers.add(self)
-        self.release = _OPTIMIZER_HOOKS.hold(self)  # and be told of steps of optimizers no more
+        self.release = _OPTIMIZER_HOOKS.hold(
+            self
+        )  # call it to stop being told of optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
         """Begin a batch; `sizes` are the rows of each rank in it."""
@@ -357,7 +359,7 @@ class StepTimer:
         Returns True if its gradients were computed and exchanged.
         """
         if not self._marks and self._asked is not None:
-            return False  # it has asked already
+            return False  # the loop has asked already
         done = self._clock.mark()
         computed, counts = self._computed, self._computed or self._applied
         if self._marks:
@@ -542,8 +544,8 @@ def make_timer(device: torch.device, alone: bool) -> StepTimer:
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), alone)
 
 
-MEMORY_SECONDS = 5.0  # between two looks at memory
-RETREATS = "evener/retreats"  # lines of ranks whose journal the first one keeps
+MEMORY_SECONDS = 5.0  # between two readings of memory
+RETREATS = "evener/retreats"  # key of the lines that other ranks leave for rank 0's journal
 
 
 class StepReporter:
@@ -566,7 +568,7 @@ class StepReporter:
         self.retreats, self.retreat = (
             0,
             "",
-        )  # passes that ran out of memory, and the last of them in words
+        )  # number of passes that ran out of memory, and a message about the last
         self.pending: Callable[[], PendingShares | None] = lambda: None  # the next change of shares
         self._journal = None
         if (journal or launched_run()) and shares.rank == 0:
@@ -574,7 +576,7 @@ class StepReporter:
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
         self._script = os.path.basename(sys.argv[0])
-        self._lines = 0  # of other ranks' retreats that the journal has
+        self._lines = 0  # lines of other ranks that the journal has
         self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
             self._describe, self._journal, timer.now, lambda: self._timer.sums.whole
@@ -609,14 +611,14 @@ class StepReporter:
         if self._journal is not None:
             self._journal.note_retreat(line)
         elif self.shares.rank:
-            with suppress(RuntimeError):  # of a store that can't append
+            with suppress(RuntimeError):  # from a store that can't append
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
         """Add the retreats of other ranks to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
-        with suppress(RuntimeError, ValueError):  # of a group that is gone
+        with suppress(RuntimeError, ValueError):  # from the store of a group that is gone
             store = default_store()
             if store.check([RETREATS]):
                 lines = store.get(RETREATS).decode().splitlines()

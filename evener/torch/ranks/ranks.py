@@ -128,7 +128,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        # 1 is torchrun's choice; cores fetch the rows of a GPU
+        # torchrun sets 1, but fetching a GPU's rows takes several cores
         if torch.get_num_threads() == 1 or trainings > 1:
             torch.set_num_threads(fetching_threads(_number("LOCAL_WORLD_SIZE", 1) * trainings))
     elif (
@@ -139,8 +139,8 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
         # also threads of a trainer's earlier group, which would slow ranks on other cores
         pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))
-        # what a step frees is kept for the next one: by its own choice glibc maps and unmaps 15 %
-        # of a step's time
+        # Memory that a step frees is kept for the next one: by default glibc's mapping and
+        # unmapping take 15 % of a step's time.
         _tell_glibc({_MMAP_THRESHOLD: 2**31 - 1, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
 
 
@@ -249,12 +249,12 @@ class RankShares(msgspec.Struct, frozen=True):
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
-    micros: tuple[int, ...]  # the most of them in one pass
+    micros: tuple[int, ...]  # the most rows of each rank in one pass
     passes: tuple[int, ...]
-    shares: tuple[Share, ...]  # of the plan; where there is none, this rank's device for each
+    shares: tuple[Share, ...]  # the plan's shares; without a plan, this rank's device for each rank
     workload: str
-    training: str  # a name for it that all ranks have
-    samples_per_second: float = 0.0  # that the plan expects; 0: none, or for another global batch
+    training: str  # an id that is the same on all ranks
+    samples_per_second: float = 0.0  # the plan's; 0 without one, or for another global batch
     plan: Plan | None = None
     device: Any = None  # this process's, as PyTorch names it
 
@@ -320,7 +320,7 @@ def find_shares(
     that of the shares. If the plan was measured on other devices, that is a PlanError with `strict`
     and a warning without. Raises RequestError if `options` differ between ranks.
     """
-    note_use()  # also of ratios, which are a plan by hand
+    note_use()  # ratios count as using a plan too
     if plan is not None and ratios is not None:
         raise RequestError(
             "Both a plan and ratios are given.", "Give one of them; the plan has its own ratios."
@@ -372,7 +372,7 @@ def _share_by_ratios(
 ) -> RankShares:
     device = device or choose_device(None, stand, gpus)
     name = _name_gpu(device, gpus) or str(device)
-    share = Share(name, device.index or 0, str(device), 0, 0.0)  # as the monitor shows it
+    share = Share(name, device.index or 0, str(device), 0, 0.0)  # for the monitor
     divided = divide_by_ratios(ratios, global_batch, stand.world)
     digest = zlib.crc32(msgspec.json.encode(divided))
     ranks = _meet(RankInfo(socket.gethostname(), "", plan=digest), stand, options)

@@ -1,3 +1,1 @@
-"""The rows that a PyTorch process trains on: which they are, how batches are fetched, and what
-loops over them.
-"""
+"""The rows that a PyTorch process trains on: their order, the fetching of batches, and loaders."""

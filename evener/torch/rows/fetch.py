@@ -78,7 +78,7 @@ class Fetch:
         )  # else it collates single rows
         self._whole = None if options.get("num_workers") else whole
         if self._whole is None:
-            if whole is not None:  # in worker processes
+            if whole is not None:  # fetch whole batches in worker processes
                 dataset, options = (
                     _ByList(dataset),
                     {**options, "collate_fn": self._collate or _as_it_is},
@@ -141,7 +141,7 @@ class Prefetcher:
         self._ready: deque[tuple[Any, Any]] = deque()  # (batch, event: it has arrived)
         self._released: deque[Any] = (
             deque()
-        )  # an event for each batch taken: the GPU is done with the one before it
+        )  # an event for each batch taken: the GPU is done with the batch before
         self._error: BaseException | None = None
         self._ended = False
         self._change = threading.Condition()
@@ -215,7 +215,7 @@ class Prefetcher:
                 if not self._ended:
                     self._ready.append(ready)
                 self._change.notify_all()
-            del ready  # the loop that takes it is the only one to hold it
+            del ready  # so that only the loop holds it
 
 
 class _Lane:
@@ -232,7 +232,7 @@ class _Lane:
         self._stream = self._streams.setdefault(self._device.index, torch.cuda.Stream(self._device))
         self._stream.wait_stream(
             torch.cuda.current_stream(self._device)
-        )  # data that lie there are complete
+        )  # so that data on the device are complete
 
     def context(self) -> AbstractContextManager[None]:
         """Return a context in which work is enqueued on the transfer stream."""

@@ -125,7 +125,7 @@ class Loader:
         self.prefetch = check_prefetch(prefetch, self.device)
         self.drawn_ahead = self.prefetch + self.num_workers * (
             self.prefetch_factor or 2
-        )  # most, before their turn
+        )  # most batches drawn before their turn
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
         self._sent_to = torch.device("cpu") if on_host else self.device  # by the prefetcher
@@ -380,7 +380,7 @@ class StepSampler:
     def __init__(self, sampler: UnevenBatchSampler) -> None:
         self.sampler, self.drop_last = sampler, sampler.drop_last
         self.batch_size = sampler.shares[sampler.rank]
-        self.first_step = 0  # of the next iteration: those before it are left out
+        self.first_step = 0  # the next iteration skips the steps before this one
 
     def __len__(self) -> int:
         """The number of global batches in an epoch."""

@@ -106,7 +106,7 @@ def mix_seed(seed: int, epoch: int) -> int:
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
-LOOPS = 4  # that may run over one sampler at the same time and change shares
+LOOPS = 4  # most loops over one sampler at a time that follow changes of shares
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
@@ -140,7 +140,7 @@ class UnevenBatchSampler:
     to the batch before it. Raises RequestError if the shares, the length or the rank is invalid.
     """
 
-    is_dealt = False  # True if rows are dealt by their length, in passes
+    is_dealt = False  # True if rows are assigned by length, in passes
 
     def __init__(
         self,
@@ -462,8 +462,8 @@ class LengthSampler(UnevenBatchSampler):
         self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(
             longest
         ).in_passes
-        self._orders: dict[int, torch.Tensor] = {}  # of rows, by epoch
-        self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and place
+        self._orders: dict[int, torch.Tensor] = {}  # orders of rows by epoch
+        self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and first row
 
     def deal_at(self, first: int, epoch: int) -> Deal:
         """Return the assignment of rows in the global batch that begins with the

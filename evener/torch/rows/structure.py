@@ -92,7 +92,9 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
         same = copy.copy(data)
         same.update({key: function(item) for key, item in data.items()})
         return same
-    if isinstance(data, tuple) and not hasattr(data, "pin_memory"):  # a PackedSequence knows better
+    if isinstance(data, tuple) and not hasattr(
+        data, "pin_memory"
+    ):  # a PackedSequence has its own methods
         items = [function(item) for item in data]
         return type(data)(*items) if hasattr(data, "_fields") else tuple(items)
     if isinstance(data, list):

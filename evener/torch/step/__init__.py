@@ -1,1 +1,1 @@
-"""One optimizer step of a rank: its passes, their weights, and passes that run out of memory."""
+"""One optimizer step of a rank: its passes, their weights, and recovery after out-of-memory."""

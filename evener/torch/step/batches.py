@@ -24,7 +24,7 @@ class TakenBatch:
 
     def __init__(self, origin: Epoch, sizes: tuple[int, ...], data: Any, number: int = 0) -> None:
         self.origin = origin
-        self.number = number  # in its epoch
+        self.number = number  # its place in the epoch, from 0
         self.sizes = sizes
         self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
         self.used = False  # a wrapped model has computed it
@@ -77,7 +77,7 @@ class BatchTracker:
 
     def __init__(self) -> None:
         self.current: TakenBatch | None = None  # None after an epoch
-        # the current one, or the one with which the last epoch ended
+        # the current batch, or the last batch of the last epoch
         self.last: TakenBatch | None = None
         self._epochs: list[Epoch] = []  # the epoch of the newest batch is last
         self._manual = Epoch()

@@ -34,7 +34,7 @@ class OptimizerCheck:
         self._watched: set[type] = set()
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = (
             weakref.WeakKeyDictionary()
-        )  # by their parameters
+        )  # a hash of the parameters when last checked
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:

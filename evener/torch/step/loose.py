@@ -109,8 +109,10 @@ class TensorGroup:
         self._loose = loose
         self._task = -1  # the current backward pass
         self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # old and new gradients by place
-        self._came: dict[int, torch.Tensor] = {}  # weighted, in this backward pass
-        self._waiting: dict[int, torch.Tensor] = {}  # of passes whose sum comes later
+        self._came: dict[
+            int, torch.Tensor
+        ] = {}  # weighted gradients of this backward pass, by place
+        self._waiting: dict[int, torch.Tensor] = {}  # gradients that wait for a later sum, by place
         self._summed: set[int] = set()
         self._begins = True  # ranks haven't compared the tensors' initial values
         own = weakref.proxy(self)

@@ -20,7 +20,9 @@ class MemoryGauge:
 
     def __init__(self, device: torch.device, world: int) -> None:
         self._device = device
-        self._processes = int(os.environ.get("LOCAL_WORLD_SIZE", world))  # that share the host
+        self._processes = int(
+            os.environ.get("LOCAL_WORLD_SIZE", world)
+        )  # processes that share the host
         self._peaks = MemoryPeaks()
         self.at_risk = True
 

@@ -32,7 +32,9 @@ class Part:
         self.count: OfPart | None = None  # counts what the loss is a mean over, if not rows
         self.counted: torch.Tensor | None = None  # what `count` returned for these rows
         self.passes: Any = None  # the Passes that yielded this part
-        self.after: Callable[[Any], None] | None = None  # called with a loss that went backward
+        self.after: Callable[[Any], None] | None = (
+            None  # called with each loss after its backward pass
+        )
         self.error = ""  # the out-of-memory error that ended the block
         self._scale = scale
 

@@ -80,8 +80,8 @@ class RunningPass:
     part: Part
     state: PassState  # before the pass
     met: int  # collectives that others than evener began before the pass
-    opened: bool = False  # its backward pass began as `Part.backward` begins one
-    ended: bool = False  # a backward pass of it is over, and can't be undone
+    opened: bool = False  # its backward pass was begun by `Part.backward`
+    ended: bool = False  # one of its backward passes is over, and can't be undone
 
     def has_met(self) -> bool:
         """True if the loop has communicated with other ranks in this pass."""

@@ -1,1 +1,1 @@
-"""Sums over ranks: buckets of gradients and their exchange, and other collectives."""
+"""Collectives over the ranks: the sum of gradients in buckets, and others."""

@@ -29,7 +29,7 @@ SAMPLED = 8  # weights that ranks compare at a time
 TAIL = 3 + SAMPLED  # numbers at the end of a bucket, after the flags
 # a difference between ranks' weights, in units of rounding; unlike devices reach 4 in 600 steps
 APART = 1e4
-MOST_APART = 0.1  # in any case, with 16 bits
+MOST_APART = 0.1  # a limit of that difference, relative to the weights, for 16-bit types
 
 GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
@@ -54,7 +54,7 @@ class Bucket:
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self.tail, self._targets = self.flat[-TAIL:], [*self._views, self._flags]
         self._sent = [torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat]
-        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # of flags and tail
+        self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # cached flags and tails
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
         self._absent: list[int] = []  # places without a gradient when the bucket was gathered
@@ -136,7 +136,9 @@ class Bucket:
         if weight == 1.0:
             copy_each(views, gradients)
             return
-        factor = torch.tensor(weight, dtype=torch.float64)  # a number would take longer each time
+        factor = torch.tensor(
+            weight, dtype=torch.float64
+        )  # a Python number would take longer in each call
         for view, gradient in zip(views, gradients, strict=True):
             torch.mul(gradient, factor, out=view)
 
@@ -193,7 +195,7 @@ class Bucket:
         if self._absent:
             used = self._flags.tolist()
             for place in self._absent:
-                if used[place] != 0:  # also of complex numbers
+                if used[place] != 0:  # `!=` also works for complex numbers
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
@@ -378,7 +380,7 @@ class Buffers:
         Values are compared, as PyTorch's version counter misses changes by `buffer.data`
         and by BatchNorm.
         """
-        may_differ = self._places or self._kept_at != _registered[0]  # else there are none
+        may_differ = self._places or self._kept_at != _registered[0]  # else there are no buffers
         if may_differ and self._find_places() != self._places:
             flag.add_(1)
             return
@@ -393,7 +395,7 @@ class Buffers:
         return [(id(each), each.data_ptr()) for each in self.all()]
 
 
-_registered = [0]  # modules and buffers that became a part of a module in this process
+_registered = [0]  # count of modules and buffers registered in this process
 
 
 def _count_registered(*_: Any) -> None:

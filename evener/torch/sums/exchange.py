@@ -92,7 +92,7 @@ class Exchange:
         ignored = ignored_names(module)
         taking_part = _list_taking_part(module.named_parameters(), ignored)
         self.parameters = [each for each in taking_part if each.requires_grad]
-        self.normalizers = _find_normalizers(module)  # they mix rows
+        self.normalizers = _find_normalizers(module)  # BatchNorms, which mix rows
         self.group, self.alone, self.weight = group, alone, 1.0
         self._world = 1 if alone else dist.get_world_size(group)
         for each in EXCHANGES:  # raises RequestError for a sharded model
@@ -105,9 +105,9 @@ class Exchange:
         self.ready: Callable[[], None] = lambda: None
         self.sent: Callable[[], None] = lambda: None
         self.done: Callable[[], None] = lambda: None
-        self.noise: Any = None  # a RankNoise, which sees what is summed
+        self.noise: Any = None  # a RankNoise that samples the sums
 
-        self.number = 0  # of the batch in its epoch
+        self.number = 0  # the number of the batch in its epoch
         self.resting = False  # what is computed now isn't part of a step
         self.waits = False  # a forward pass was watched since the last sum
         self.sums = 0  # sums that have been made
@@ -117,12 +117,12 @@ class Exchange:
 
         # The order of gradients in the first pass; None once ranks have agreed on it.
         self._order: list[int] | None = None if alone else []
-        self._early = False  # buckets may go before the backward pass ends
+        self._early = False  # buckets may be sent before the backward pass ends
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
         self._begins: list[Any] = []  # hooks that notice the backward pass of hidden outputs
         self._hidden_task = -1  # the number of that pass
-        self._broken = False  # a backward pass has failed when part of its gradients were sent
+        self._broken = False  # a backward pass failed after some of its gradients were sent
         self._hooks: list[Any] = []  # that record whose gradients have come
         self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
         self._came: set[int] = set()  # ids of those recorded in this backward pass
@@ -206,7 +206,9 @@ class Exchange:
             if exchange._hidden_task == -1:
                 exchange.arm(sync, batch)
                 exchange._hidden_task = task
-            elif task < exchange._hidden_task:  # which was that of a checkpoint alone
+            elif (
+                task < exchange._hidden_task
+            ):  # the hidden task was a checkpoint's inner backward pass
                 raise RequestError(
                     "The model's output is an object that hides its tensors, and a part of it "
                     "is in a reentrant checkpoint: nobody sees where its backward pass begins.",
@@ -389,7 +391,7 @@ class Exchange:
         _remove(self._hooks)
         look = partial(
             _look_for, weakref.ref(self)
-        )  # a parameter must not keep what a dropped wrapper had
+        )  # weak, so that a parameter doesn't keep a dropped wrapper's exchange
         weakref.finalize(
             self, _remove, [_hook(each.last, partial(look, each)) for each in self._buckets]
         )
@@ -427,8 +429,8 @@ class Exchange:
 
 # The exchanges that a backward pass goes through, with its number, in the same order on all ranks.
 _open: dict[Exchange, int] = {}
-EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # and shards, which sum gradients too
-own_hooks: set[int] = set()  # on parameters, by the id of their handle
+EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # also sharded models, which sum gradients too
+own_hooks: set[int] = set()  # handle ids of evener's hooks on parameters
 
 
 def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:

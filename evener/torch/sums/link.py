@@ -16,11 +16,11 @@ import torch.distributed as dist
 
 from ..stores import open_file_store
 
-LARGE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # of the tensor that bandwidth is measured with
+LARGE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # size of the tensor that measures bandwidth
 SMALL_SUMS = 20
 LARGE_SUMS = 5
 WARM_UP = 3
-WHOLE_NUMBERS = 1009  # prime: values of a pattern repeat at no power of two
+WHOLE_NUMBERS = 1009  # a prime, so that patterns repeat at no power of two
 
 
 class LinkSums(NamedTuple):

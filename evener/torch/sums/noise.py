@@ -19,9 +19,12 @@ from ...training.noise_scale import EVERY, NoiseScale, NoiseWindow, describe, se
 from .buckets import Bucket, HostCopy
 from .collectives import note_own
 
-# rows of each rank; the sum of their squared norms, and the squared norm of the sum
+# the rows of each rank; the sum of weighted squared norms, with the squared norm of the sum
 _Sample = tuple[tuple[int, ...], HostCopy]
-_WIDER = {torch.float16: torch.float32, torch.bfloat16: torch.float32}  # to sum squares in
+_WIDER = {
+    torch.float16: torch.float32,
+    torch.bfloat16: torch.float32,
+}  # types in which squares are summed
 
 
 class RankNoise:
@@ -35,8 +38,8 @@ class RankNoise:
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
         self.window = window or NoiseWindow()
         self.every = every
-        self.steps = 0  # sums of gradients
-        self.accumulated = 1  # batches of these rows that `begin` stands for
+        self.steps = 0  # sums of gradients so far
+        self.accumulated = 1  # batches of the same rows for each `begin`
         self._batch = 0  # rows of the last sampled batch
         self._pending: deque[_Sample] = deque()
         # rows of each rank in the batches since the last sum, and the batches themselves
