@@ -17,10 +17,9 @@ Told = TypeVar("Told")
 
 
 def gather_messages(own: Told, kind: Any = Any) -> list[Told]:
-    """Return the values of all ranks, in rank order, each of type `kind`; every rank has
-    to call it.
+    """Return the values of all ranks, in rank order, each of type `kind`.
 
-    Raises msgspec.ValidationError if a value has another type.
+    Every rank has to call it. Raises msgspec.ValidationError if a value has another type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]

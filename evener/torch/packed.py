@@ -14,9 +14,7 @@ import torch
 
 
 def is_packed(tensor: Any) -> bool:
-    """True if a parameter holds packed weights, or weights that are packed when they are moved
-    to a device.
-    """
+    """True if a parameter holds packed weights, or weights to be packed on a device."""
     return hasattr(tensor, "bnb_quantized") and hasattr(tensor, "quant_state")
 
 

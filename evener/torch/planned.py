@@ -119,12 +119,11 @@ class PlannedTraining:
     def sampler(
         self, rows: int, *, lengths: Any = None, shares: Sequence[int] = (), **options: Any
     ) -> UnevenBatchSampler:
-        """Return a sampler of this rank's row numbers in each global batch of a data set
-        of `rows` rows.
+        """Return a sampler of this rank's row numbers in each global batch.
 
-        With `lengths`, the number of tokens of each row, rows are assigned so that ranks
-        finish together. `shares` replaces the shares in force, for a validation; `options` are
-        those of UnevenBatchSampler.
+        `rows` is the number of rows in the data set. With `lengths`, the number of tokens of each
+        row, rows are assigned so that ranks finish together. `shares` replaces the shares in force,
+        for a validation; `options` are those of UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -162,13 +161,12 @@ class PlannedTraining:
     # ------------------------------------------------------------------ models
 
     def wrap(self, model: Any, **options: Any) -> Any:
-        """Move the model to this process's device and return it with its gradients summed
-        over the ranks.
+        """Wrap a model on this process's device so that its gradients are summed over the ranks.
 
-        Each rank's gradients are weighted by its rows. On one device the model itself is returned.
-        `options` are `bucket_cap_mb`, `broadcast_buffers` and `process_group`, as in
-        DistributedDataParallel. A model that is in DistributedDataParallel already, or that FSDP
-        shards (with `weigh="loss"`), is returned itself.
+        Returns the wrapped model; on one device, the model itself. Each rank's gradients are
+        weighted by its rows. `options` are `bucket_cap_mb`, `broadcast_buffers` and
+        `process_group`, as in DistributedDataParallel. A model that is in DistributedDataParallel
+        already, or that FSDP shards (with `weigh="loss"`), is returned itself.
 
         Raises RequestError if the model's gradients can't be weighted.
         """
@@ -209,8 +207,7 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Train a model whose gradients another library averages over the ranks,
-        by weighted losses.
+        """Train a model by weighted losses if another library averages its gradients over ranks.
 
         Ranks meet within passes, so own work is what a rank computes between those meetings.
         """
@@ -265,14 +262,13 @@ class PlannedTraining:
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Compute forward and backward of a batch, in the plan's passes, and return this
-        rank's mean loss.
+        """Compute forward and backward of a batch in the plan's passes.
 
-        `compute(part)` returns the mean loss of part.batch, over rows or over what `count(part)`
-        counts: `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`.
-        Give the result to `Split.mean`. Gradients are exchanged once. A pass that runs out of
-        memory is computed again in smaller ones. Every rank has to call it for every batch.
-        `check=False` skips the audits.
+        Returns this rank's mean loss, to give to `Split.mean`. `compute(part)` returns the mean
+        loss of part.batch, over rows or over what `count(part)` counts: `split.step(batch, lambda
+        part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once. A pass
+        that runs out of memory is computed again in smaller ones. Every rank has to call it for
+        every batch. `check=False` skips the audits.
         """
         total = train_batch(self, batch, compute, count)
         if check:

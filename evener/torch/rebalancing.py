@@ -46,8 +46,9 @@ def raise_no_shares() -> NoReturn:
 
 
 class Rebalancing:
-    """Changes the shares of this rank's samplers, at the same step on every rank; made
-    on every rank.
+    """Changes the shares of this rank's samplers, at the same step on every rank.
+
+    Every rank has to make one.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining
@@ -79,9 +80,7 @@ class Rebalancing:
         )
 
     def describe_pending(self) -> PendingShares | None:
-        """Return how close the next change of shares is; None if own work isn't what
-        limits the steps.
-        """
+        """Return how close the next change of shares is; None if own work isn't the bottleneck."""
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
         if not self._fewest:

@@ -187,15 +187,15 @@ class Split(PlannedTraining):
         lengths: Any = None,
         **options: Any,
     ) -> Loader:
-        """Return a loader of this rank's rows of `dataset`.
+        """Return a loader that yields this rank's rows of each global batch of `dataset`.
 
-        In each epoch, the ranks together compute each row once. `options` are passed to DataLoader.
-        `order` replaces `shuffle`: a sampler of rows, a list of row numbers, or a function of the
-        epoch that returns such a list. On a GPU, `prefetch` batches (2 by default) are fetched
-        ahead and arrive on the device; under a plan with several passes they stay in pinned memory,
-        and `parts` sends each part. With `training=False` (validation), steps aren't reported to
-        the monitor, and a last batch too short to give each rank a row joins the batch before it.
-        With `lengths`, the number of tokens of each row, rows are assigned so that ranks finish
+        In an epoch, each row is on one rank, once. `options` are passed to DataLoader. `order`
+        replaces `shuffle`: a sampler of rows, a list of row numbers, or a function of the epoch
+        that returns such a list. On a GPU, `prefetch` batches (2 by default) are fetched ahead and
+        arrive on the device; under a plan with several passes they stay in pinned memory, and
+        `parts` sends each part. With `training=False` (validation), steps aren't reported to the
+        monitor, and a last batch too short to give each rank a row joins the batch before it. With
+        `lengths`, the number of tokens of each row, rows are assigned so that ranks finish
         together; the loop then has to use `parts`.
 
         Raises RequestError if the data set has no length, if an option is one that the plan
@@ -233,8 +233,7 @@ class Split(PlannedTraining):
         return self.loaders.add(made)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the checkpoint state of the split: each training loader's position
-        after this batch.
+        """Return the split's checkpoint state: each training loader's position after this batch.
 
         With `rebalance`, it has the shares in force too. It is the same on every
         rank and JSON-serializable.
@@ -274,17 +273,16 @@ class Split(PlannedTraining):
         state: Sequence[float] | None = None,
         dtype: torch.dtype | None = None,
     ) -> Model:
-        """Shard a model's parameters, gradients and optimizer state over the
-        ranks; replaces `wrap`.
+        """Shard a model's parameters, gradients and optimizer state over the ranks.
 
-        Returns the model itself. With `shard="state"`, each rank keeps only its part of the
-        optimizer state, and has parameters and gradients whole while a batch is computed: they are
-        gathered and summed once per batch, also with several passes and with accumulation under
-        `split.no_sync`. With `shard="all"`, a unit's parameters are gathered before it computes
-        and freed afterwards. Units are the blocks of ModuleLists, or the classes or modules in
-        `units`. `state` is the fraction that each rank holds; the default is the plan's, or what
-        its GPU has room for. With `dtype`, such as torch.bfloat16, the model computes in that type
-        and shards keep theirs.
+        Use it in place of `wrap`; it returns the model itself. With `shard="state"`, each rank
+        keeps only its part of the optimizer state, and has parameters and gradients whole while a
+        batch is computed: they are gathered and summed once per batch, also with several passes and
+        with accumulation under `split.no_sync`. With `shard="all"`, a unit's parameters are
+        gathered before it computes and freed afterwards. Units are the blocks of ModuleLists, or
+        the classes or modules in `units`. `state` is the fraction that each rank holds; the default
+        is the plan's, or what its GPU has room for. With `dtype`, such as torch.bfloat16, the model
+        computes in that type and shards keep theirs.
 
         Make the optimizer after this call. Raises RequestError if the model can't be sharded.
         """
@@ -292,17 +290,15 @@ class Split(PlannedTraining):
         return cast(Model, made.shard(self, model, shard, units, state, dtype))
 
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return a sharded model's whole parameters and buffers, named as in `state_dict`,
-        on the host.
+        """Return a sharded model's whole parameters and buffers on the host of rank 0.
 
-        Rank 0 gets them, other ranks get {}. Every rank has to call it. It needs no more memory of
-        a device than one unit takes.
+        They are named as in `state_dict`; other ranks get {}. Every rank has to call it. It needs
+        no more memory of a device than one unit takes.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
-        """Return the whole state of a sharded model's optimizer on rank 0, as its
-        `state_dict` has it.
+        """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
 
         The other ranks get {}.
         """
@@ -356,12 +352,11 @@ class Split(PlannedTraining):
         )
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' rows of the current batch, in its order: (n_i, ...) per rank
-        to (N, ...).
+        """Gather all ranks' rows of the current batch, in its order.
 
-        Every rank has to call it. Filler rows that only keep a rank in step are left out. Gradients
-        flow back to the rank that computed a row, so a loss over the whole batch is exact: every
-        rank computes that loss and calls backward().
+        Every rank has to call it; shapes (n_i, ...) of the ranks become (N, ...). Filler rows that
+        only keep a rank in step are left out. Gradients flow back to the rank that computed a row,
+        so a loss over the whole batch is exact: every rank computes that loss and calls backward().
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:

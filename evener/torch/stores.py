@@ -77,8 +77,7 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
 
 
 def _let_others_meet() -> None:
-    """Let the launcher start the other ranks, as this store is the one through which
-    all ranks meet.
+    """Let the launcher start the other ranks, as all ranks meet through this store.
 
     Does nothing for an elastic agent that the program itself has started: it may have been given
     the same address.

@@ -152,9 +152,7 @@ class TrainingAudits:
         self._tell(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count a batch, unless it is counted already; return True if its gradient is
-        to be audited.
-        """
+        """Count a batch, unless it is counted already; return True if an audit is due."""
         if batch is not self._batch or batch is None:
             self._batch = batch
             self._hear()
@@ -164,8 +162,7 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
-        """Audit the next loss if this one is made of other operations than all before, or
-        by changed code.
+        """Audit the next loss if this one is made of new operations, or by changed code.
 
         Called as `code` of the program calls backward on a loss.
         """
@@ -179,11 +176,10 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """From now on, compare with the program's own launcher, which gives all ranks
-        equally many rows.
+        """Use the program's own launcher, which gives all ranks equal rows, as the reference.
 
-        `go_even` is called on every rank in the same step, with the reason why shares have
-        to become equal.
+        That applies from now on. `go_even` is called on every rank in the same step, with the
+        reason why shares have to become equal.
         """
         self._go_even = go_even
         self.question = ""
@@ -279,9 +275,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ a loop of one's own
 
     def watch_loop(self, batch: Any) -> None:
-        """Record how the loop computes its loss of the batch that it gets now, if that is
-        to be audited.
-        """
+        """Record how the loop computes its loss of this batch, if that is to be audited."""
         weights = self._training.weights
         due = self.begin(weights.current)
         self._is_loops = True
@@ -321,8 +315,9 @@ class TrainingAudits:
             self._recorder = recorder
 
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit a loss on which a loop has called backward; raise RequestError if
-        the gradients differ.
+        """Audit a loss on which a loop has called backward.
+
+        Raises RequestError if the gradients differ.
         """
         weights = self._training.weights
         if not weights.is_loops:
@@ -362,8 +357,7 @@ class TrainingAudits:
             self._say(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
-        """Send the other ranks the result of a part's audit, now that the batch's last
-        pass is over.
+        """Send the other ranks the result of a part's audit, after the batch's last pass.
 
         Before that, some ranks still wait in the exchange of gradients.
         """
@@ -575,8 +569,9 @@ class TrainingAudits:
             self._say(f"{verdict.message} {verdict.remedy}")
 
     def _tell(self, own: RankVerdict) -> None:
-        """Leave this rank's verdict in the store for the other ranks, which usually audit
-        the same steps.
+        """Leave this rank's verdict in the store for the other ranks.
+
+        They usually audit the same steps.
         """
         training = self._training
         alone = not dist.is_initialized() or dist.get_world_size() != training.world
@@ -703,9 +698,7 @@ def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
 
 
 def is_sharded_model(models: Iterable[Any]) -> bool:
-    """True if another library shards the weights of a model, so that each rank has
-    parts of gradients.
-    """
+    """True if another library shards the weights of a model, and so its gradients."""
     return any(map(is_sharded, models))
 
 
@@ -730,8 +723,7 @@ def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micr
 def launchers_ways(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Ways:
-    """Return the ways to compute a few rows' gradient as the program's launcher does,
-    and by shares.
+    """Return the ways to compute a few rows' gradient, by the program's launcher and by shares.
 
     The launcher's gradient is the mean over equal parts.
     """
@@ -755,8 +747,9 @@ def launchers_ways(
 def _make_way(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
 ) -> Way:
-    """Return the way in which devices compute these batches, each in passes of up to `micro` rows;
-    0 means a single pass.
+    """Return the way in which devices compute these batches.
+
+    Each batch is computed in passes of up to `micro` rows; 0 means a single pass.
     """
     parts: list[Part] = []
     for rank, (batch, rows) in enumerate(zip(batches, sizes, strict=True)):

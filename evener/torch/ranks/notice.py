@@ -67,9 +67,7 @@ class Notice:
         return self._agreed
 
     def _ask(self) -> None:
-        """Ask all ranks for a notice, and agree with them on the number of steps until
-        the next question.
-        """
+        """Ask all ranks for a notice, and agree on the number of steps until the next question."""
         now = time.monotonic()
         step_seconds = max(now - self._asked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(ASK_SECONDS / step_seconds)))

@@ -50,8 +50,9 @@ class LastNote(msgspec.Struct, frozen=True):
     exchanges: dict[str, int] = {}  # collectives that it had begun, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message about the end of `rank`, which left this note, for a rank that
-        waits for it.
+        """Return a message about the end of `rank`, which left this note.
+
+        It is for a rank that waits for that one.
         """
         end = "ended", self.words
         if self.words is None:
@@ -106,9 +107,7 @@ class Others:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Leave a note once this rank's GPU is done, then wait some seconds for the other
-        ranks to end.
-        """
+        """Leave a note once this rank's GPU is done, then wait some time for the other ranks."""
         if self._over.is_set():
             return
         computed = self._compute()
@@ -233,9 +232,7 @@ class Others:
 
 
 def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
-    """Watch for the ends of the other ranks in this process group, and let them see
-    this rank's end.
-    """
+    """Watch for the ends of this group's other ranks, and let them see this rank's end."""
     newest = Others.newest
     if newest is None:
         _Ends.leaves = True
@@ -277,10 +274,10 @@ class _Ends:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Print advice, or the rank at fault, after an error that ends the program; leave the
-    group at exit.
+    """Print advice, or the rank at fault, below an error that ends the program.
 
-    `advise` is a method of the newest training, if that still exists.
+    The process group is left at exit. `advise` is a method of the newest training, if
+    that still exists.
     """
     _Ends.advise = advise
     _register_end()

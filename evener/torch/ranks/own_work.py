@@ -161,8 +161,7 @@ class _Marked(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of one rank's training; `alone` is True if there are no other ranks
-    to wait for.
+    """Times the steps of one rank's training; `alone` is True if there is only one rank.
 
     A step without gradients, such as the first of two accumulated batches, isn't counted as a step,
     but its time is in the sums.
@@ -332,8 +331,9 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin to wait for other ranks within a pass; return False, and do nothing,
-        outside own work.
+        """Begin to wait for other ranks within a pass.
+
+        Outside own work, do nothing and return False.
         """
         if not self._marks or self._marks[-1][0] != OWN:
             return False
@@ -423,15 +423,14 @@ class StepTimer:
         )
 
     def behind_part(self) -> float:
-        """Return the fraction of the last steps in which the GPU was behind its host;
-        -1 if unknown.
-        """
+        """Return the fraction of steps in which the GPU was behind its host; -1 if unknown."""
         known = [step.behind for step in self.last() if not math.isnan(step.behind)]
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the medians of the last steps, for this device and for the whole step;
-        0 if unknown.
+        """Return the medians of the last steps: this device's times, and the whole step's.
+
+        A time that isn't known is 0.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -477,8 +476,9 @@ class StepTimer:
     def _add_spans(
         self, marks: Sequence[tuple[Phase, Any]], end: Any
     ) -> tuple[dict[Phase, float], float]:
-        """Return the seconds of each phase from the first mark to `end`, and those after
-        the last mark.
+        """Return the seconds of each phase from the first mark to `end`, and of the last one.
+
+        The latter are only those after the last mark.
         """
         seconds, took_s = self._clock.seconds, 0.0
         spans: dict[Phase, float] = {}
@@ -492,9 +492,7 @@ class StepTimer:
     def _sum_up(
         self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return all of a step's seconds, including those since the loop before,
-        in StepSums' order.
-        """
+        """Return a step's seconds in the order of StepSums, with those since the last loop."""
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s = spans.get(BETWEEN, 0.0), 0.0
@@ -549,10 +547,9 @@ RETREATS = "evener/retreats"  # key of the lines that other ranks leave for rank
 
 
 class StepReporter:
-    """Reports the steps of one rank to the monitor, and keeps the journal of the training
-    on rank 0.
+    """Reports the steps of one rank to the monitor, and keeps the training's journal.
 
-    There is a journal with `journal`, and under a launcher. `shares` are those in force, and
+    The journal is on rank 0, with `journal` or under a launcher. `shares` are those in force, and
     `timer` has the times of the steps.
     """
 

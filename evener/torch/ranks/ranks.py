@@ -145,8 +145,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 
 
 def fetching_threads(processes: int) -> int:
-    """Return the number of threads that fetch rows for a GPU: 8, or the process's part
-    of the cores.
+    """Return the threads that fetch rows for a GPU: 8, or the process's part of the cores.
 
     `processes` is the number of processes on this machine that fetch rows.
     """
@@ -218,9 +217,7 @@ def meet(
 
 @cache
 def _open_store() -> Any:
-    """Return the store through which launched ranks find each other before they have
-    a process group.
-    """
+    """Return the store through which launched ranks meet before they have a process group."""
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store
@@ -243,9 +240,7 @@ def join(device: Any, backend: str | None) -> None:
 
 
 class RankShares(msgspec.Struct, frozen=True):
-    """A plan as the ranks of this training see it; tuples have a value for each rank,
-    in rank order.
-    """
+    """A plan as the ranks of this training see it; tuples are in rank order."""
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
@@ -426,9 +421,7 @@ def _share_by_plan(
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the devices that any rank sees, to compare with a plan's; None if the plan
-    needs no GPU.
-    """
+    """Return the devices that any rank sees, to compare with a plan's; None without GPUs."""
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)

@@ -29,8 +29,7 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory)
 
 
 def whole_fetch(dataset: Any) -> Whole | None:
-    """Return a function that fetches a whole batch by a tensor of row numbers; None if
-    there is none.
+    """Return a function that fetches a whole batch by a tensor of row numbers, or None.
 
     There is one for a TensorDataset, for a Subset of such a data set, and for a data set with a
     method `__getitems__(self, rows: torch.Tensor)`, which must have this annotation and return the
@@ -127,11 +126,10 @@ DEPTH = 2  # batches that wait on the device
 
 
 class Prefetcher:
-    """An iterator that fetches the batches of `source` ahead, in a thread, and sends
-    them to `device`.
+    """An iterator that fetches the batches of `source` ahead, in a thread.
 
-    The order stays the same. An exception from `source` is raised in place of its batch. The thread
-    ends when the iterator is exhausted or closed.
+    It sends them to `device`, in the same order. An exception from `source` is raised in place of
+    its batch. The thread ends when the iterator is exhausted or closed.
     """
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:

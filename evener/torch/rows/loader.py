@@ -71,8 +71,9 @@ class StepListener:
     """The callbacks for a loader's steps; this base class does nothing in them."""
 
     def compare(self, digest: int) -> None:
-        """Called as an epoch begins with the user's own order or lengths, with their digest
-        on this rank.
+        """Called as an epoch begins with an order or lengths of the user's own.
+
+        `digest` is the digest of these on this rank.
         """
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
@@ -210,8 +211,9 @@ class Loader:
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
-        """Wait until all batches that may be fetched ahead are there; return at
-        once without prefetch.
+        """Wait until all batches that may be fetched ahead are there.
+
+        Without prefetch, return at once.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
@@ -256,9 +258,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         self._loader = loader
 
     def __len__(self) -> int:
-        """The rows of this rank in an epoch, with one filler row for each step in which
-        it has none.
-        """
+        """The rows of this rank in an epoch, with a filler row for each step without one."""
         sampler = self._loader.batch_sampler
         firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)
         return sum(max(1, sampler.sizes_at(first)[sampler.rank]) for first in firsts)
@@ -357,7 +357,7 @@ class LoaderStates:
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume each loader from its state, also loaders that are made later.
 
-        Raises RequestError if `state` isn't one of these loaders.
+        Raises RequestError if `state` doesn't fit the loaders.
         """
         if not isinstance(state.get(_LOADERS), list):
             raise RequestError(
@@ -453,9 +453,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return the rows of each rank in global batch number `step` of the epoch,
-        which begins now.
-        """
+        """Return the rows of each rank in the epoch's global batch `step`, which begins now."""
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
 

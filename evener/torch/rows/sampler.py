@@ -89,9 +89,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a copy of the numbers as a 1-d int64 tensor on the CPU; None if they
-    aren't 1-d integers.
-    """
+    """Return a copy of whole numbers as a 1-d int64 tensor on the CPU; None for anything else."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -111,9 +109,7 @@ _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
 class ShareSchedule:
-    """The shares of one loop: those it began with at row `position` of its epoch,
-    and later changes.
-    """
+    """The shares of one loop, which began at row `position` of its epoch, and their changes."""
 
     def __init__(self, shares: tuple[int, ...], position: int) -> None:
         self.begun = position  # the row after the loop's newest batch
@@ -126,9 +122,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change to these shares at the batch that begins `rows` rows after the end of
-        the newest one.
-        """
+        """Change to these shares at the batch that begins `rows` rows after the newest one's end."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -179,17 +173,13 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change to these shares.
-
-        In running loops they apply from the batch on that comes `ahead` batches after the next one.
-        """
+        """Change to these shares, in running loops `ahead` batches after the next one."""
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if ranks have no row in the last step, or if all steps are smaller than
-        the plan's batch.
+        """Warn if ranks have no row in the last step, or if all steps are smaller than planned.
 
         `planned` is the plan's global batch.
         """
@@ -291,8 +281,7 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the rows of the epoch's last step if it weights the ranks differently
-        than other steps.
+        """Return the rows of the epoch's last step if it weights ranks differently than others.
 
         Returns None if it doesn't. If every step may weight them differently, returns an object
         that equals no other.
@@ -311,10 +300,9 @@ class UnevenBatchSampler:
         return (rows.tolist() for rows in self.batches())
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Iterate over this rank's rows of each step, as int64 tensors (rows,), from
-        the current position.
+        """Iterate over this rank's rows of each step, as int64 tensors (rows,).
 
-        The iteration has a new share schedule.
+        The iteration starts at the current position, with a new share schedule.
         """
         schedule = ShareSchedule(self.shares, self.position)
         self._schedules.append(schedule)
@@ -337,9 +325,7 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step, from the batches fetched
-        for this sampler.
-        """
+        """Return an iterator over the batch of each step, made from fetched batches."""
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
@@ -426,14 +412,13 @@ _KEPT = 128  # batches whose assignment is cached: those that are fetched ahead,
 
 
 class LengthSampler(UnevenBatchSampler):
-    """Row numbers of each pass of one rank, assigned by length; `lengths` are the tokens
-    of all rows.
+    """Row numbers of each pass of one rank, with rows assigned by length.
 
-    Global batches and their order are the same as without lengths, so a state can be loaded under
-    other shares. During a loop over its batches, cuDNN's attention is off in this process: cuDNN
-    makes a plan for each new shape, which takes about 100 ms per pass on an H200, and nearly every
-    pass has a new shape. Raises RequestError if the lengths don't fit the data set, or if no rank
-    can hold a row.
+    `lengths` are the tokens of all rows of the data set. Global batches and their order are the
+    same as without lengths, so a state can be loaded under other shares. During a loop over its
+    batches, cuDNN's attention is off in this process: cuDNN makes a plan for each new shape, which
+    takes about 100 ms per pass on an H200, and nearly every pass has a new shape. Raises
+    RequestError if the lengths don't fit the data set, or if no rank can hold a row.
     """
 
     is_dealt = True
@@ -466,9 +451,7 @@ class LengthSampler(UnevenBatchSampler):
         self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and first row
 
     def deal_at(self, first: int, epoch: int) -> Deal:
-        """Return the assignment of rows in the global batch that begins with the
-        epoch's row `first`.
-        """
+        """Return the assignment of rows in the global batch that begins with row `first`."""
         found = self._deals.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -487,8 +470,9 @@ class LengthSampler(UnevenBatchSampler):
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the rows that count in each of this rank's passes of the batch that
-        begins with `first`.
+        """Return the rows that count in each of this rank's passes of a batch.
+
+        The batch begins with row `first` of the epoch.
         """
         return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
 
@@ -505,8 +489,9 @@ class LengthSampler(UnevenBatchSampler):
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Iterate over the batches from the current epoch and position, each a list of
-        its passes' rows.
+        """Iterate over the batches, each a list of its passes' rows.
+
+        The iteration starts at the current epoch and position.
         """
         return map(self._passes, self._firsts(), repeat(self.epoch))
 

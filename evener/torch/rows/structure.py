@@ -46,9 +46,7 @@ class DealtBatch:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; the id of a tensor without one, such as
-    a sparse one.
-    """
+    """Return the address of a tensor's storage; the id of a tensor without one (sparse)."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -56,10 +54,9 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and mappings, which
-    keep their types.
+    """Apply `function` to every tensor in nested tuples, lists and mappings.
 
-    All other values stay as they are.
+    These keep their types, and all other values stay as they are.
     """
     if isinstance(data, torch.Tensor):
         return function(data)

@@ -24,9 +24,7 @@ class HearsLosses(Protocol):
     """A listener that is called with each loss before its backward pass."""
 
     def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
-        """Called with the operations that made the loss, and the program's code
-        that calls backward.
-        """
+        """Called with the operations that made a loss, and the code that calls backward."""
 
 
 _LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()

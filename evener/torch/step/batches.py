@@ -123,11 +123,10 @@ class BatchTracker:
         return any(each.training and each.may_be_computed() for each in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """Return the batch that `data` belongs to; `training` is True if the model is
-        in training mode.
+        """Return the batch that `data` belongs to; None if no loader has yielded one.
 
-        Returns None if no loader has yielded a batch. Raises RequestError if several batches are
-        possible and they weight the ranks differently.
+        `training` is True if the model is in training mode. Raises RequestError if several batches
+        are possible and they weight the ranks differently.
         """
         found = self._only
         if found is None:
@@ -159,8 +158,7 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches the data; None if any epoch's newest batch may be
-        taken for it.
+        """Return the batch that matches the data; None if any epoch's newest batch will do.
 
         Raises RequestError if it isn't clear which batch is computed, and that makes a difference.
         """
@@ -181,9 +179,7 @@ class BatchTracker:
 
 
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Return the training epochs of which a batch may be computed: open ones, else
-    those that ended.
-    """
+    """Return the training epochs of which a batch may be computed: open ones, else ended ones."""
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
     if not running:

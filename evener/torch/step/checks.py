@@ -24,9 +24,7 @@ from .recovery import SHORT, describe_memory, drop_frames, free_memory, is_out_o
 
 
 class OptimizerCheck:
-    """Checks each optimizer of the process before its first step, and again if
-    its parameters change.
-    """
+    """Checks each optimizer of the process before its first step, and after new parameters."""
 
     def __init__(self) -> None:
         # step schedules once per batch, where accelerate steps them once per process

@@ -82,15 +82,14 @@ class LooseTensors:
         return any(group.has_summed(tensor) for group in self._groups)
 
     def weight(self) -> float | None:
-        """Return this rank's fraction of the batch in the backward pass; None if nothing
-        is being trained.
-        """
+        """Return this rank's fraction of the batch in the backward pass; None outside training."""
         weigh = self.weigh()
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
-        """True if all ranks have the same gradients, as when a loop copies them from
-        a wrapped model's.
+        """True if all ranks have the same gradients.
+
+        That is so if a loop copies them from a wrapped model's.
         """
         flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
         least = -flat
@@ -156,8 +155,9 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the sum after those of the wrapped models in this backward pass, as
-        on every rank.
+        """Schedule the sum after those of the wrapped models in this backward pass.
+
+        The order is then the same on every rank.
         """
         own = weakref.ref(self)
 
@@ -181,8 +181,9 @@ class TensorGroup:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum the waiting gradients over the ranks; a tensor without a gradient on any
-        rank gets none.
+        """Sum the waiting gradients over the ranks.
+
+        A tensor without a gradient on any rank gets none.
         """
         if self._begins:
             self._begins = False

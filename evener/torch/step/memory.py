@@ -27,10 +27,9 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """Return the rows of a pass that memory is predicted to hold, after passes of up
-        to `rows` rows.
+        """Return the rows of a pass that memory is predicted to hold; 0 if it can't be predicted.
 
-        0 if that can't be predicted.
+        `rows` are the most rows of a pass so far.
         """
         if self._device.type == "cuda":
             capacity_bytes = self._measure_gpu(rows)
@@ -57,8 +56,9 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Note the process's peak, and return the bytes that it could have beside its
-        host's other ranks.
+        """Note the process's peak, and return the bytes that it could have.
+
+        The other ranks of its host get equal parts of the free memory.
         """
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)

@@ -70,9 +70,7 @@ class Part:
         return torch.where(weight > 0, loss.detach() * weight, 0.0)  # a mean over nothing is NaN
 
     def check_computed(self) -> None:
-        """Raise RequestError if backward wasn't called, as the rows would be missing
-        from the gradient.
-        """
+        """Raise RequestError if backward wasn't called: the gradient would lack these rows."""
         if torch.is_grad_enabled() and not self.computed:
             raise RequestError(
                 "A pass ended without part.backward(loss), so its rows would be missing from "
@@ -127,8 +125,7 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weight each part by what `count` counts in it, relative to the count of all ranks
-    in the batch.
+    """Weight each part by what `count` counts in it, relative to the whole batch's count.
 
     Every rank has to call it. `add_up` sums over the ranks.
     """

@@ -31,11 +31,10 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Count the tensors that share memory with the batch, and those that also begin at
-    the same address.
+    """Count the tensors that share memory with the batch, and those that also begin alike.
 
-    The first count alone isn't enough: rows that a data set keeps in memory are in a batch
-    of each epoch.
+    The second count is of tensors with the address of a batch's tensor. The first count alone isn't
+    enough: rows that a data set keeps in memory are in a batch of each epoch.
     """
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}
@@ -45,9 +44,7 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return the address of a tensor's first element; its id if it has no storage, such as
-    a sparse one.
-    """
+    """Return the address of a tensor's first element; its id if it has no storage (sparse)."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):

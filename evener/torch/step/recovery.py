@@ -112,8 +112,9 @@ class Recovery:
         )
 
     def advise(self, error: BaseException) -> str:
-        """Return advice to print after an error that ends this process; empty unless
-        memory ran out.
+        """Return advice to print below an error that ends this process.
+
+        It is empty unless memory ran out.
         """
         return self.advice if is_out_of_memory(error) else ""
 
@@ -167,8 +168,9 @@ class Recovery:
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def settle(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Note that all rows of a failed pass are computed, so gradients that were sent need
-        no more care.
+        """Note that all rows of a failed pass are computed.
+
+        Gradients that were sent early need no more care then.
         """
         for exchange in exchanges:
             exchange.held.settle()
@@ -266,9 +268,7 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if rows depend on random draws or on one another, as far as the forward
-        pass shows it.
-        """
+        """True if the forward pass shows that rows depend on random draws, or on one another."""
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 

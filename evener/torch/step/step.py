@@ -287,8 +287,9 @@ class Passes:
         running.part.computed, running.part.error = False, ""
 
     def _least_rows(self) -> int:
-        """Return the fewest rows that a pass may have: 2 if BatchNorm trains, as it can't
-        normalize one row.
+        """Return the fewest rows that a pass may have.
+
+        It is 2 if BatchNorm trains, as BatchNorm can't normalize a single row.
         """
         for exchange in self._exchanges:
             if any(each.training for each in exchange.normalizers):

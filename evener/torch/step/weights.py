@@ -30,8 +30,9 @@ from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, 
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised when a loss that is being checked calls a function that makes it the
-    whole batch's loss.
+    """Raised when a loss that is being checked makes itself the whole batch's loss.
+
+    It does so by `split.loss` or `split.gather`.
     """
 
 
@@ -74,16 +75,18 @@ class BatchWeights(BatchTracker):
         self._scaled_pass: int | None = None
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Take the next batch of a loader; if it is for training, look for tensors
-        of optimizers before.
+        """Take the next batch of a loader.
+
+        If it is for training, first look for tensors that optimizers train and no module has.
         """
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
 
     def look_for_tensors(self) -> None:
-        """Sum the gradients of tensors that optimizers train and no module has, by
-        this training's weights.
+        """Sum the gradients of tensors that optimizers train and no module has.
+
+        They get this training's weights.
         """
         if self.shares.world == 1 or self.are_averaged:
             return
@@ -275,16 +278,15 @@ class BatchWeights(BatchTracker):
         return models
 
     def list_exchanges(self) -> list[Exchange]:
-        """Return the exchanges of the wrapped models; with a single rank they are made
-        on first use.
-        """
+        """Return the exchanges of the wrapped models; a single rank makes them on first use."""
         if self.shares.world > 1:
             return list(self._exchanges)
         return list(map(self._exchange_alone, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """Return the passes that each rank needs for this batch, whose rows aren't
-        assigned by length.
+        """Return the passes that each rank needs for this batch.
+
+        The batch's rows aren't assigned by length.
         """
         return [
             max(1, count_passes(*each))
@@ -292,8 +294,7 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the number of passes that all ranks take of a sharded model's batch; 0
-        for other models.
+        """Return the passes that all ranks take of a sharded model's batch; 0 for other models.
 
         It is the most that any rank needs.
         """
@@ -336,8 +337,7 @@ class BatchWeights(BatchTracker):
             self._checking = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch that a wrapped model computes now, by whose sizes its
-        gradients are weighted.
+        """Return the batch that a wrapped model computes now, which decides its gradients' weight.
 
         None if no weight is needed. If no batch is known, raises RequestError, or returns it if the
         model isn't in training mode and may have no backward pass.
@@ -379,8 +379,9 @@ class BatchWeights(BatchTracker):
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """Weight the mean loss of this rank's rows so that the mean over ranks is the mean
-        over the batch.
+        """Weight the mean loss of this rank's rows for a mean over ranks.
+
+        The mean over ranks is then the mean over the batch.
         """
         if self.current is not None and not self.current.used:
             self.find((), True, match_addresses)  # raises RequestError if several are in use

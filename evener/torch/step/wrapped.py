@@ -146,13 +146,12 @@ def wrap_module(
 
 
 def take_over(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace a DistributedDataParallel's own sum of gradients by an exchange, and
-    return the exchange.
+    """Replace a DistributedDataParallel's own sum of gradients by an exchange.
 
-    Its own sums can't be weighted or repeated after a failure. The model stays a
-    DistributedDataParallel, and its `no_sync` and `module` still work. With a communication hook,
-    mixed_precision or sparse gradients it needs its own sums; then the result is None if losses are
-    weighted (`by_loss`), and RequestError is raised otherwise.
+    Returns the exchange. The model's own sums can't be weighted or repeated after a failure. The
+    model stays a DistributedDataParallel, and its `no_sync` and `module` still work. With a
+    communication hook, mixed_precision or sparse gradients it needs its own sums; then the result
+    is None if losses are weighted (`by_loss`), and RequestError is raised otherwise.
     """
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     if needs_own_sums(model) or (by_loss and sparse):
@@ -191,8 +190,9 @@ def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any],
 
 
 class _ForwardHook:
-    """The hooks before and after a wrapped model's forward passes; in a copy of the model,
-    they do nothing.
+    """The hooks before and after a wrapped model's forward passes.
+
+    In a copy of the model, they do nothing.
     """
 
     def __init__(self) -> None:
@@ -251,10 +251,9 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return the DistributedDataParallel or Exchanged that `model` is, compiled or not;
-    None if neither.
+    """Return the DistributedDataParallel or Exchanged that `model` is, or None.
 
-    Raises RequestError if a part of the model is wrapped already.
+    The model may be compiled. Raises RequestError if a part of the model is wrapped already.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):

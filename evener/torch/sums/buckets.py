@@ -96,8 +96,9 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Gather and multiply gradients that are all new, and write the flags, in as few
-        calls as possible.
+        """Gather and multiply gradients that are all new, and write the flags.
+
+        It takes as few calls as possible.
         """
         if self._fuses and weight not in (0.0, 1.0):
             self._copy(self._views, gradients, weight)
@@ -143,9 +144,7 @@ class Bucket:
             torch.mul(gradient, factor, out=view)
 
     def _multiply(self, weight: float) -> None:
-        """Multiply the gradients by a weight; a weight of 0 sets them to 0, even if
-        they are infinite.
-        """
+        """Multiply the gradients by a weight; 0 clears them, even if they are infinite."""
         if weight == 0.0:
             self.gradients.zero_()
         elif weight != 1.0:
@@ -204,8 +203,9 @@ class Bucket:
             self._held_views[place].zero_()
 
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the flags and the tail; a flag is 1 if its gradient is there and `counts` is
-        True, else 0.
+        """Return the flags and the tail.
+
+        A flag is 1 if its gradient is there and `counts` is True, else 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -362,9 +362,7 @@ class Buffers:
         return list(found.values())
 
     def keep(self) -> bool:
-        """Keep a copy of the values for `add_changes`; return False if that would take
-        too much memory.
-        """
+        """Keep a copy of the values for `add_changes`; return False if they are too large."""
         self._kept_at, self._places, self._known = _registered[0], self._find_places(), []
         buffers = self.all()
         if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:

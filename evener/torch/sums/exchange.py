@@ -63,21 +63,19 @@ def _list_taking_part(named: Iterable[tuple[str, Any]], ignored: set[str]) -> li
 
 
 def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
-    """Return the size of a bucket in bytes: about BUCKETS buckets, within a least and
-    a largest size.
-    """
+    """Return the size of a bucket in bytes, within limits, for about BUCKETS buckets."""
     whole = sum(int(each.numel()) * int(each.element_size()) for each in parameters)
     return min(max(LEAST_BYTES, whole // BUCKETS), MOST_BYTES)
 
 
 class Exchange:
-    """Sums the gradients of `module` over `group` (None: all processes), this
-    rank's times `weight`.
+    """Sums the gradients of `module` over `group`, this rank's times `weight`.
 
-    A backward pass through the outputs that `watch` was given ends in a sum if its `sync` is True.
-    The callbacks: `begun` as a backward pass reaches such outputs, with their batch and the batch
-    of outputs before them in this pass; `ready` when the last gradient is there; `sent` when all
-    gradients are on their way; `done` when the sums are there.
+    A `group` of None is all processes. A backward pass through the outputs that `watch` was
+    given ends in a sum if its `sync` is True. The callbacks: `begun` as a backward pass reaches
+    such outputs, with their batch and the batch of outputs before them in this pass; `ready`
+    when the last gradient is there; `sent` when all gradients are on their way; `done` when the
+    sums are there.
     """
 
     def __init__(
@@ -147,8 +145,9 @@ class Exchange:
         return not self.alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first rank's weights to all ranks; raise RequestError if ranks
-        wrap different models.
+        """Copy the first rank's weights to all ranks.
+
+        Raises RequestError if ranks wrap different models.
         """
         with torch.no_grad():
             digest = crc32(str([each.numel() for each in tensors]).encode())
@@ -171,9 +170,7 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Watch for backward passes through these outputs of the model; with `sync`, they end
-        in a sum.
-        """
+        """Watch for backward passes through these outputs; with `sync`, they end in a sum."""
         if self.resting:
             return
         _forget_failed_passes()
@@ -252,8 +249,7 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Note the parameters whose gradients have come, and whether a gradient came
-        in several parts.
+        """Note the parameters whose gradients have come, and whether any came in several parts.
 
         That happens in a layer that reentrant checkpoints share.
         """

@@ -63,8 +63,9 @@ class LinkMember:
 
 
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
-    """Measure the link between the members of a group, given as ranks of all; all call
-    this at once.
+    """Measure the link between the members of a group; all members call this at once.
+
+    `rank` and `members` are ranks among all processes.
     """
 
     def add_up(tensor: Any) -> None:

@@ -108,9 +108,7 @@ class RankNoise:
         return self.window.scale()
 
     def describe(self) -> str:
-        """Return a sentence that compares the noise scale with the last batch; empty until
-        it is known.
-        """
+        """Return a message that compares the noise scale with the last batch; "" if unknown."""
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
@@ -145,8 +143,9 @@ def _norm(gradients: torch.Tensor) -> torch.Tensor:
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the squared norms as a float64 tensor of one element, on the
-    first one's device.
+    """Return the sum of the squared norms, as a float64 tensor of one element.
+
+    It is on the first norm's device.
     """
     if len({(each.device, each.dtype) for each in norms}) > 1:
         norms = [each.to(norms[0].device, torch.float64) for each in norms]
