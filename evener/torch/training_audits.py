@@ -1,5 +1,4 @@
-"""The audits of a training by a plan: the gradient of some rows of a step, on one device
-and in parts.
+"""The audits of a training by a plan: gradients of some rows, on one device and in parts.
 
 An audit runs after the step's own backward pass, when its activations are freed, and before the
 optimizer uses the gradients, which stay as they are.
@@ -176,10 +175,10 @@ class TrainingAudits:
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Use the program's own launcher, which gives all ranks equal rows, as the reference.
+        """Compare with the program's own launcher, which gives all ranks equal rows, from now on.
 
-        That applies from now on. `go_even` is called on every rank in the same step, with the
-        reason why shares have to become equal.
+        `go_even` is called on every rank in the same step, with the reason why shares have
+        to become equal.
         """
         self._go_even = go_even
         self.question = ""

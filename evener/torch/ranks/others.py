@@ -1,5 +1,4 @@
-"""How ranks learn that another rank has ended: a rank leaves a note in the group's store
-as it ends.
+"""How ranks learn that another rank has ended: each leaves a note in the group's store.
 
 NCCL waits for minutes for a rank that has ended, and reports nothing. On a GPU, a thread of each
 rank reads the store once a second, so steps aren't slowed.

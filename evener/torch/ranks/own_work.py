@@ -476,9 +476,9 @@ class StepTimer:
     def _add_spans(
         self, marks: Sequence[tuple[Phase, Any]], end: Any
     ) -> tuple[dict[Phase, float], float]:
-        """Return the seconds of each phase from the first mark to `end`, and of the last one.
+        """Return the seconds of each phase from the first mark to `end`.
 
-        The latter are only those after the last mark.
+        Also returns the seconds after the last mark.
         """
         seconds, took_s = self._clock.seconds, 0.0
         spans: dict[Phase, float] = {}

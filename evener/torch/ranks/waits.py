@@ -1,5 +1,4 @@
-"""Measures how long a rank waits for others within its passes, where FSDP communicates
-in each layer.
+"""Measures how long a rank waits for others within its passes, as in FSDP's layers.
 
 Ranks that meet in each layer reach the end of a step together. So a rank's compute time (own work)
 is all the time of a pass in which it doesn't wait for an exchange.

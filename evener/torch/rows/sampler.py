@@ -122,7 +122,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change to these shares at the batch that begins `rows` rows after the newest one's end."""
+        """Change to these shares at the batch that begins `rows` rows after the newest ends."""
         self._changes.append((self.begun + rows, shares))
 
 

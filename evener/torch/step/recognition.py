@@ -31,10 +31,10 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 
 
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
-    """Count the tensors that share memory with the batch, and those that also begin alike.
+    """Count the tensors that share memory with the batch, and those at the same address.
 
-    The second count is of tensors with the address of a batch's tensor. The first count alone isn't
-    enough: rows that a data set keeps in memory are in a batch of each epoch.
+    The first count alone isn't enough: rows that a data set keeps in memory are in a batch
+    of each epoch.
     """
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}

@@ -1,6 +1,4 @@
-"""The gradient weight of each batch, from the loader's step through the forward to
-the backward pass.
-"""
+"""The gradient weight of each batch, from the loader's step to the backward pass."""
 
 from __future__ import annotations
 
@@ -379,9 +377,9 @@ class BatchWeights(BatchTracker):
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """Weight the mean loss of this rank's rows for a mean over ranks.
+        """Weight the mean loss of this rank's rows so that the mean over ranks is exact.
 
-        The mean over ranks is then the mean over the batch.
+        It is then the mean over the whole batch.
         """
         if self.current is not None and not self.current.used:
             self.find((), True, match_addresses)  # raises RequestError if several are in use

@@ -178,8 +178,8 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
 def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]) -> None:
     """Call `forward` with the model and its inputs before each forward pass.
 
-    The result of `forward` is the batch that the model's exchange is told, with the outputs of the
-    forward pass. Inputs are moved to `device` unless it is None.
+    The model's exchange is given the outputs, with the batch that `forward` returned. Inputs are
+    moved to `device` unless it is None.
     """
     hook = _find_hook(model)
     if hook is None:

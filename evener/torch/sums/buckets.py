@@ -1,6 +1,4 @@
-"""Flat buckets of gradients, and the gradients of earlier passes while a pass may have
-to be repeated.
-"""
+"""Flat buckets of gradients, and earlier passes' gradients while a pass may be repeated."""
 
 from __future__ import annotations
 

@@ -1,12 +1,12 @@
 """The sum of a model's gradients over the ranks, each rank's times its weight in the batch.
 
-With n_i of N rows on rank i, mean over the batch = sum_i (n_i / N) * mean_i: a plain mean over
-ranks is another gradient as soon as the n_i differ. Gradients lie in flat buckets, in one order on
-all ranks, and a bucket is sent as soon as its gradients of all passes are there; what is left goes
-at the end of the backward pass. What was sent is final, so a rank that runs out of memory computes
-only the rest again.
+With n_i of N rows on rank i, the mean over the batch is sum_i (n_i / N) * mean_i; a plain mean over
+ranks differs from it unless all n_i are equal. Gradients lie in flat buckets, in the same order on
+all ranks. A bucket is sent as soon as it has its gradients of all passes; the remaining buckets are
+sent at the end of the backward pass. Gradients that were sent are final, so a rank that runs out of
+memory computes only the others again.
 
-An exchange goes through these states; in brackets the attribute that tells:
+An exchange has these states; the attribute that shows a state is in brackets:
 
     idle ── a forward pass is watched ──► waiting [waits]
     waiting ── a backward pass reaches its outputs: `arm` ──► collecting [_armed]
@@ -18,8 +18,8 @@ An exchange goes through these states; in brackets the attribute that tells:
     collecting ── memory runs out: `fail` ──► waiting; what was sent stays [held.final]
     collecting ── another error, with buckets sent ──► broken for good [_broken]
 
-The first sum teaches the order in which gradients come (`_learn_order`), and only from then on are
-buckets sent before the backward pass ends.
+The first sum shows the order in which gradients come (`_learn_order`). Only after it are buckets
+sent before the backward pass ends.
 """
 
 from __future__ import annotations
@@ -423,7 +423,7 @@ class Exchange:
         self._armed = False
 
 
-# The exchanges that a backward pass goes through, with its number, in the same order on all ranks.
+# Exchanges in a running backward pass, with its number, in the same order on all ranks.
 _open: dict[Exchange, int] = {}
 EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # also sharded models, which sum gradients too
 own_hooks: set[int] = set()  # handle ids of evener's hooks on parameters
