@@ -1,1 +1,1 @@
-"""Text for terminals: figures, tables and progress lines. Knows no screen."""
+"""Text for terminals: numbers, tables and progress lines. Imports no screen."""

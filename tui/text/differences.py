@@ -10,7 +10,9 @@ from evener.printable import align
 
 
 def difference_lines(found: RunDifference, most: float) -> list[str]:
-    """What differs, by phase, and whether that is beyond `most`."""
+    """Return lines on how two runs differ, in total and by phase, and whether
+    that exceeds `most`.
+    """
     rows = [
         ("run", "samples/s"),
         (found.before, rate(found.before_samples_per_second)),

@@ -1,4 +1,4 @@
-"""Figures, sentences and tables as people and programs read them. Knows no screen."""
+"""Formats numbers, sentences and tables for people and for programs. Imports no screen."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def unbroken(text: str) -> str:
-    """`text` with no-break spaces within its figures (2 165, 0.7 %, ± 0.7 %), to be broken into
-    lines.
+    """Return `text` with no-break spaces inside its numbers (2 165, 0.7 %, ± 0.7 %), so that
+    wrapping keeps each number whole.
     """
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 
 def folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    """A sentence in lines of at most `width` characters, broken between words; whole without a
-    width.
+    """Wrap a sentence into lines of at most `width` characters; return it as a single line if
+    `width` is None.
     """
     if width is None:
         return [text]
@@ -45,8 +45,8 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Samples per joule of all devices, the watts of those that compute and of idle ones; - where
-    they are unknown.
+    """Return table cells for the samples per joule of all devices, the watts of the active devices
+    and the watts of the idle devices; "-" for an unknown value.
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -55,8 +55,8 @@ def energy_cells(
 
 
 class Table(NamedTuple):
-    """Rows of text, the headings first; columns from `numbers_from` on hold numbers. `note`
-    explains the headings.
+    """A text table: rows with the headings first; columns from `numbers_from` on hold numbers.
+    `note` explains the headings.
     """
 
     title: str
@@ -65,10 +65,10 @@ class Table(NamedTuple):
     note: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Title, rows and note, then an empty line; of a table without rows, what its title and
-        note say.
+        """Return the title, rows and note, then an empty line; without rows, only what the title
+        and the note contain.
 
-        With `width`, that of a terminal, the note is broken between words.
+        `width` is the terminal's width: if given, the note is wrapped to it.
         """
         if len(self.rows) < 2:
             return [f"{self.title}: {self.note}", ""] if self.title and self.note else []
@@ -85,7 +85,7 @@ _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def json_text(data: object) -> str:
-    """`data` as one line of JSON; undecodable bytes of file names become question marks."""
+    """Return `data` as one line of JSON; undecodable bytes of file names become question marks."""
     try:
         text = msgspec.json.encode(data).decode()
     except UnicodeEncodeError:
@@ -94,17 +94,19 @@ def json_text(data: object) -> str:
 
 
 def harmless_json(document: bytes) -> str:
-    """A JSON document that is safe to print."""
+    """Return the JSON document with its control characters escaped, so that it is safe to print."""
     return _harmless(document.decode(), lambda sign: json.dumps(sign)[1:-1])
 
 
 def toml_text(document: bytes) -> str:
-    """A TOML document that is safe to print; its strings are basic ones, which allow escapes."""
+    """Return the TOML document with its control characters escaped, so that it is safe to print.
+    Its strings are basic strings, which allow escapes.
+    """
     return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """The text with every non-ASCII control character escaped."""
+    """Return the text with every non-ASCII control character escaped."""
     if text.isascii() and "\x7f" not in text:
         return text
     return "".join(
@@ -114,7 +116,7 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
 
 
 def cut_path(text: str, most: int) -> str:
-    """A path in at most so many characters: its end, with the file's name, stays."""
+    """Return a path in at most `most` characters; its end, which has the file's name, is kept."""
     if len(text) <= most:
         return text
     kept = text[len(text) - most + 1 :]

@@ -1,4 +1,4 @@
-"""What the terminal says of a search once the app is left."""
+"""The lines that the terminal shows about a search after the app is closed."""
 
 from __future__ import annotations
 
@@ -12,8 +12,10 @@ from .summaries import verdict_lines
 
 
 def leaving_lines(run: str, path: str, width: int | None) -> list[str]:
-    """The verdict of a run, where its plan is or the line that writes it, and the line that goes
-    on; `path` is the plan's file, empty if it wasn't written.
+    """Return a run's verdict, the plan's path or the command that writes the plan, and the command
+    that resumes the run.
+
+    `path` is the plan's file, empty if it wasn't written.
     """
     try:
         found = runs.load_run(run)

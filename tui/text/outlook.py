@@ -1,4 +1,4 @@
-"""The findings of a dry run as text."""
+"""Formats the result of a dry run as text."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from evener.printable import align, plain
 
 
 def outlook_lines(outlook: Outlook) -> list[str]:
-    """The lines of a dry run: what was tried, a row for each device, and the budget of a search."""
+    """Return the lines of a dry run: what was tried, a row for each device,
+    and a search's budget.
+    """
     return [
         *(f"note: {plain(note)}" for note in outlook.notes),
         plain(outlook.write_tried(), 1000),

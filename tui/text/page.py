@@ -1,5 +1,5 @@
-"""A run's report as one self-contained page: inline pictures, no script, no network, dark or
-light, on a desk or a phone.
+"""Renders the report of a run as one self-contained HTML page: inline SVG, no scripts and no
+network requests; for dark and light themes, for desktops and phones.
 """
 
 from __future__ import annotations
@@ -57,20 +57,20 @@ summary { cursor: pointer; margin-top: .6rem; }
 
 
 class Html(str):
-    """Text of a page that is markup already."""
+    """Text that is already HTML markup and must not be escaped again."""
 
     __slots__ = ()
 
 
 def save_report(name: str, output: Path) -> None:
-    """Write the page of a run; RequestError if that can't be done."""
+    """Write a run's HTML report to `output`. Raises RequestError if the report can't be written."""
     if output.suffix not in REPORT_FORMATS:
         raise RequestError(f"-o {output} doesn't end in .html.", "Name it report.html.")
     write_atomically(output, html_page(read_report(name)).encode())
 
 
 def html_page(report: RunReport) -> str:
-    """The whole page: what to do and what it gains, then what was measured."""
+    """Return the whole page: the recommendation and its gains, then the measurements."""
     simulated = is_simulated(device.kind for device in report.header.devices)
     mark = " (simulated)" if simulated else ""
     hosts = sorted({device.host for device in report.header.devices} - {""})
@@ -102,7 +102,7 @@ def html_page(report: RunReport) -> str:
 
 
 def _verdict(report: RunReport) -> Iterator[str]:
-    """What to do, the plan beside what it is compared with, and the commands that come next."""
+    """Yield the recommendation, a comparison of the plan with its rivals, and the next commands."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:
@@ -128,15 +128,15 @@ def _verdict(report: RunReport) -> Iterator[str]:
 
 
 def _remarks(report: RunReport) -> Sequence[str]:
-    """The verdict's sentences behind its headline."""
+    """Return the sentences of the verdict that follow its headline."""
     if report.written is not None:
         return [plain(words, 1000) for words in report.written.remarks]
     return [plain(line, 1000) for line in report.verdict.split("\n")[1:]]
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Pieces of (length, colour, opacity) one after the other, of a bar whose whole width is
-    `most`.
+    """Draw adjacent bar segments, each a (length, colour, opacity); the bar's full
+    width is `most`.
     """
     scale = 100 / most if most else 0
     pieces = (
@@ -167,7 +167,7 @@ def _shares(report: RunReport) -> str:
 
 
 def _legend(report: RunReport) -> str:
-    """The colour of each device, its best figure and where its memory ends."""
+    """Return each device's colour, its best throughput, and where it runs out of memory."""
     entries = []
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
@@ -177,7 +177,7 @@ def _legend(report: RunReport) -> str:
 
 
 def _describe_curve(curve: SoloCurve) -> str:
-    """The best point of a device."""
+    """Describe the best point of a device's curve."""
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])
@@ -226,7 +226,7 @@ def _ranking(report: RunReport) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """One layout; the faint end of its bar is the 95 % interval."""
+    """Return the table row of one layout; the faint end of its bar is the 95 % interval."""
     figure = bar.throughput
     speed = bar.throughput.samples_per_second
     colour = SERIES[2] if bar.name == THE_PLAN else SERIES[0]
@@ -243,7 +243,7 @@ def _ranking_row(
 
 
 def _probes(report: RunReport) -> str:
-    """The timeline: when each probe ran, coloured by its stage, and its result."""
+    """Draw the timeline: when each probe ran, coloured by its stage, and its result."""
     labels = [device.label for device in report.header.devices]
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
     rows = []
@@ -262,7 +262,7 @@ def _probes(report: RunReport) -> str:
 
 
 def _stage_legend(report: RunReport) -> str:
-    """What the colours of the timeline mean, of those that it has."""
+    """Return the legend of the timeline's colours, only for stages that occur in it."""
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
     if not all(isinstance(entry.seen, Timed) for entry in report.seen):
@@ -295,7 +295,9 @@ def _table(
     kind: str = "",
     rare: range = range(0),
 ) -> str:
-    """A table whose columns `numbers` hold numbers; a phone leaves out those that are `rare`."""
+    """Return an HTML table. The columns `numbers` hold numbers; on a phone, the columns
+    `rare` are hidden.
+    """
 
     def classes(column: int) -> str:
         names = (("number", column in numbers), ("rare", column in rare))

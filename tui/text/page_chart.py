@@ -1,6 +1,7 @@
-"""The picture of a report: samples/s of each device alone against its batch, as inline SVG.
+"""Draws the chart of a report as inline SVG: samples/s of each device alone against its batch size.
 
-Batches are on a logarithmic axis, as in the app; both axes have round ticks (1, 2, 5, 10, ...).
+Batch sizes are on a logarithmic axis, like in the app; both axes have round ticks (1, 2,
+5, 10, ...).
 """
 
 from __future__ import annotations
@@ -27,7 +28,9 @@ MOST_TICKS = 6
 
 
 def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
-    """Ticks from 0 to `high` in steps of 1, 2 or 5 times a power of ten, at most `most` above 0."""
+    """Return ticks from 0 to `high` in steps of 1, 2 or 5 times a power of ten, at most
+    `most` above 0.
+    """
     if high <= 0:
         return [0.0]
     power = 10.0 ** math.floor(math.log10(high / most))
@@ -40,7 +43,9 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 
 
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, or fewer of them."""
+    """Return the ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, thinned out to
+    at most `most`.
+    """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
         ticks = [step * 10.0**power for power in powers for step in round_]
@@ -51,7 +56,7 @@ def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[flo
 
 
 class _Axes:
-    """Where a batch and a rate lie in the picture."""
+    """Maps a batch size and a throughput to pixels of the chart."""
 
     def __init__(self, batches: Iterable[float], speeds: Iterable[float]) -> None:
         known = [batch for batch in batches if batch > 0]
@@ -63,17 +68,17 @@ class _Axes:
         self.top = 1.04 * max(speeds, default=1.0)
 
     def x(self, batch: float) -> float:
-        """Pixels from the left."""
+        """Return the pixels from the left edge."""
         part = math.log(max(batch, self.low) / self.low) / math.log(self.high / self.low)
         return LEFT + (WIDE - LEFT - RIGHT) * min(1.0, part)
 
     def y(self, speed: float) -> float:
-        """Pixels from above."""
+        """Return the pixels from the top edge."""
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
 def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> str:
-    """The picture; a dotted line is where a device ran out of memory."""
+    """Return the chart as SVG; a dotted line marks where a device ran out of memory."""
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]
     for number, curve in reversed(list(enumerate(curves))):  # the first device on top
@@ -90,7 +95,7 @@ def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> 
 
 
 def _find_axes(curves: Sequence[SoloCurve], frontier: Sequence[Point]) -> _Axes:
-    """Axes on which all points and the batches that ran out of memory have their place."""
+    """Return axes that cover all points and all batch sizes that ran out of memory."""
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:
@@ -120,7 +125,7 @@ def _draw_ticks(axes: _Axes) -> Iterable[str]:
 
 
 def _write_tick(speed: float) -> str:
-    """A round figure without digits that say nothing."""
+    """Format a round number without insignificant digits."""
     return count_words(round(speed)) if speed == round(speed) else f"{speed:g}"
 
 

@@ -1,4 +1,4 @@
-"""Parsers of what a person types on the command line or in the form."""
+"""Parses what a user types on the command line or in the form."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def make_request(
     noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
-    """The request for these options; RequestError names the one that is wrong."""
+    """Return the request for these options. Raises RequestError that names the invalid option."""
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(
             f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}."
@@ -108,7 +108,7 @@ def make_request(
 
 
 def parse_max_slowdown(text: str) -> float:
-    """10% or 0.1; RequestError for anything else."""
+    """Parse a maximum slowdown such as 10% or 0.1. Raises RequestError for any other text."""
     number = text.strip()
     part = _parse_number(number.removesuffix("%"), "--max-slowdown")
     if not 0 <= part < math.inf:
@@ -117,8 +117,10 @@ def parse_max_slowdown(text: str) -> float:
 
 
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
-    """The noise scale, given in rows or by the training that measured it, and the batch of that
-    training.
+    """Parse a noise scale, given in rows or by the training that measured it.
+
+    Returns the scale and the batch size of that training, or None for the batch size if
+    it is unknown.
     """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)
@@ -130,8 +132,8 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """The framework of the workload; where that isn't clear, the one that is installed, tensorflow
-    before torch.
+    """Return the workload's framework. If the workload doesn't determine it, return the installed
+    framework, tensorflow before torch.
     """
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
@@ -145,12 +147,14 @@ def _default_framework(workload: str | None) -> str:
 
 
 def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
-    """The fault of an option whose text isn't of this kind."""
+    """Return the RequestError for an option whose text isn't of the expected kind."""
     return RequestError(f"{option} {text!r} is not {kind}.", f"Write it like {example}.")
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """`key=value` pairs; a value is a JSON scalar where it reads as one, else text."""
+    """Parse `key=value` pairs. A value that is a JSON scalar is parsed; any other
+    value stays text.
+    """
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
@@ -174,7 +178,9 @@ def _parse_value(text: str) -> Any:
 
 
 def parse_words(text: str | None) -> list[str] | None:
-    """`solo,even` as words; RequestError for an empty one; None if not given."""
+    """Split a comma-separated list such as `solo,even`; return None if `text` is None. Raises
+    RequestError for an empty item.
+    """
     if text is None:
         return None
     words = [word.strip() for word in text.split(",")]
@@ -184,13 +190,13 @@ def parse_words(text: str | None) -> list[str] | None:
 
 
 def parse_budget(text: str) -> float | None:
-    """Seconds; None for `none`."""
+    """Parse a budget into seconds; return None for `none`."""
     return None if text == "none" else parse_duration(text, "--budget")
 
 
 def parse_duration(text: str, name: str) -> float:
-    """Seconds in "120s", "2m", "1h30m", "3 min 20 s" or "90" (seconds); RequestError names the
-    option.
+    """Parse a duration such as "120s", "2m", "1h30m", "3 min 20 s" or "90" into seconds. Raises
+    RequestError that names the option.
     """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
@@ -202,8 +208,8 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """`--devices` for the chosen ones of the devices in `spec`; RequestError for none, or a part of
-    a machine file.
+    """Return the `--devices` value that selects the `chosen` devices from `spec`. Raises
+    RequestError if none is chosen, or only a part of a machine file.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
@@ -237,7 +243,7 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
 
 
 def parse_samples(text: str, name: str) -> int:
-    """A number of samples; RequestError names the field."""
+    """Parse a number of samples. Raises RequestError that names the field."""
     try:
         return int(text.replace(" ", ""))
     except ValueError:
@@ -247,7 +253,7 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """A number; RequestError names the field."""
+    """Parse a number. Raises RequestError that names the field."""
     try:
         return float(text)
     except ValueError:
@@ -255,7 +261,7 @@ def _parse_number(text: str, name: str) -> float:
 
 
 def request_fields(typed: Mapping[str, str]) -> dict[str, Any]:
-    """The form's fields as arguments of `make_request`; an empty one is left out."""
+    """Return the form's fields as arguments of `make_request`, without the empty fields."""
     readers: dict[str, Callable[[str, str], Any]] = {
         "settings": lambda text, _: text.split(),
         "global_batch": parse_samples,

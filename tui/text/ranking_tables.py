@@ -1,4 +1,6 @@
-"""A comparison as text: the ranking, packing, and how an even split scales. Knows no screen."""
+"""Formats a comparison as text: the ranking, packing, and how an even split scales.
+Imports no screen.
+"""
 
 from __future__ import annotations
 
@@ -30,8 +32,8 @@ RANKING_NOTE = (
 
 
 def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
-    """A table with a row per layout, the winner first: throughput, step time, and the difference
-    from the winner.
+    """Return a table with a row for each layout, the winner first: throughput, step time, and the
+    difference from the winner.
     """
     counts = ("tokens/s", "padding") if found.mean_length else ()
     drawn = [mean_power(found.turns_of(one.candidate.layout)) for one in found.ranking]
@@ -76,7 +78,7 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
 
 
 def _token_cells(found: SearchReport, one: Standing) -> tuple[str, ...]:
-    """Tokens/s and padding, where rows have lengths."""
+    """Return the cells for tokens/s and padding; empty unless rows have lengths."""
     if not found.mean_length:
         return ()
     padding = padding_share(found.turns_of(one.candidate.layout))
@@ -89,7 +91,7 @@ def _energy_cells(one: Standing, power: Power | None) -> tuple[str, str, str]:
 
 
 def where(one: Standing, labels: Sequence[str]) -> str:
-    """The devices and their samples: GPU:0[820] GPU:1[568], 5 x GPU:0[256]."""
+    """Return the devices of a layout and their samples: GPU:0[820] GPU:1[568], 5 x GPU:0[256]."""
     layout = one.candidate.layout
     if layout.traits.placed:
         return f"{' '.join(labels[i] for i in layout.active)} [{layout.global_batch}]"
@@ -98,8 +100,10 @@ def where(one: Standing, labels: Sequence[str]) -> str:
 
 
 def against(one: Standing, winner: Standing) -> str:
-    """-9.0 % (-9.4 to -8.6), after `tie` for a tie, `unclear` where it may be one, `larger batch`
-    where that is why a faster layout wasn't chosen, and `too uncertain` where no figure says.
+    """Return the difference from the winner, such as "-9.0 % (-9.4 to -8.6)".
+
+    Notes may precede it: `tie`; `unclear` for a possible tie; `larger batch` for a faster layout
+    that wasn't chosen because of its batch size; `too uncertain` if the measurements don't decide.
     """
     if one.against is None:
         return "chosen"
@@ -117,7 +121,9 @@ def against(one: Standing, winner: Standing) -> str:
 
 
 def packing_tables(found: SearchReport) -> list[Table]:
-    """Combined throughput and the time of each training, by the number of concurrent trainings."""
+    """Return tables of the combined throughput and of each training's time, by the number
+    of concurrent trainings.
+    """
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = found.packings
     return [
@@ -138,7 +144,9 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_table(found: SearchReport) -> Table:
-    """Seconds for a fixed number of steps on 1, 2, 4, ... devices, evenly split."""
+    """Return a table of the seconds that a fixed number of steps takes with an even split on 1, 2,
+    4, ... devices.
+    """
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)
     together = [one for one in plain_ones if one.candidate.layout.traits.together]
@@ -162,7 +170,7 @@ def scaling_table(found: SearchReport) -> Table:
 
 
 def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
-    """The ranking as data; the keys' names contain the units."""
+    """Return the ranking as JSON-serializable data; the names of the keys contain the units."""
     standings = found.ranking
     titles = name_all([one.candidate for one in standings], len(labels))
     return {

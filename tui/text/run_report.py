@@ -1,4 +1,6 @@
-"""What a report of a run shows: verdict, curves, ranking and timeline, without their drawing."""
+"""Collects what a report of a run shows: verdict, curves, ranking and timeline.
+It draws nothing.
+"""
 
 from __future__ import annotations
 
@@ -23,8 +25,8 @@ THE_PLAN = "the plan"  # in the ranking
 
 
 class SoloCurve(msgspec.Struct, frozen=True):
-    """A device alone: measured (batch, samples/s), by batch, and the smallest batch that did not
-    fit.
+    """A device's measurements alone: (batch size, samples/s) in order of batch size, and the
+    smallest batch that ran out of memory.
     """
 
     label: str
@@ -33,7 +35,7 @@ class SoloCurve(msgspec.Struct, frozen=True):
 
 
 class RunReport(msgspec.Struct, frozen=True):
-    """A run, ready to be drawn."""
+    """The data of a run's report, ready to be drawn."""
 
     header: Header
     labels: tuple[str, ...]
@@ -49,10 +51,10 @@ class RunReport(msgspec.Struct, frozen=True):
 
 
 def read_report(name: str) -> RunReport:
-    """The report of a run by its id, the beginning of one, or `last`; RequestError if it has no
-    plan.
+    """Return the report of a run, given by its id, a prefix of its id, or `last`. Raises
+    RequestError if the run has no plan.
 
-    An unfinished run has the plan of what it measured, as in an export.
+    The plan of an unfinished run is based on its measurements so far, like in an export.
     """
     found = runs.load_run(name)
     header = found.header
@@ -78,7 +80,7 @@ def read_report(name: str) -> RunReport:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """What to do with the plan; for a run without an end, the line that goes on."""
+    """Return the steps that apply the plan; for an unfinished run, the command that resumes it."""
     if end is None:
         return (f"to go on: evener balance --resume {run}",)
     return write_next_steps(run, end, "", True)
@@ -90,7 +92,7 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """A device's label with its limit, as in the plan's table."""
+    """Return a device's label with its limit, like in the plan's table."""
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 
@@ -113,8 +115,8 @@ def _curve(record: Record, position: int) -> SoloCurve:
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
-    """The plan and its rivals, without the solos, which are in the curves, and without a second
-    name of one of them.
+    """Return the plan and its rivals, without solos, which the curves show, and without duplicates
+    of a layout under a second name.
     """
     rivals = []
     for rival in plan.evidence:
@@ -126,7 +128,7 @@ def _rank(plan: Plan) -> tuple[Evidence, ...]:
 
 
 def write_layout(layout: PlanLayout, header: Header) -> str:
-    """The devices of a layout with their shares: GPU:0[820] + GPU:1[568]."""
+    """Return a layout's devices with their shares: GPU:0[820] + GPU:1[568]."""
     parts = zip(header.devices, layout.share, strict=True)
     where = " + ".join(
         f"{each.label}[{write_share(share.batch, share.micro)}]"

@@ -1,4 +1,4 @@
-"""The stages of a search in a word or two, the same in the app and in a report."""
+"""Short names for the stages of a search, shared by the app and the report."""
 
 from __future__ import annotations
 

@@ -1,5 +1,5 @@
-"""A search and its plan as text: its measurements, the tables of shares and rivals, and the journal
-of a training.
+"""Formats a search and its plan as text: its measurements, the tables of shares and rivals, and the
+journal of a training.
 """
 
 from __future__ import annotations
@@ -74,7 +74,9 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """The doubts about a measurement; a single step says nothing about how much steps vary."""
+    """Return the doubts about a measurement. A single step gives no information on how
+    much steps vary.
+    """
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
         codes = [code for code in codes if code != "noisy"]
@@ -82,7 +84,7 @@ def list_doubts(seen: Timed) -> list[str]:
 
 
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
-    """The line to print for an event, if it deserves one."""
+    """Return the line to print for an event, or None if nothing is printed for it."""
     if isinstance(event, Started):
         kept = f", {event.replayed} measurements kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
@@ -92,8 +94,8 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
 
 
 def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
-    """A measurement on a line of the log. Of an exception it has the kind alone: the search's end
-    has the sentence, its place and the file with the traceback.
+    """Return a measurement as one log line. For an exception it has only the kind: the end of the
+    search reports the message, the source line and the file with the traceback.
     """
     if not isinstance(seen, Failed):
         return observation_words(seen, labels)
@@ -106,8 +108,8 @@ def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def left_words(state: SessionState) -> str:
-    """The rest of the budget in words; simulated devices have other seconds than the clock on the
-    wall.
+    """Return the remaining budget as text. Simulated devices have their own clock, whose seconds
+    differ from wall-clock seconds.
     """
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
@@ -118,7 +120,9 @@ def left_words(state: SessionState) -> str:
 
 
 def brief_devices(labels: Sequence[str]) -> str:
-    """Devices in short: GPU:0, GPU:1 is GPU:0,1, and two of one name are 2 × NVIDIA H200."""
+    """Abbreviate device labels: GPU:0, GPU:1 becomes GPU:0,1; two devices with the same name become
+    2 × NVIDIA H200.
+    """
     kinds = {label.partition(":")[0] for label in labels}
     numbers = [label.partition(":")[2] for label in labels]
     if len(kinds) == 1 and all(number.isdigit() for number in numbers):
@@ -128,7 +132,7 @@ def brief_devices(labels: Sequence[str]) -> str:
 
 
 def observation_words(seen: Observation, labels: Sequence[str]) -> str:
-    """A measurement in words, on a line: its stage, layout and outcome."""
+    """Return a measurement as one line of text: its stage, layout and outcome."""
     return (
         f"{_stage_words(seen)} {layout_words(seen.probe.layout, labels)}: "
         f"{outcome_words(seen, labels)}"
@@ -136,13 +140,13 @@ def observation_words(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def _stage_words(seen: Observation) -> str:
-    """What a measurement was for, as wide as the longest: packed."""
+    """Return the stage of a measurement, padded to the width of the longest name ("packed")."""
     return f"{STAGE_WORDS[seen.probe.stage]:<6}"
 
 
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
-    """The outcome of one measurement in words: samples/s with doubts, out of memory, or why it
-    failed.
+    """Return the outcome of a measurement as text: samples/s with doubts, out of memory, or why
+    the measurement failed.
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
@@ -161,23 +165,23 @@ def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "�
 
 
 def outcome_name(seen: Observation) -> str:
-    """The name of an outcome: timed, out of memory or failed."""
+    """Return the name of an outcome: timed, out of memory or failed."""
     if isinstance(seen, Timed):
         return "timed"
     return "out of memory" if isinstance(seen, OutOfMemory) else "failed"
 
 
 def share_words(layout: Layout, device: int) -> str:
-    """A device's share, with its passes: 820 = 2 × 410; and the length of its rows, if a probe is
-    about one.
+    """Return a device's share with its passes (820 = 2 × 410), and the row length if the probe
+    measures rows of one length.
     """
     share = write_share(layout.shares[device], layout.pass_rows[device])
     return f"{share} of {layout.length} tokens" if layout.length else share
 
 
 def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """The devices that compute, with their shares: GPU:0[820] GPU:1[568]; of more than `most`, some
-    are counted.
+    """Return the active devices with their shares: GPU:0[820] GPU:1[568]. If there are more than
+    `most`, the others are only counted.
     """
     words = [f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
@@ -196,10 +200,11 @@ def summary_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """The tables, then the verdict: the answer and its gains, the next `steps`, remarks and
-    warnings, a line each; `labels` are the devices' short names, in the plan's order.
+    """Return the tables, then the verdict, one line each: the answer and its gains, the next
+    `steps`, remarks and warnings.
 
-    With `width`, that of a terminal, sentences are broken between words.
+    `labels` are the devices' short names, in the plan's order. `width` is the terminal's width: if
+    given, sentences are wrapped to it.
     """
     frontier = frontier_table(found).lines()
     rivals = [
@@ -214,7 +219,7 @@ def summary_lines(
 
 
 def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
-    """What ran: the workload, and first of all whether on simulated devices."""
+    """Return lines on what ran: the workload, preceded by a note if the devices are simulated."""
     if found is None:
         return []
     lines = []
@@ -236,7 +241,7 @@ def verdict_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """The verdict's advice and headline, the next steps, doubts about the measurements, the
+    """Return the verdict's advice and headline, the next steps, doubts about the measurements, the
     verdict's other lines, why the search ended, then the plan's other warnings.
     """
     first, *others = verdict.split("\n")
@@ -257,8 +262,8 @@ def verdict_lines(
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
-    """How much was measured, and why the search ended, as far as that doesn't sound surer than the
-    verdict is.
+    """Return how much was measured, and why the search ended, worded to sound no more certain
+    than the verdict.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -273,8 +278,8 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 
 
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
-    """A table with a row per device: its share, its ratio, its samples/s within the layout and
-    alone; below it, in lines of at most `width`, what the last column means.
+    """Return a table with a row for each device: its share, its ratio, and its samples/s within the
+    layout and alone. Below it, wrapped to `width`, is what the last column means.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -311,7 +316,9 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """What the column of devices alone means, where a device has another batch than the plan."""
+    """Return lines on what the column of solo throughput means, and which devices were fastest
+    alone at a batch that isn't the plan's.
+    """
     batch = plan.layout.global_batch
     other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]
     shares = [*plan.layout.active, *(solo.layout.active[0] for solo in alone.values())]
@@ -330,8 +337,8 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 
 
 def frontier_table(found: Verdict | None) -> Table:
-    """A table of the batches that are faster than all smaller ones, and what they are worth in
-    learning, if known.
+    """Return a table of the batch sizes that are faster than all smaller ones, with the samples/s
+    that each is worth in learning; empty if unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -340,8 +347,8 @@ def frontier_table(found: Verdict | None) -> Table:
 
 
 def _write_energy(figure: Throughput) -> str:
-    """Samples per joule of all devices, and what they draw for it; those that are left out
-    apart.
+    """Return the samples per joule of all devices and their power draw; idle devices
+    are listed separately.
     """
     efficiency, active, idle = energy_cells(
         figure.samples_per_second, figure.active_watts, figure.idle_watts
@@ -364,7 +371,7 @@ def _alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RivalRate, each: RivalRate) -> str:
-    """The gain of the best over another layout, in a few cells."""
+    """Return the gain of the best layout over another layout, in a few characters."""
     gain = each.gain_of(best)
     if gain is None:
         return "" if is_known(each.figure) else "unclear"
@@ -378,8 +385,11 @@ def versus(best: RivalRate, each: RivalRate) -> str:
 
 
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
-    """Lines on a split and one device, a larger batch that is faster, and the plan's part of the
-    sum of all devices alone; with the plan's gains, unless the verdict's headline has them.
+    """Return lines on the rivals (a split, one device), a faster larger batch, and the plan's
+    fraction of the sum of all solo throughputs.
+
+    With `with_gains`, they include the plan's gains; the verdict's headline may
+    have them already.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -395,7 +405,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RivalRate, rival: RivalRate) -> str:
-    """The samples of a step of several devices, where they aren't as many as the plan's."""
+    """Return the samples per step of a multi-device layout; empty if they equal the plan's."""
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
     if total == sum(own.batches) or alone or rival.kind == "larger_batch":
@@ -404,7 +414,7 @@ def _write_other_batch(own: RivalRate, rival: RivalRate) -> str:
 
 
 def _only_notes(own: RivalRate, rival: RivalRate) -> str:
-    """What is to be said of a rival besides the plan's gain over it."""
+    """Return the notes on a rival, without the plan's gain over it."""
     if rival.gain_of(own) is None or rival.kind == "sum":
         return _versus(own, rival)
     return f"; {_write_earlier(rival)}" if rival.earlier else ""
@@ -415,7 +425,7 @@ def _write_earlier(rival: RivalRate) -> str:
 
 
 def _write_rate(figure: Interval) -> str:
-    """Samples/s, with ± where they are known in whole percents alone."""
+    """Return the samples/s, with "±" if they are known only to whole percents."""
     if not is_rough(figure):
         return f"{rate(figure.value)} samples/s"
     error = half_width(figure.value, figure.low, figure.high)
@@ -423,7 +433,7 @@ def _write_rate(figure: Interval) -> str:
 
 
 def _why_unsaid(own: RivalRate, rival: RivalRate) -> str:
-    """Why the plan isn't compared with a layout."""
+    """Return why the plan isn't compared with a layout."""
     if not is_known(rival.figure):
         return "; too uncertain to compare"
     if not is_known(own.figure):
@@ -434,7 +444,7 @@ def _why_unsaid(own: RivalRate, rival: RivalRate) -> str:
 
 
 def _versus(own: RivalRate, rival: RivalRate) -> str:
-    """The plan's gain over another layout, or why it isn't said."""
+    """Return the plan's gain over another layout, or why no gain is given."""
     gain = rival.gain_of(own)
     if gain is None:
         return _why_unsaid(own, rival)
@@ -456,8 +466,8 @@ WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the las
 
 
 def training_report(training: TrainingRecord) -> Iterator[str]:
-    """Lines for the terminal: the whole, then each start, change, and speed that differs from the
-    one before.
+    """Yield the terminal lines of a training: a summary, then each start, each change of shares,
+    and each speed that differs from the previous speed.
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
@@ -475,7 +485,9 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
 
 
 def _report_entries(training: TrainingRecord) -> Iterator[str]:
-    """A line for each start, change, and speed that differs from the one before."""
+    """Yield a line for each start, each change, and each speed that differs from
+    the previous speed.
+    """
     said = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
@@ -503,7 +515,9 @@ def _report_entries(training: TrainingRecord) -> Iterator[str]:
 
 
 def _noise_words(training: TrainingRecord) -> Iterator[str]:
-    """The noise scale at the training's end, and at its beginning where that was surely another."""
+    """Yield the noise scale at the end of the training, and at its beginning if
+    that clearly differs.
+    """
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:
         first = found[0].scale

@@ -1,6 +1,4 @@
-"""The text of `evener help workload`: the built-in workloads, and how to measure one's own
-model.
-"""
+"""The text of `evener help workload`: the built-in workloads, and how to measure your own model."""
 
 from __future__ import annotations
 
@@ -83,7 +81,7 @@ if __name__ == "__main__":
 
 
 def workload_help() -> str:
-    """The whole text."""
+    """Return the whole help text."""
     entries = [registry.find(name) for name in registry.names()]
     rows = [(f"  {entry.name}", entry.summary) for entry in entries]
     settings = [
