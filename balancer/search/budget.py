@@ -148,13 +148,11 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_dear(self, seconds: float) -> bool:
-        """True if losing `seconds` would be expensive, as they are more than a small part
-        of the rest.
-        """
+        """True if losing `seconds` would cost more than a small part of the remaining time."""
         return seconds > PRICE * (self.seconds - self.spent)
 
     def cheap(self, seconds: float) -> bool:
-        """True if `seconds` are a small part of what is left.
+        """True if `seconds` are a small part of the remaining time.
 
         A probe that takes so little may run even if no gain is expected from it.
         """
@@ -188,7 +186,7 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def enough_for(self, missing_seconds: float) -> float:
-        """Return a budget with `missing_seconds` more for first turns.
+        """Return a budget that would have left `missing_seconds` more for first turns.
 
         Exploration's part of the budget is taken into account.
         """
@@ -197,7 +195,7 @@ class Budget:
         return max(self.spent + missing_seconds, others / kept)
 
     def enough_to_grow(self, grown_seconds: float) -> float:
-        """Return a budget in which packs may take `grown_seconds` more.
+        """Return a budget in which packs could have taken `grown_seconds` more.
 
         It is based on what the search spent up to the first turns.
         """
@@ -205,7 +203,7 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return when a stage has to end, in seconds of the budget."""
+        """Return how many seconds the search may have spent when the stage ends."""
         later = turn > FIRST_TURN and stage in ("race", "knobs")
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -218,14 +216,15 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
-        """Return what a probe takes beside its start and its timed steps."""
+        """Return the seconds that a probe takes besides its start and its timed steps."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _further_warm_up(self, layout: Layout) -> float:
-        """Return the warm-up that a probe takes in addition to that of a lone step's probe.
+        """Return the warm-up seconds that a layout's next probe needs if it isn't of a lone step.
 
-        It is 0 unless the layout was measured before, and only by lone steps.
+        It is 0 unless the layout was measured before, and only by lone steps, which
+        have no warm-up.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):

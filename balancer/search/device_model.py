@@ -69,7 +69,7 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The device's points alone, and those at rest or in splits at larger batches."""
+        """The points measured alone, and those at rest or in splits at larger batches."""
         return self.evidence.solo_points(self._among)
 
     @cached_property
@@ -84,9 +84,9 @@ class DeviceModel:
 
     @cached_property
     def in_splits(self) -> Curve | None:
-        """The curve of the device within a split.
+        """The curve of the device within a split, fitted to its solo points and to those of splits.
 
-        Its compute time (own work) in splits is fitted too.
+        The points of splits are its compute time (own work) in them.
         """
         points: list[Point] = []
         for one in self._group:
@@ -239,7 +239,7 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """Return the device with a curve of passes, by which it may compute all of a fixed batch.
+        """Return the device with a curve of passes, so that it may compute a whole fixed batch.
 
         That may be more rows than fit at once.
         """
@@ -269,10 +269,10 @@ class DeviceModel:
         )
 
     def cut(self, share: int, surely: bool) -> int:
-        """Return the rows of each pass of a share.
+        """Return the rows per pass of a share.
 
-        They are the whole share if it fits at once or if passes can't be used. With `surely`, it
-        must fit with certainty.
+        It is computed in one pass if it fits, with `surely` only if it fits with certainty, or if
+        several passes aren't possible.
         """
         if surely:
             wall = fits = self.certain_rows
@@ -288,7 +288,10 @@ class DeviceModel:
 
 
 def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest share in `rows` to `limit` that one pass computes as fast as two."""
+    """Return the largest share for which two passes aren't faster than one.
+
+    It lies between `rows`, the best rows of a pass, and `limit`.
+    """
     shares = range(rows, max(rows, limit))
 
     def two_are_faster(share: int) -> bool:

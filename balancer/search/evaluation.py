@@ -187,7 +187,7 @@ class Evaluation:
 
     @cached_property
     def time(self) -> TimeLeft:
-        """The remaining time, as far as the devices' models depend on it."""
+        """The remaining time, for use by the devices' models."""
         return TimeLeft(self.problem, self.options, self._seen)
 
     @cached_property
@@ -490,5 +490,5 @@ class Evaluation:
 
 
 def _is_like_any(layout: Layout, others: dict[Layout, Candidate]) -> bool:
-    """True if a measurement couldn't tell the layout's shares from those of one of the others."""
+    """True if a measurement couldn't distinguish the layout's shares from another layout's."""
     return any(same_measurement(layout, each) for each in others)

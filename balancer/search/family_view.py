@@ -51,10 +51,10 @@ class FamilyView:
 
     @cached_property
     def common_batch(self) -> int | None:
-        """The batch for layouts without one of their own; None if it isn't known yet.
+        """The batch for layouts without a batch of their own; None if it isn't known yet.
 
-        It is the fixed batch, else that of the best single device, else the smallest that didn't
-        fit on a device alone. It is also None if rows are assigned by cost.
+        It is the fixed batch, else the best single device's batch, else the smallest batch that
+        didn't fit on a device alone. It is also None if rows are assigned by cost.
         """
         if not self._policy.machine.by_rows:
             return None
@@ -68,7 +68,7 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """A `Packing` for each mode in which the best number of trainings is searched for."""
+        """A `Packing` for each mode in which the search looks for the best number of trainings."""
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
         at_once = [layout for layout in self.singles if not layout.in_passes]

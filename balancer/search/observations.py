@@ -113,7 +113,10 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of some stages, by default of all, in order."""
+        """Return the timed observations of some stages, in the order of `in_stage`.
+
+        By default, return those of all stages.
+        """
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
     def timed_in(self, layout: Layout, *stages: Stage) -> list[Timed]:
@@ -169,7 +172,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks, without those in which a device was held back temporarily."""
+        """Return a layout's checks, without those slowed by a device that has since recovered."""
         checked = [one for one in timed if one.probe.stage == "check"]
         active = checked[0].probe.layout.active if checked else ()
         recovered = [i for i in active if self.recovered(i)]
@@ -267,7 +270,7 @@ class Observations:
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
         """Return the seconds that the probes of some stages took; by default of all stages.
 
-        Of probes that run at the same time, only the longest counts. Turns of the race after
+        Of the probes that run at the same time, only the longest counts. Turns of the race after
         `until_turn` are left out.
         """
         wanted = stages or STAGES

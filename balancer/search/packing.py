@@ -92,7 +92,7 @@ class Packing:
 
     @cached_property
     def _rates(self) -> dict[int, float]:
-        """Combined samples/s by number of trainings.
+        """The combined samples/s by number of trainings.
 
         It is 0 for a number that failed if no smaller batch is worth trying.
         """
@@ -164,9 +164,9 @@ class Packing:
 
 
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
-    """Return the number of trainings to try next, up to `most`.
+    """Return the number of trainings to try next, at most `most`.
 
-    Returns None if the best is known well enough.
+    Returns None if the best number is known well enough.
     """
     best = best_size(tried)
     sizes = sorted(tried)
@@ -184,6 +184,6 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """Return the fewest trainings within the tolerance of the best; None if none ran."""
+    """Return the fewest trainings within the tolerance of the best rate; None if none ran."""
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

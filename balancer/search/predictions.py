@@ -150,9 +150,9 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.alone, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the smallest global batch predicted to be within `part` of the tolerance.
+        """Return the smallest batch within `part` of the tolerance; None for a fixed batch.
 
-        Returns None for a fixed batch.
+        It is predicted to be slower than the fastest by at most `part` * tolerance.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -203,7 +203,7 @@ def split_over_hosts(
 ) -> Allocation | None:
     """Return the fastest allocation that `solve` finds on one host, on all, or on some of them.
 
-    From all hosts, the one with the fewest rows is left out, one after the other. `hosts` has the
+    Starting with all hosts, the one with the fewest rows is left out repeatedly. `hosts` has the
     host of each position. On 400 random clusters of 2 to 6 hosts, this found the best of all sets
     of hosts in 396 cases and was at most 6 % slower in the others.
     """

@@ -90,7 +90,10 @@ class Race:
 
     @cached_property
     def ranking(self) -> tuple[Standing, ...]:
-        """The ranking, with the winner first, and with the winner's knobs once they were tried."""
+        """Every layout that ran in the race, the winner first.
+
+        Once the winner was tried with knobs, these layouts are included.
+        """
         rivals = self._knob_rivals
         turns = {one.layout: self._seen.turns(one.layout, "knobs") for one in rivals}
         tried = rank(rivals, turns, self._problem)
@@ -136,10 +139,11 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """Return the sort key of a first turn: the highest expected samples/s per second is first.
+        """Return the sort key of a candidate for its first turn.
 
-        Seconds are those of the probe. Extra candidates of families come last. Packs and placements
-        are expected to be as fast as the best of the other candidates.
+        Candidates with the highest expected samples/s per second of probe time come first, extra
+        candidates of families last. Packs and placements are expected to be as fast as the best of
+        the other candidates.
         """
         comparable = [one]
         if not one.synchronous:
@@ -171,7 +175,7 @@ class Race:
     ) -> tuple[Probe, ...]:
         """Return the next probe of the open turn, or of a new one.
 
-        All rivals take part if `settled`, when the winner is known already.
+        With `settled`, all rivals take part, since the winner is known already.
         """
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
         for layout, turns in taken.items():  # add turns in which a device was held back

@@ -155,7 +155,7 @@ def _list_tolerable(
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """True if a layout is slower than the leader by at most the tolerance.
 
-    The tolerance may be missed by as little as turns can't show.
+    A layout may miss the tolerance by half the width of its interval, but by `EDGE_SLACK` at most.
     """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -230,7 +230,7 @@ def _pooled(assumed: float, values: Sequence[float]) -> float:
 
 
 def center(figure: Interval, value: float) -> Interval:
-    """Return the interval moved to another value; its half-width stays."""
+    """Return an interval of the same width around another value, not below 0."""
     half = (figure.high - figure.low) / 2
     return Interval(value, max(0.0, value - half), value + half)
 

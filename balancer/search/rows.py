@@ -44,8 +44,8 @@ class RowPolicy:
     def is_training(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        For a free batch, a single device in passes isn't: it gains nothing over a smaller batch
-        in fewer passes.
+        For a free batch, a single device in several passes isn't: it gains nothing over a smaller
+        batch in fewer passes.
         """
         if layout.traits.together:
             return True
@@ -238,8 +238,8 @@ class RowPolicy:
 
         Each is yielded once the one before has turned out to be too slow. If exploration has
         measured the smallest good batch, another one like it isn't worth a race. Once a check has
-        confirmed a good batch, no further one is yielded: among more and more batches near the edge
-        of the tolerance, one would seem fast enough by chance.
+        confirmed a good batch, no further one is yielded: of many batches near the edge of the
+        tolerance, one would seem fast enough by chance.
         """
         tolerance = self.problem.tolerance
         ran = {
@@ -274,9 +274,9 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the nearest layout that ran and whose shares are the same point on every curve.
+        """Return the nearest layout that ran with nearly the same shares, else the layout itself.
 
-        If there is none, return the layout itself.
+        Shares are nearly the same if they would be merged into one point of a curve.
         """
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch

@@ -44,9 +44,9 @@ class Search:
     def learn_data(self, facts: Facts) -> None:
         """Note the facts of the data and the model.
 
-        The number of rows limits a free global batch to one that leaves 20 steps per epoch, unless
-        a largest batch is given. If row lengths are known, rows are assigned by their cost; the
-        number of the longest row is used in the message if no device can hold it.
+        If the global batch is free and no largest one is given, the number of rows limits it so
+        that an epoch has at least 20 steps. If row lengths are known, rows are assigned by their
+        cost. The number of the longest row is used in the message if no device can hold that row.
         """
         problem = self.problem
         free = problem.global_batch is None and problem.max_global_batch is None

@@ -47,7 +47,7 @@ DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card
 
 
 class Need(msgspec.Struct, frozen=True):
-    """A device's speed, and the memory that it needs beside its part of the state.
+    """A device's speed, and the memory that it needs in addition to its part of the state.
 
     That is `base_bytes` without rows, and `row_bytes` for each row of a pass.
     """
@@ -95,7 +95,7 @@ class Sharding:
     def parts(self) -> tuple[float, ...] | None:
         """The fraction of the state that each device holds.
 
-        Empty while it is unknown, None if the state doesn't fit beside a row.
+        Empty while it is unknown, None if the state doesn't fit together with a row.
         """
         problem = self._problem
         needs = self._needs
@@ -158,7 +158,7 @@ class Sharding:
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The policy for rows, as if each device held the model in the memory beside its part."""
+        """The policy for rows, as if each device held the model in the memory left by its part."""
         left = self._without_state(
             self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices
         )
@@ -191,7 +191,7 @@ class Sharding:
         return msgspec.structs.replace(one, probe=probe, memory_bytes=memory)
 
     def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
-        """Return the observation, or OutOfMemory if its rows don't fit beside the state.
+        """Return the observation, or OutOfMemory if its rows don't fit together with the state.
 
         A device that was measured alone held a small part of the state, and so had more memory for
         rows than its own part leaves.
@@ -235,7 +235,7 @@ def share_state(
     whole = state / (state + problem.state.step_bytes)  # the optimizer's step has no unit gathered
 
     def leave(batch: float) -> list[float]:
-        """The bytes that each device's rows of a batch leave for state."""
+        """Return the bytes that each device's rows of a batch leave for the state."""
         left = []
         for limit, need in zip(limits, needs, strict=True):
             rows = max(problem.multiple_of, batch * need.rate / speed)

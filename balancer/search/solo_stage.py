@@ -186,9 +186,9 @@ class SoloStage:
         return self._round(self._with_the_others(wanted), self._turn)
 
     def _gap_at_best(self, one: DeviceModel) -> int:
-        """Return the middle of the wider gap beside the first of the best batches.
+        """Return the middle of the wider gap next to the first of the best batches.
 
-        Returns 0 if it can't hide a peak.
+        Returns 0 if that gap can't hide a peak.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
         if one.alone is None or one.alone.error > TIE or undivided:
@@ -200,9 +200,9 @@ class SoloStage:
         return self._middle_of_widest([point.batch for point in around], WIDE)
 
     def _even_share(self, one: DeviceModel) -> int:
-        """Return the device's share in an even split of a fixed batch; 0 if it isn't worth a try.
+        """Return the device's share in an even split of a fixed batch, or 0.
 
-        It is worth one if it hasn't run and may fit. The split is over the devices of
+        It is 0 unless it may fit and is larger than what ran. The split is over the devices of
         the optimistic layout.
         """
         batch = self._problem.global_batch or 0
@@ -293,14 +293,17 @@ class SoloStage:
         return self._budget.least_seconds(layout, _step(one, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
-        """True if a round may take `seconds` and still leave time for the first split."""
+        """True if a round may take `seconds` and still leave time for the first split.
+
+        There is no plan without the first split.
+        """
         return self._budget.has_time(seconds, self._after, step_seconds)
 
     @cached_property
     def _after(self) -> float:
         """The seconds to reserve for the first split or, for one device, the fixed batch.
 
-        No plan is possible without that measurement. It is 0 once it ran.
+        No plan is possible without that measurement. The time is 0 once it ran.
         """
         if self._machine.splits or (self._machine.at_rest and len(self._live) == 1):
             return 0.0

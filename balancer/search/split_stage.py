@@ -56,9 +56,9 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None without an allocation.
+        """Return the probe of an allocation; None if the budget doesn't allow it.
 
-        Also None if the budget doesn't allow it, with `after` seconds left for what follows.
+        The probe must leave `after` seconds for what follows. Also None without an allocation.
         """
         if wanted is None:
             return None
@@ -82,7 +82,8 @@ class SplitStage:
     def _best_rate(self) -> float:
         """The highest samples/s of the plans that ran.
 
-        Splits count as predicted since they ran, devices at rest as measured.
+        Splits count with the samples/s that are predicted for them now, devices at rest
+        with those measured.
         """
         splits = [
             self._machine.predicted_rate(one.probe.layout) for one in self._machine.fitting_splits

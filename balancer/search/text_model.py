@@ -39,7 +39,7 @@ class WorkPoint(msgspec.Struct, frozen=True):
 class StepCost(msgspec.Struct, frozen=True):
     """A device's cost of a step.
 
-    `step_s` is the time beside the passes, such as the optimizer's.
+    `step_s` is the time that isn't part of a pass, such as the optimizer's.
     """
 
     step_s: float

@@ -131,5 +131,5 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return what a probe took beside its start and its timed steps: tracing and warm-up."""
+    """Return what a probe took besides its start and its timed steps: tracing and warm-up."""
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)

@@ -82,9 +82,9 @@ def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list
     """Group gradient tensors that are summed together, as lists of their positions.
 
     `tensors` are pairs (bytes, type) in the order in which they become ready; groups are returned
-    in that order too. If there are few bytes, there is one sum for each type. If there are more,
-    there are two, of which the second has at most LATE_PART of the bytes, or only the last tensor.
-    The last `apart` tensors are then in neither of them but in a third one, summed at the end.
+    in that order too. Few bytes are summed at once, in one group per type. More bytes are split
+    into two groups per type, of which the second, late one has at most LATE_PART of all bytes, or
+    only the last tensor. The last `apart` tensors are then left out of both and summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

@@ -382,7 +382,7 @@ def _nearby(
 class _Crossing(NamedTuple):
     """The finish times between which a number of devices first reaches a rate.
 
-    `samples` are those at the later time.
+    `samples` are what these devices compute by the later time.
     """
 
     samples: int

@@ -57,7 +57,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the points alone, and those at rest or in splits at larger batches.
+        """Return the points measured alone, and those at rest or in splits at larger batches.
 
         If only this device is left (`devices` is 1), return all points.
         """
@@ -303,9 +303,10 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield how far each two points of nearly one batch of a device differ, as a logarithm.
+    """Yield the absolute difference between the times of two points of nearly one batch.
 
-    It is 0 if errors and the difference in rows explain it.
+    Differences are logarithms of ratios, one for each such pair of a device's points; 0 if errors
+    and the difference in rows explain it.
     """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
@@ -402,9 +403,9 @@ def _gap(one: Point, other: Point) -> tuple[float, float]:
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
     """True if noise explains the gaps, which must come from at least two batches.
 
-    A gap is the logarithm of a ratio of times, with its standard error. The first gap that
-    noise can't explain ends the loop, since 1024 devices have half a million pairs to compare
-    for each decision.
+    A gap is the logarithm of a ratio of times, with its standard error. The result is False
+    as soon as noise can't explain a gap, since 1024 devices have half a million pairs to
+    compare per decision.
     """
     total = 0.0
     mean = 0.0
