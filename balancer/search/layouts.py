@@ -11,9 +11,8 @@ from evener.plan.layout import Knots
 from ..families import FAMILIES, Family, PackMode, Placement, find_families
 from ..types import Layout, layout_of
 
-NO_CURVE: tuple[tuple[Knots, int]] = (
-    ((), 0),
-)  # the empty curve of a device in a layout whose plan needs none
+# the empty curve of a device in a layout whose plan needs no curves
+NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)
 Knob = Literal["xla", "mixed", "workers0", "workers2", "workers4", "workers8"]
 # relative; a smaller difference in speed isn't worth a change, and one in shares can't be measured
 TIE = 0.01

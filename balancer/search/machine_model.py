@@ -48,7 +48,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
     """
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
-    if all(others == widest for others, _, _ in found):  # one number of devices, or none
+    if all(others == widest for others, _, _ in found):  # one number of devices measured, or none
         weights = math.fsum(weight for _, _, weight in found) or 1.0
         cost = math.fsum(weight * cost for _, cost, weight in found) / weights
         return tuple(cost * min(1.0, max(0, k - 1) / widest) for k in range(most + 1))
@@ -59,7 +59,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 class MachineModel:
     """A model of the machine by one set of observations."""
 
-    # devices take rows in the order of the data, as packs and placements can too
+    # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
 
     def __init__(self, problem: Problem, seen: Observations, time: TimeLeft) -> None:

@@ -213,7 +213,7 @@ def split_over_hosts(
         return solve(there, costs[len(chosen)])
 
     chosen = list(dict.fromkeys(hosts[device.position] for device in devices))
-    if len(chosen) < 2 or costs[len(chosen)] == costs[1]:  # nothing is known of the network
+    if len(chosen) < 2 or costs[len(chosen)] == costs[1]:  # nothing is known about the network
         return over(chosen)
     found = [over([host]) for host in chosen]
     while len(chosen) > 1:

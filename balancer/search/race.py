@@ -197,7 +197,7 @@ class Race:
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
         """Return the rivals of a turn: all in the first, later those that aren't settled yet."""
-        if turn == FIRST_TURN and stage == "knobs":  # `_first_turn` orders the race's own
+        if turn == FIRST_TURN and stage == "knobs":  # the race's first turn is in `_first_turn`
             return list(rivals)
         if turn >= MOST_TURNS:
             return []

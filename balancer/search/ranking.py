@@ -27,8 +27,8 @@ from .observations import Turns
 UNCLEAR = 0.03
 # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
 PROBE_DRIFT = 0.007
-# number of turns that this assumption weighs as much as, since two turns may agree by chance (95 %
-# intervals of benchmarks.search)
+# weight of this assumption, in turns, since two turns may agree by chance (from the 95 % intervals
+# of benchmarks.search)
 DRIFT_WEIGHT = 4
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
 # fraction of an expected gain that comes true: a batch that may fit runs out of memory as often as
@@ -36,7 +36,7 @@ LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whate
 COMES_TRUE = 0.5
 LEAST_RATE = 1e-9  # samples/s; avoids division by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
-# relative; a layout may miss the tolerance by this much if its interval is as wide
+# relative; a layout may miss the tolerance by up to this much, if its interval is as wide
 EDGE_SLACK = 0.005
 # time is planned for this many turns of each layout; with more, their spread gives the error
 ENOUGH_TURNS = 3

@@ -26,24 +26,20 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     single: Result | None = None  # the best single device
     turns: Mapping[Layout, tuple[Timed, ...]] = {}  # the turns that determine a layout's samples/s
     at_rest: frozenset[Layout] = frozenset()  # layouts measured while other devices were idle
-    broken: tuple[
-        tuple[Candidate, Observation], ...
-    ] = ()  # layouts that failed in the race, with the failure
-    retreats: tuple[
-        tuple[Candidate, Candidate], ...
-    ] = ()  # layouts that were too large, with what ran instead
+    # layouts that failed in the race, with the failure
+    broken: tuple[tuple[Candidate, Observation], ...] = ()
+    # layouts that were too large, with what ran instead
+    retreats: tuple[tuple[Candidate, Candidate], ...] = ()
     unmeasured: tuple[Candidate, ...] = ()  # left out because the budget was spent
     ungrown: tuple[Candidate, ...] = ()  # packs that might still have gained
     packings: tuple[tuple[PackMode, tuple[Observation, ...]], ...] = ()
     enough_seconds: float = 0.0  # a budget that would be enough to measure what is missing
     mean_length: float = 0.0  # tokens per row; 0 if rows have no lengths
-    sync_seconds: float | None = (
-        None  # gradient exchange that computation doesn't hide; None: unknown
-    )
+    # gradient exchange that computation doesn't hide; None: unknown
+    sync_seconds: float | None = None
     apart_seconds: Mapping[Layout, float | None] = {}  # time of a split's slowest share, alone
-    network_seconds: tuple[
-        float, ...
-    ] = ()  # exchange by number of hosts, beyond that within one host
+    # exchange by number of hosts, beyond that within one host
+    network_seconds: tuple[float, ...] = ()
     curves: tuple[tuple[Knots, int], ...] = ()  # curves of the chosen layout's devices
     own_rate: float = 0.0  # predicted samples/s at the script's own batch; 0: unknown
 

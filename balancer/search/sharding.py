@@ -232,7 +232,8 @@ def share_state(
     assert problem.state is not None
     state = problem.state.state_bytes
     speed = sum(need.rate for need in needs)
-    whole = state / (state + problem.state.step_bytes)  # the optimizer's step has no unit gathered
+    # the optimizer's step runs without gathered units
+    whole = state / (state + problem.state.step_bytes)
 
     def leave(batch: float) -> list[float]:
         """Return the bytes that each device's rows of a batch leave for the state."""

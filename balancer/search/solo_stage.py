@@ -117,9 +117,10 @@ class SoloStage:
 
         kept = max(rounds, key=gain_a_second)
         last = kept[-1]
-        if any(len(one.evidence.alone) > 1 for one in self._live):  # they can train without these
+        # true if a plan is possible without these devices
+        if any(len(one.evidence.alone) > 1 for one in self._live):
             affordable = self._has_time(costs[last], _step(last, due[last]))
-        else:  # without a second batch there is no curve
+        else:  # without a second batch, there is no curve
             layout = solo(self._problem.devices, last.position, due[last])
             affordable = self._budget.affords(layout, "race", _step(last, due[last]))
         known_rate = math.fsum(one.evidence.best_rate for one in self._live)
@@ -339,7 +340,7 @@ class SoloStage:
         if not memory.ran:
             retreat = memory.failed // BLIND_GROWTH
         elif memory.limit_bytes is not None and memory.ran > quantum:
-            retreat = memory.ran // 2  # that runs, and two sizes give a line
+            retreat = memory.ran // 2  # half of it fits, and two sizes give a line
         else:
             retreat = (memory.ran + memory.failed) // 2
         return max(quantum, retreat // quantum * quantum)

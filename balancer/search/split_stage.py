@@ -154,7 +154,7 @@ class SplitStage:
         wanted = fastest(map(self._predictions.single, self._never_at_rest()))
         if wanted is None:
             return None
-        if others:  # of a fixed batch the best single device is always compared
+        if others:  # for a fixed batch, the best single device is always compared
             best = self._best_rate
             unsure = self._problem.global_batch is not None and not self._machine.at_rest
         else:

@@ -131,9 +131,9 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 # rows dealt for a prediction, or one batch: their mean length is within 2 % if lengths vary by half
 DRAWN_ROWS = 512
 SMALLEST_BATCH = 4  # rows per device of a free global batch: fewer can't be dealt by cost
-LARGEST_BATCH = 1024  # rows that are worth a prediction (CPU of ask)
-DEALS_KEPT = 128  # cache size: sets of devices and batches in about four models (CPU of ask)
-_DRAW = 48271, (1 << 31) - 1  # MINSTD: its powers modulo this prime are random
+LARGEST_BATCH = 1024  # most rows to predict for (limits the CPU time of ask)
+DEALS_KEPT = 128  # cache size: the deals of about four models (limits the CPU time of ask)
+_DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime are pseudo-random
 
 
 class TextModel(MachineModel):

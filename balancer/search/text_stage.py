@@ -23,11 +23,9 @@ from .solo_stage import SMALL
 from .text_model import LARGEST_BATCH, TextModel
 
 SHORT, MIDDLE, LONG = 0.2, 0.5, 0.9  # quantiles of the lengths
-LONG_ENOUGH = (
-    3.0  # ratio to the first pass's time: then two thirds of the time are the cost of tokens
-)
+LONG_ENOUGH = 3.0  # ratio to the first pass's time: two thirds of it are then the cost of tokens
 MOST_PASSES = 4  # passes of the probe that shows their cost: three further passes in one step
-# the longest probe of passes of one length: seven of them make a cost, in 14 s of 120
+# longest probe of passes of one length: a cost takes seven such probes, 14 s of 120
 PASS_SECONDS = 2.0
 
 

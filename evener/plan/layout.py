@@ -69,7 +69,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     # the GPU's UUID, or the name of a CPU slice or simulated device
     device: Annotated[str, msgspec.Meta(min_length=1)]
-    # for display, and for frameworks that count devices
+    # for display, and for frameworks that number devices
     index: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
     name: str
     batch: Rows  # samples; with `cost`, the mean number of samples

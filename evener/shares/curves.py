@@ -82,8 +82,8 @@ class RankCost(msgspec.Struct, frozen=True):
         return min(by_tokens, self.rows or math.inf)
 
 
-MOST_FULL = 64  # how many numbers of passes have their finish times tried
-ROUNDING = 1e-9  # relative slack where a time is compared with its own inverse
+MOST_FULL = 64  # most numbers of passes whose finish times are tried
+ROUNDING = 1e-9  # relative slack when comparing a time with its own inverse
 
 
 class Curve(msgspec.Struct, frozen=True):

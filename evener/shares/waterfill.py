@@ -108,7 +108,7 @@ def _try_fewer(
             continue
         seconds_left = best.seconds - min(costs[low : high + 1])
         if _reach(devices, high, seconds_left, quantum) < batch:
-            continue  # fewer devices never do more by then
+            continue  # fewer devices never compute more samples by then
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
         found = _fixed_count(devices, middle, batch, quantum, least, 0)
@@ -168,7 +168,8 @@ def smallest_reaching(
             found += filter(None, [_just_reaching(devices, costs, rate, crossing, quantum)])
     allowed = [one for one in found if limit is None or one.global_batch <= limit]
     if all(one.global_batch < COARSE * quantum * len(one.shares) for one in allowed):
-        best = split_free(devices, costs, quantum, limit, fewest)  # may lie near a finish time
+        # the smallest may lie near a finish time of the best
+        best = split_free(devices, costs, quantum, limit, fewest)
         if best and best.samples_per_second >= rate:
             allowed.append(best)
     return min(allowed, key=lambda one: (one.global_batch, one.seconds), default=None)
@@ -340,7 +341,7 @@ def _best_count(
         if k < fewest:
             continue
         if limit is not None and total > limit:
-            break  # more devices only take more
+            break  # more devices only add samples
         if total > best_rate * (seconds + costs[k]):
             best = k
             best_rate = total / (seconds + costs[k])

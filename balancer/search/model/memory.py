@@ -23,7 +23,7 @@ BLIND_GROWTH = 8
 # fraction of the predicted largest batch that is safe without having run, and of the free memory
 # that is used if the memory line bends upwards
 SAFE_SHARE = 0.8
-# factor over the largest batch that ran, safe without having run, in bytes and in time; steps that
+# factor by which a batch may safely exceed the largest that ran, in bytes and in time; steps that
 # differ by less don't show how their tuning grows
 SAFE_GROWTH = 1.25
 UNBOUNDED = 1 << 30  # samples

@@ -81,7 +81,7 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     if len(merged) == 1:
         return _level(merged[0])
     line, worst = _simplest(merged)
-    error = median(p.error for p in merged)  # a rough point says nothing of the others
+    error = median(p.error for p in merged)  # a rough point tells nothing about the others
     if worst <= LINE_ERRORS:
         return msgspec.structs.replace(line, simple=True, error=error)
     stairs = fit_stairs(found)
@@ -161,7 +161,7 @@ def _hinge(points: Sequence[Point], cut: int) -> Curve:
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
     if len(rest) > 1:
         return _line(*rising_line(_weighted(rest), intercept_not_negative=False), level)
-    # one point on the slope: the knee is unknown, the longest flat stretch rises the steepest
+    # one point on the slope: the knee is unknown; after the longest level stretch, it is steepest
     left = points[cut - 1]
     slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
     return _line(level - slope * left.batch, slope, level)
@@ -310,7 +310,7 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
     error = max(point.leeway for point in points)
     for count in range(1, 2 * len(points)):
         rise = (high - low) / count
-        if rise < LINE_ERRORS * error:  # a smaller one could explain anything
+        if rise < LINE_ERRORS * error:  # a smaller rise could fit any points
             break
         levels = [round((point.seconds - low) / rise) for point in points]
         repeated = len(set(levels)) < len(levels)
