@@ -104,7 +104,7 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
 class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
     """A layout that was measured for comparison with the plan's."""
 
-    name: str  # "even split", "best single device", "solo GPU:0", ...: for display
+    name: str  # "even split", "best single device", "solo GPU:0", ..., for display
     layout: PlanLayout
     throughput: Throughput
     kind: EvidenceKind = "other"  # written unless it is "other"
@@ -120,7 +120,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of the search that found the plan, and why the search stopped."""
+    """The cost of the search that found the plan, and the reason why it stopped."""
 
     probes: Count
     out_of_memory: Count
@@ -149,7 +149,7 @@ class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     bytes_per_second: float
 
     def describe(self) -> str:
-        """Return a one-line description, such as GPU:0 – GPU:1 PCIe, no P2P, 6.1 GB/s."""
+        """Return a one-line description, such as GPU:0 – GPU:1  PCIe, no P2P, 6.1 GB/s."""
         speed = f"{self.bytes_per_second / 1e9:.3g} GB/s"
         return f"{' – '.join(self.devices)}  {', '.join(filter(None, (self.path, speed)))}"
 
@@ -223,7 +223,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a TOML file, or from JSON if the file contains a JSON object.
 
-    Raises PlanError, which tells what is wrong and where.
+    Raises PlanError, which names what is wrong and where, if the file isn't a valid plan.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()

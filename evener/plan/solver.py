@@ -102,8 +102,8 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     Each item of `gone` is a host and a device on it. The remaining devices get the shares that
     their curves predict to be fastest within memory. Several passes are used if the plan used them,
     or if the batch fits in memory in no other way. The throughput is the remaining devices' part of
-    the plan's throughput; it isn't measured. Raises PlanError if no device is left, or a single one
-    of a sharded plan.
+    the plan's throughput, and wasn't measured for them alone. Raises PlanError if no device is
+    left, or only one of a sharded plan.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)

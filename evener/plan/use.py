@@ -62,7 +62,7 @@ def is_used(path: str) -> bool:
 
 
 def explain_once(path: str, words: str) -> None:
-    """Print why this host's processes end; only the first process that calls this prints.
+    """Print why this host's processes end, unless another process has printed it already.
 
     The others wait until the message is printed, since the launcher stops all processes once
     one has ended.

@@ -168,7 +168,7 @@ def smallest_reaching(
             found += filter(None, [_just_reaching(devices, costs, rate, crossing, quantum)])
     allowed = [one for one in found if limit is None or one.global_batch <= limit]
     if all(one.global_batch < COARSE * quantum * len(one.shares) for one in allowed):
-        # the smallest may lie near a finish time of the best
+        # a layout near a finish time may reach the rate too
         best = split_free(devices, costs, quantum, limit, fewest)
         if best and best.samples_per_second >= rate:
             allowed.append(best)
