@@ -96,7 +96,7 @@ class PlannedTraining:
         explain_at_exit(weakref.WeakMethod(self.passes.recovery.advise))
         if self.world > 1:
             watch_others(self.device, self.timer.now)
-            if not launched_device():  # else evener's launcher has seen to it
+            if not launched_device():  # else evener's launcher does it
                 end_when_stuck()
 
     @property

@@ -28,13 +28,13 @@ from .step.memory import MemoryGauge
 
 # the least duration of a window of steps, as more frequent exchanges would cost too much
 WINDOW_SECONDS = 0.05
-FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # of a window
+FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # steps of a window
 SETTLING_WINDOWS = (
     2  # the one in which memory ran out, and one in which the allocator's cache refills
 )
 # in one exchange, which is the slowest part; the rule needs two windows for a change
 EXCHANGED_WINDOWS = 2
-UNKNOWN = -1.0  # in an exchange, for NaN
+UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
@@ -56,7 +56,7 @@ class Rebalancing:
         training.listeners.append(self.after_step)
         self.passes: tuple[
             int, ...
-        ] = ()  # of each rank, if a trainer takes the same number for any share
+        ] = ()  # passes of each rank, if a trainer takes the same number for any share
         self._planned = training.ranks
         self._rule: Any = (
             None  # made after the first exchange, when it is known how the loop computes
@@ -64,17 +64,19 @@ class Rebalancing:
         self._group = dist.new_group(backend="gloo")
         self._step = 0  # batches that were trained on
         self._window = 0  # full batches with the shares in force since the last window
-        self._window_steps = FEWEST_STEPS  # until the next window ends
+        self._window_steps = FEWEST_STEPS  # full batches in the current window
         self._windows: dict[
             int, tuple[float, int]
         ] = {}  # to exchange: own work and the pass limit, by the window's last step
         self._memory = MemoryGauge(training.device, training.world)
         self._largest = training.ranks.batches[training.rank]  # share that this rank has had so far
         self._grows_after = -1  # the step after which this rank's share is larger than ever
-        self._retreats = 0  # of this rank's passes that the last window had seen
-        self._limit = 0  # rows of a pass since memory ran out; 0: it didn't
+        self._retreats = 0  # passes that ran out of memory before the last window
+        self._limit = 0  # most rows of a pass since memory ran out; 0 if it didn't
         self._settling = 0  # windows until the allocator has settled
-        self._exchange: tuple[Any, torch.Tensor] | None = None  # under way, of `_windows`
+        self._exchange: tuple[Any, torch.Tensor] | None = (
+            None  # the exchange of `_windows` that is under way
+        )
         self._fewest = (
             FEWEST_WINDOWS  # windows that a change needs; 0 if own work isn't what limits steps
         )

@@ -224,7 +224,7 @@ class Split(PlannedTraining):
             return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
         on_host = training and (
             now.in_passes or sampler.is_dealt
-        )  # a part is sent as its turn comes
+        )  # each part is sent when its turn comes
         steps = LoaderSteps(self, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         if not training:

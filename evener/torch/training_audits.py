@@ -93,7 +93,7 @@ class RankVerdict(msgspec.Struct):
     fine: bool = False  # both ways agree
     certain: bool = True  # a difference can't come from a number that counts rows
     rows: int = 0  # a digest of the rows that were computed
-    sketch: Sketch | None = None  # of the reference
+    sketch: Sketch | None = None  # of the reference gradient
     noises: dict[str, float] | None = None  # how far rounding changes it, if measured
     numbers: list[Number] | None = None  # numbers that a loop's loss is computed with
     even: bool = False  # shares have to become equal
@@ -105,7 +105,7 @@ class TrainingAudits:
     def __init__(self, training: Any) -> None:
         self._training = weakref.proxy(training)
         self.judge = Audits(strict=training.strict)
-        self._batch: Any = None  # that was counted last
+        self._batch: Any = None  # the batch that was counted last
         self._due = False
         self._changed = False  # a loss is made of other operations than earlier losses
         self._doubted: list[Sketch] = []  # ranks' sketches, which differ by rounding or by more
@@ -445,7 +445,7 @@ class TrainingAudits:
         )
         few = None
         if loader is not None and same:
-            with suppress(Exception):  # of the program's own code, asked for rows once more
+            with suppress(Exception):  # from the program's data set, which is read again
                 few = fetch_rows(loader.dataset, loader.collate_fn, loader.rows_at_hand())
         if few is None and taken is not None and not taken.origin.dealt:
             rows = taken.sizes[self._training.rank]
@@ -727,7 +727,7 @@ def launchers_ways(
     The launcher's gradient is the mean over equal parts.
     """
     made = devices_ways(few, loss, counted, micro)
-    if few.sizes == few.even_sizes:  # of two rows, which can't be cut in two ways
+    if few.sizes == few.even_sizes:  # two rows can only be cut in one way
         return made
 
     mean = 1.0 / len(few.even)

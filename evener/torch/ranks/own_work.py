@@ -527,7 +527,7 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return the seconds of input, own work, meeting and between steps, from those in StepSums."""
+    """Return a step's input, own work, meeting and between-steps seconds, from its StepSums."""
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
@@ -580,7 +580,10 @@ class StepReporter:
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report that a step on this rank's rows is done; `tokens` are without and with padding."""
+        """Report that a step on this rank's rows is done.
+
+        `tokens` are the tokens of these rows, without and with padding.
+        """
         now = self.shares
         self._reporter.report(
             rows,
@@ -612,7 +615,7 @@ class StepReporter:
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
-        """Add the retreats of other ranks to the journal."""
+        """Add the other ranks' lines about passes that ran out of memory to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
         with suppress(RuntimeError, ValueError):  # from the store of a group that is gone
@@ -670,7 +673,7 @@ class StepReporter:
 def _read_memory(device: torch.device) -> tuple[int, int]:
     """Return the most bytes of its device that this process has held, and the device's bytes.
 
-    The latter are 0 if unknown.
+    The device's bytes are 0 if unknown.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory

@@ -120,7 +120,10 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return some rows of a tensor or array; the whole of one without dimensions."""
+    """Return rows `start` to `stop` of a tensor or array; all of one without dimensions.
+
+    Raises RequestError if its first dimension isn't `rows`.
+    """
     if not shape:
         return data
     if len(data) != rows:

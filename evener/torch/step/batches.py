@@ -123,7 +123,7 @@ class BatchTracker:
         return any(each.training and each.may_be_computed() for each in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """Return the batch that `data` belongs to; None if no loader has yielded one.
+        """Return the batch that `data` belongs to; None if no loader has yielded a batch.
 
         `training` is True if the model is in training mode. Raises RequestError if several batches
         are possible and they weight the ranks differently.
@@ -158,7 +158,7 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches the data; None if any epoch's newest batch will do.
+        """Return the batch that matches the data; None if the choice makes no difference.
 
         Raises RequestError if it isn't clear which batch is computed, and that makes a difference.
         """

@@ -24,7 +24,7 @@ from .recovery import SHORT, describe_memory, drop_frames, free_memory, is_out_o
 
 
 class OptimizerCheck:
-    """Checks each optimizer of the process before its first step, and after new parameters."""
+    """Checks each optimizer before its first step, and again if its parameters change."""
 
     def __init__(self) -> None:
         # step schedules once per batch, where accelerate steps them once per process
@@ -140,7 +140,7 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def spare_memory(optimizer: Any, tensors: int = 0) -> None:
-    """Make a step update its parameters one after the other if memory is too short for all at once.
+    """Make a step update its parameters one by one if memory is too short for all at once.
 
     `tensors` is the number of tensors of each parameter's size that the step makes too. A step that
     ran out of memory would leave some parameters updated and others not.
@@ -217,7 +217,10 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 
 
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """True if an exchange has made more sums than `before`, at the optimizer's last step."""
+    """True if an exchange has made a sum since an optimizer's last step.
+
+    `before` has the number of sums at that step, by the id of the exchange.
+    """
     return any(each.sums > before.get(id(each), 0) for each in exchanges)
 
 

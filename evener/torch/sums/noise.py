@@ -84,7 +84,7 @@ class RankNoise:
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def receive(self, buckets: Iterable[Bucket]) -> None:
-        """Take the norm of the summed gradients in `buckets`."""
+        """Take the norm of the summed gradients in `buckets`, which completes the sample."""
         # if this is another sum of the same batch, neither sum has the whole gradient
         self._sample = None
         if self._sum is not None:
