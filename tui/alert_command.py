@@ -1,4 +1,4 @@
-"""Starts the user's own program for an alert, and never waits for it."""
+"""Starts the user's command for an alert without waiting for it to finish."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ LIMIT_SECONDS = 60.0
 
 
 def start_command(command: str, alert: Alert) -> str:
-    """Start the command with the alert in its environment; a sentence if it can't be started.
+    """Start the command with the alert in its environment. Return an error message if it can't be
+    started, else an empty string.
 
-    EVENER_ALERT is its kind, EVENER_ABOUT the device or training, EVENER_TEXT the sentence. It has
-    no terminal, and is ended after a minute.
+    EVENER_ALERT is the alert's kind, EVENER_ABOUT the device or training, EVENER_TEXT the message.
+    The command has no terminal, and is terminated after a minute.
     """
     described = {
         "EVENER_ALERT": alert.kind,

@@ -32,7 +32,9 @@ MakeScreen = Callable[[], Screen[None]]
 
 
 def _made_by(name: str) -> MakeScreen:
-    """Makes a screen when it is opened for the first time; its module is imported then."""
+    """Return a function that makes a screen; the screen's module is imported when it
+    is first opened.
+    """
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
@@ -61,7 +63,9 @@ def _settings_provider() -> type[Provider]:
 
 
 class EvenerApp(BaseApp):
-    """Four screens over one stream of snapshots and at most one session at a time."""
+    """The app: four screens that share one stream of snapshots and at most one
+    session at a time.
+    """
 
     TITLE = "evener"
     COMMANDS: ClassVar[set[Any]] = {
@@ -97,9 +101,9 @@ class EvenerApp(BaseApp):
         super().__init__(publisher, **options)
         self._replayed = replayed  # the run, and how many times as fast, that is in front first
         self._first_start = first_start
-        self.wants_demo = False  # once it is left
+        self.wants_demo = False  # whether to run the demo after the app is closed
         self.crash_log: Path | None = None
-        self.ignored_settings = ""  # why the file of settings wasn't read
+        self.ignored_settings = ""  # why the settings file wasn't read
         self._started_on: asyncio.AbstractEventLoop | None = None
         self._makes_screen = False
         self.register_theme(DARK)
@@ -108,13 +112,11 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{theme}"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """evener's own colours, for Textual's themes, which don't define them."""
+        """Return evener's own colours for Textual's themes, which don't define them."""
         return meanings(dark=True)
 
     async def on_mount(self) -> None:
-        """Open the Monitor, or a replay, start sampling, and end in good order on SIGTERM and
-        SIGHUP.
-        """
+        """Open the Monitor or a replay, start sampling, and exit cleanly on SIGTERM and SIGHUP."""
         # not by DEFAULT_MODE: from Python 3.12 on its widgets are mounted before any screen is on
         # the stack
         await self.switch_mode("balance" if self._replayed else "monitor")
@@ -125,7 +127,7 @@ class EvenerApp(BaseApp):
             try:
                 loop.add_signal_handler(number, self.exit, 128 + number)
             except (ValueError, RuntimeError, NotImplementedError):
-                break  # not in the main thread: the caller handles signals
+                break  # not the main thread: the caller handles signals
         if self.ignored_settings:
             self.say(self.ignored_settings, severity="warning")
         self.publisher.start(lambda snapshot: self.post_message(Sampled(snapshot)))
@@ -135,7 +137,7 @@ class EvenerApp(BaseApp):
             self.call_after_refresh(_settle_memory)
 
     def switch_mode(self, mode: str) -> AwaitMount:
-        """Switch to a screen; one that isn't there yet takes its styles as it is made."""
+        """Switch to a screen; a screen that doesn't exist yet is styled when it is created."""
         self._makes_screen = mode not in self._screen_stacks
         made = super().switch_mode(mode)
         if self._makes_screen:
@@ -144,16 +146,16 @@ class EvenerApp(BaseApp):
         return made
 
     def refresh_css(self, animate: bool = True) -> None:
-        """Style everything again, but for a screen that is being made."""
+        """Apply all styles again, except while a screen is being created."""
         if not self._makes_screen:
             super().refresh_css(animate)
 
     async def on_event(self, event: Event) -> None:
-        """Finish each key before the next one.
+        """Process each key completely before the next key.
 
-        Textual passes a key through the widgets first, and runs what Tab or Ctrl-U is bound to when
-        it comes back from them: text typed at once after it has by then gone to the field before,
-        or is deleted.
+        Textual passes a key through the widgets first, and runs the binding of a key such as Tab or
+        Ctrl-U only when the key comes back from them. By then, text typed right after the key would
+        have gone to the previous field, or would be deleted.
         """
         if not isinstance(event, Key) or event.is_forwarded:
             await super().on_event(event)
@@ -169,7 +171,7 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """The terminal is gone: end as after SIGHUP; called from any thread."""
+        """Exit like after SIGHUP, because the terminal is gone. Can be called from any thread."""
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
@@ -178,7 +180,7 @@ class EvenerApp(BaseApp):
         await asyncio.to_thread(self.close_threads)
 
     async def action_leave(self) -> None:
-        """Quit; ask first while a search is running."""
+        """Quit the app; ask for confirmation if a search is running."""
         from .screens.dialogs import confirm
 
         if not self.searches:
@@ -190,19 +192,19 @@ class EvenerApp(BaseApp):
         confirm(self, "Quit", question, self.exit)
 
     def action_show(self, name: str) -> None:
-        """Open one of the screens, unless a dialog waits for an answer."""
+        """Open one of the screens, unless a dialog is open."""
         if name != self.current_mode and not isinstance(self.screen, ModalScreen):
             self.switch_mode(name)
 
     def action_welcome(self) -> None:
-        """Ask where to begin, as at the first start."""
+        """Open the welcome screen, like at the first start."""
         from .screens.welcome import WelcomeDialog
 
         if not isinstance(self.screen, ModalScreen):
             self.push_screen(WelcomeDialog(), self._begin_with)
 
     def _begin_with(self, door: str | None) -> None:
-        """Go through a door of the first start."""
+        """Open what the user chose on the welcome screen."""
         if door == "b":
             self.action_show("balance")
         elif door == "w":
@@ -214,8 +216,8 @@ class EvenerApp(BaseApp):
             self.exit()
 
     def last_words(self, width: int | None) -> list[str]:
-        """What the terminal says once the app is left: of the last search, and of a training that
-        was started here.
+        """Return what the terminal shows after the app is closed: about the last search, and about
+        a training that was started here.
         """
         from .text.leaving import leaving_lines
 
@@ -226,7 +228,7 @@ class EvenerApp(BaseApp):
         return lines
 
     def get_key_display(self, binding: Binding) -> str:
-        """A key as every page spells it: Space, Enter, Ctrl-S."""
+        """Return a key's name as all pages spell it: Space, Enter, Ctrl-S."""
         shown = super().get_key_display(binding)
         if shown.startswith("^") and len(shown) > 1:
             return f"Ctrl-{shown[1:].upper()}"
@@ -243,7 +245,7 @@ class EvenerApp(BaseApp):
             self.push_screen(DetailsDialog("Help", lambda width: help_lines(notes, width)))
 
     def action_command_palette(self) -> None:
-        """Open the palette, unless something else waits for an answer."""
+        """Open the command palette, unless a dialog is open."""
         from textual.command import CommandPalette
 
         if not isinstance(self.screen, ModalScreen):
@@ -251,19 +253,19 @@ class EvenerApp(BaseApp):
             self.push_screen(CommandPalette(placeholder=hint, id="--command-palette"))
 
     def action_settings(self, first: str = "") -> None:
-        """Show all settings, with the focus on the one that has this label."""
+        """Show all settings, with the focus on the setting whose label is `first`."""
         from .screens.settings_dialog import SettingsDialog
 
         if not isinstance(self.screen, ModalScreen):
             self.push_screen(SettingsDialog(first))
 
     def apply_settings(self) -> None:
-        """Go by all settings, also by the theme."""
+        """Apply all settings, including the theme."""
         super().apply_settings()
         self.theme = f"evener-{self.settings.theme}"
 
     def action_switch_theme(self) -> None:
-        """Switch to the next of evener's themes, and keep it."""
+        """Switch to the next of evener's themes, and save the choice."""
         names = get_args(ThemeName)
         now = self.theme.removeprefix("evener-")
         place = names.index(now) if now in names else -1
@@ -271,7 +273,7 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{self.settings.theme}"
 
     def get_system_commands(self, screen: Screen[object]) -> Iterable[SystemCommand]:
-        """Commands of the palette in addition to the keys of the screen."""
+        """Yield the commands of the palette that are not keys of the screen."""
         for name, title in SCREENS.items():
             yield SystemCommand(
                 f"Show {title}", f"The {title} screen", lambda name=name: self.action_show(name)
@@ -290,8 +292,8 @@ class EvenerApp(BaseApp):
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Keep the traceback in a file, so that the terminal stays clean; `tui.start` prints
-        where.
+        """Write the traceback to a file, so that the terminal stays clean; `tui.start` prints
+        the file's path.
         """
         self.crash_log = self.crash_log or write_crash_log(error)
         super()._handle_exception(error)
@@ -299,7 +301,9 @@ class EvenerApp(BaseApp):
 
 
 def _settle_memory() -> None:
-    """Look for garbage rarely, and never in what the start has made, which takes 40 ms."""
+    """Make garbage collection rare, and exclude the objects made at the start: scanning them
+    takes 40 ms.
+    """
     gc.collect()
     gc.freeze()
     gc.set_threshold(YOUNG_OBJECTS)
@@ -330,7 +334,7 @@ _MEANINGS = {
     "device6": ("#e6d16b", "#8a6a00"),
     "device7": ("#a5b4c8", "#556274"),
 }
-_BASE = {  # Textual's own
+_BASE = {  # Textual's own variables
     "primary": ("#58b4f0", "#0b62c4"),
     "secondary": ("#b794f4", "#7e3fc4"),
     "accent": ("#5fd38d", "#15803d"),
@@ -345,7 +349,7 @@ _BASE = {  # Textual's own
 
 
 def meanings(*, dark: bool) -> dict[str, str]:
-    """The variables that Textual's themes lack."""
+    """Return evener's theme variables, which Textual's themes lack."""
     return {f"ev-{key}": colours[not dark] for key, colours in _MEANINGS.items()}
 
 
@@ -355,7 +359,9 @@ def _theme(name: str, *, dark: bool) -> Theme:
 
 
 def _contrast_theme() -> Theme:
-    """White on black, with dim tones and frames that are bright enough to be read anywhere."""
+    """Return a white-on-black theme whose dim tones and frames are bright enough to be readable
+    on any terminal.
+    """
     bright = {
         "ev-dim": "#b8c0cc",
         "ev-title": "#d0d7e2",

@@ -1,5 +1,5 @@
-"""The app as its screens see it: the newest snapshot, at most one session, and messages to the
-user.
+"""The app as its screens see it: the newest snapshot, at most one session, and messages
+to the user.
 
 Screens and widgets import this class and never the full app, which imports them.
 """
@@ -51,13 +51,15 @@ _SERIALS = itertools.count(1)
 
 @dataclass
 class SessionReported(Message):
-    """An event of a session, or of the replay of one; `source` is its number."""
+    """An event of a session or of a replayed session; `source` is the session's number."""
 
     source: int
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """True for newer progress of the same probe; every other event counts."""
+        """True if the waiting message is older progress of the same probe; no other
+        event is dropped.
+        """
         return (
             isinstance(message, SessionReported)
             and isinstance(message.event, ProbeProgress)
@@ -69,7 +71,7 @@ class SessionReported(Message):
 
 @dataclass
 class SessionEnded(Message):
-    """A session's thread has ended; `fault` and `remedy` say why if it failed."""
+    """The message that a session's thread has ended; `fault` and `remedy` explain a failure."""
 
     source: int
     fault: str = ""
@@ -77,7 +79,7 @@ class SessionEnded(Message):
 
 
 class SessionThread:
-    """Runs one session; every event is posted, the last message is `SessionEnded`."""
+    """Runs one session in a thread; posts every event, and `SessionEnded` as the last message."""
 
     def __init__(self, make: Callable[[], EventThread], post: Post) -> None:
         self.source = next(_SERIALS)
@@ -92,7 +94,7 @@ class SessionThread:
         self._thread.start()
 
     def stop(self) -> None:
-        """Ask the session to end with its best plan so far."""
+        """Ask the session to end with the best plan found so far."""
         self._stopping.set()
         if self._session is not None:
             self._session.stop()
@@ -103,7 +105,7 @@ class SessionThread:
             (self._session.pause if paused else self._session.unpause)()
 
     def close(self) -> None:
-        """Stop, and wait until its children are gone."""
+        """Stop the session, and wait until its child processes have ended."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
@@ -123,7 +125,7 @@ class SessionThread:
             remedy = error.remedy
         except (
             Exception
-        ) as error:  # a bug becomes a sentence on the screen, with its traceback kept
+        ) as error:  # a bug becomes a message on the screen, with its traceback in a file
             fault = f"The session crashed: {error!r}."
             remedy = f"The traceback is in {write_crash_log(error)}."
         self._post(SessionEnded(self.source, fault, remedy))
@@ -148,8 +150,8 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a new and private file: in a shared folder, an existing name could be another user's
-    link.
+    """Write a new, private file. An existing name in a shared folder could be another
+    user's symbolic link.
     """
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
@@ -162,18 +164,18 @@ INTERVALS_SECONDS = (0.25, 0.5, 1.0, 2.0, 5.0, 10.0)
 
 @dataclass
 class Sampled(Message):
-    """A tick of the sampler."""
+    """The message that the sampler has taken a new snapshot."""
 
     snapshot: Snapshot
 
     def can_replace(self, message: Message) -> bool:
-        """A newer tick replaces one that is still waiting."""
+        """True if the waiting message is an older snapshot."""
         return isinstance(message, Sampled)
 
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
-    """A session of this request on this machine; `request.compare` names the families of a
-    comparison.
+    """Return a session for this request on this machine; `request.compare` names the families
+    of a comparison.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.intake import take_in_comparison
@@ -189,14 +191,14 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
 
 
 class PlainScrollBar(ScrollBarRender):
-    """A scroll bar of whole cells, which are only coloured."""
+    """A scroll bar drawn in whole cells by background colour alone."""
 
     VERTICAL_BARS: ClassVar[list[str]] = [" "] * 8
     HORIZONTAL_BARS: ClassVar[list[str]] = [" "] * 8
 
 
 class BaseApp(App[int]):
-    """Holds what the threads report; knows no screen."""
+    """Holds what the threads report; imports no screen."""
 
     # not `reactive`: that would redraw the whole screen at each tick
     snapshot: var[Snapshot | None] = var(None, always_update=True)
@@ -217,7 +219,7 @@ class BaseApp(App[int]):
     ) -> None:
         super().__init__()
         self.settings = settings
-        self.settings_file = settings_file  # None: nothing is kept
+        self.settings_file = settings_file  # None: settings are not saved
         self.alert_watch = AlertWatch(self._alert_rules)
         self.alerts: deque[Alert] = deque(maxlen=KEPT_ALERTS)
         self.unread_alerts = 0
@@ -229,28 +231,30 @@ class BaseApp(App[int]):
         self.ascii = ascii or os.environ.get("TERM") == "linux"
         self._session_maker = session_maker
         self._session: SessionThread | None = None
-        self.replays = False  # it is a run of the past
-        # the state that was shown, until the session has begun
+        self.replays = False  # the session is a replay of an earlier run
+        # the previous state, shown until the session has begun
         self._before: SessionState | None = None
         self._session_devices: tuple[Device, ...] = ()
-        self.written_plans: dict[str, str] = {}  # by run, where its plan was written to
-        self.training: LocalTraining | None = None  # that was started here last
-        self.last_run = ""  # of the searches of this app
+        self.written_plans: dict[str, str] = {}  # path of each run's plan, by run id
+        self.training: LocalTraining | None = None  # the last training that was started here
+        self.last_run = ""  # id of the newest run of a search in this app
         self.set_class(self.ascii, "-ascii")
         ScrollBar.renderer = PlainScrollBar if self.ascii else ScrollBarRender
 
     def close_threads(self) -> None:
-        """Stop the session and the sampling, and wait for them; no probe child outlives this."""
+        """Stop the session and the sampling, and wait until both have ended. No child process of a
+        probe outlives this call.
+        """
         if self._session is not None:
             self._session.close()
         self.publisher.close()
 
     def shown(self, text: str) -> str:
-        """The text in the characters that the app draws with."""
+        """Return the text in the app's character set: ASCII if the app draws in ASCII."""
         return to_ascii(text) if self.ascii else text
 
     def on_sampled(self, message: Sampled) -> None:
-        """Keep the newest snapshot, which screens watch, and tell what is wrong in it."""
+        """Store the newest snapshot, which screens watch, and show new alerts."""
         for alert in self.alert_watch.see(message.snapshot):
             self._tell_alert(alert)
         self.snapshot = message.snapshot
@@ -268,7 +272,7 @@ class BaseApp(App[int]):
             self.say(alert.text, severity="warning")
 
     def keep(self, **changed: Any) -> None:
-        """Change settings, and write them to the user's file."""
+        """Change settings, and write the new settings to the user's file."""
         settings = msgspec.structs.replace(self.settings, **changed)
         if settings == self.settings:
             return
@@ -278,7 +282,9 @@ class BaseApp(App[int]):
                 save_settings(self.settings_file, settings)
 
     def apply_settings(self) -> None:
-        """Go by the settings that are read once; screens read theirs as they draw."""
+        """Apply the settings that are read only once. Screens read their own settings
+        on each draw.
+        """
         self.publisher.interval_seconds = self.settings.interval_seconds
         self.alert_watch.rules = self._alert_rules
 
@@ -294,8 +300,8 @@ class BaseApp(App[int]):
         kept: Sequence[ObservationEntry] = (),
         **resumed: Any,
     ) -> None:
-        """Begin a search, or go on with a run that has `kept`, unless one is running; `resumed` is
-        as for a Session.
+        """Start a search, or resume a run that has the measurements `kept`, unless a search is
+        running. `resumed` are arguments of `open_run`.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
@@ -305,7 +311,7 @@ class BaseApp(App[int]):
             self._follow(lambda: self._session_maker(request, **resumed), state, devices)
 
     def replay(self, record: Record, speed: float = 8.0) -> None:
-        """Show what a run reported, `speed` times as fast, unless a search is running."""
+        """Replay the events of a run, `speed` times as fast, unless a search is running."""
         from evener.balancer.store.runs import RunReplay, recorded_events
 
         if self.searches:
@@ -322,7 +328,9 @@ class BaseApp(App[int]):
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """Start a session in place of the last one; a replay trains on no `devices`."""
+        """Start a session in place of the previous session; a replay has no `devices`
+        to train on.
+        """
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
         self._session_devices = devices or ()
@@ -331,7 +339,7 @@ class BaseApp(App[int]):
         self._session.start()
 
     def forget_session(self) -> None:
-        """Show none, also if a run is being replayed."""
+        """Show no session, even if a run is being replayed."""
         if self._session is not None:
             self._session.stop()
         self._session = None
@@ -350,7 +358,7 @@ class BaseApp(App[int]):
             self.balance = msgspec.structs.replace(self.balance, paused=paused)
 
     def stop_session(self) -> None:
-        """End the search with the best plan so far."""
+        """End the search with the best plan found so far."""
         if self._session is not None and self.balance.active:
             self.balance = msgspec.structs.replace(self.balance, stopping=True, paused=False)
             self._session.stop()
@@ -365,8 +373,8 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Note that the session is over, and why; one that could not begin leaves the screen as it
-        was.
+        """Record that the session has ended, and why. If it could not start, the
+        screen stays unchanged.
         """
         if self._session is None or message.source != self._session.source:
             return
@@ -392,7 +400,7 @@ class BaseApp(App[int]):
             self._tell_end(fault)
 
     def _tell_end(self, fault: str) -> None:
-        """Say on another screen how the session has ended."""
+        """Show a message, on a screen other than the session's, that the session has ended."""
         if fault:
             self.say(fault, severity="error")
         elif self.balance.finished is not None:
@@ -400,7 +408,9 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Tell the publisher how fast the running probes train on each device, if that is known."""
+        """Pass the training speed of the running probes on each device to the publisher, if
+        it is known.
+        """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
             trains = running.phase in ("warming up", "measuring")
@@ -414,8 +424,8 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """The newest sample of each device of the session, None where the monitor doesn't see
-        it.
+        """Return the newest sample of each device of the session, None for a device that the
+        monitor doesn't see.
         """
         seen = (
             {sample.device.key: sample for sample in self.snapshot.devices}
@@ -425,7 +435,7 @@ class BaseApp(App[int]):
         return tuple(seen.get(device.key) for device in self._session_devices)
 
     def start_training(self, arguments: Sequence[str], log: Path) -> None:
-        """Start a training by a plan; RequestError while another one runs."""
+        """Start a training that uses a plan. Raises RequestError if another training runs."""
         if self.training is not None and self.training.runs:
             raise RequestError(
                 f"A training runs here already: {self.training.command}.",
@@ -434,7 +444,7 @@ class BaseApp(App[int]):
         self.training = LocalTraining(arguments, log)
 
     def change_interval(self, direction: int) -> None:
-        """Sample more (-1) or less (1) often, in steps."""
+        """Sample one step more often (-1) or less often (1)."""
         steps = sorted({*INTERVALS_SECONDS, self.publisher.interval_seconds})
         place = steps.index(self.publisher.interval_seconds) + direction
         seconds = steps[max(0, min(place, len(steps) - 1))]
@@ -443,7 +453,7 @@ class BaseApp(App[int]):
 
     @contextmanager
     def saying_faults(self) -> Iterator[None]:
-        """Show an EvenerError as a message; what follows in the block is skipped."""
+        """Show an EvenerError as a message; the rest of the block is skipped."""
         try:
             yield
         except EvenerError as fault:
@@ -457,9 +467,9 @@ class BaseApp(App[int]):
 
 
 class UsesApp(MessagePump):
-    """A screen or widget that uses the app by its own type."""
+    """A screen or widget that accesses the app with its concrete type."""
 
     @property
     def evener(self) -> BaseApp:
-        """The app."""
+        """The app, as a BaseApp."""
         return cast(BaseApp, self.app)

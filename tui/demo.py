@@ -1,5 +1,5 @@
-"""The app of `evener demo`: the result of a search over two simulated cards, how it was found, then
-a training by the plan.
+"""The app of `evener demo`: the result of a search on two simulated cards, a replay of the search,
+then a training that uses the plan.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ from .app import EvenerApp
 from .base_app import SessionEnded
 from .simulated_training import HOT_FROM, HOT_UNTIL, PAIR, TrainingSource
 
-REPLAY_SPEED = 4.0  # times as fast as the search was
+REPLAY_SPEED = 4.0  # replay speed relative to the search
 INTERVAL_SECONDS = 0.5
 FIRST_SECONDS = 1.0
-RESULT_SECONDS = 8.0  # to read the result, before how it was found
-READING_SECONDS = 8.0  # from the end of that to the training
+RESULT_SECONDS = 8.0  # seconds to read the result before the replay
+READING_SECONDS = 8.0  # seconds from the end of the replay to the training
 RESULT = "The result first: what two unlike cards gain when each gets the rows that it can do."
 STORY = "How it was found: each card alone, real splits, a race in turns. Four times real speed."
 TRAINING = f"A training by the plan. In {HOT_FROM:.0f} s SIM:0 gets hot: watch the shares follow."
@@ -28,8 +28,8 @@ COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: even
 
 
 class DemoApp(EvenerApp):
-    """The app, which opens the screens of a result, of its search and of a training by itself;
-    every key works as usual.
+    """The app, which opens the screens of a result, its search and a training in turn, without user
+    input. Every key works as usual.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -40,13 +40,13 @@ class DemoApp(EvenerApp):
         self._trains = False
 
     async def on_mount(self) -> None:
-        """Show the cards for a moment first: what a search imports would delay the first
-        picture.
+        """Show the cards briefly before the search starts: the modules that a search imports would
+        delay the first frame.
         """
         self.set_timer(FIRST_SECONDS, self._search)
 
     def last_words(self, width: int | None) -> list[str]:
-        """The run is gone with the demo: what is left is the way on."""
+        """Return the commands to continue with. The run is deleted when the demo ends."""
         return ["Nothing was measured, and nothing was kept. With your own cards: evener"]
 
     def _search(self) -> None:
@@ -56,7 +56,7 @@ class DemoApp(EvenerApp):
         self.action_show("balance")
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Leave time to read the first result, then show how it was found, then train by it."""
+        """Leave time to read the result, then replay the search, then start the training."""
         finished = self.balance.finished
         if message.fault or finished is None:
             return
@@ -69,7 +69,7 @@ class DemoApp(EvenerApp):
             self.set_timer(READING_SECONDS, self._train)
 
     def _tell_story(self) -> None:
-        """Replay the search, unless its screen was left for a new one."""
+        """Replay the search, unless the user has started a new search."""
         try:
             record = read_run(self.last_run)
         except EvenerError:
@@ -87,5 +87,5 @@ class DemoApp(EvenerApp):
             self.set_timer(HOT_UNTIL, lambda: self._tell(COOL))
 
     def _tell(self, text: str) -> None:
-        """A caption of an act."""
+        """Show the caption of a part of the demo."""
         self.notify(text, title="Demo: all keys work, q quits", timeout=7.0, markup=False)

@@ -1,6 +1,6 @@
-"""A training that the app has started by a plan: its process, and the end of its log.
+"""A training that the app has started with a plan: its process, and the end of its log.
 
-The training outlives the app: its output goes to a file, and nobody waits for it.
+The training outlives the app: its output goes to a file, and the app never waits for it.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ from pathlib import Path
 from evener.errors import RequestError, as_request_error
 from evener.system.files import make_private
 
-TAIL_BYTES = 64 << 10  # of the log, that are read for its last lines
+TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last lines
 
 
 class LocalTraining:
-    """`evener launch` with these arguments, as a process of its own session."""
+    """An `evener launch` process with these arguments, in its own session."""
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.command = shlex.join(["evener", *arguments])
@@ -41,34 +41,34 @@ class LocalTraining:
 
     @property
     def pid(self) -> int:
-        """The process of the launcher."""
+        """The process ID of the launcher."""
         return self._process.pid
 
     @property
     def exit_code(self) -> int | None:
-        """How it ended; None while it runs."""
+        """The exit code; None while the training runs."""
         return self._process.poll()
 
     @property
     def runs(self) -> bool:
-        """True until it has ended."""
+        """True until the training has ended."""
         return self.exit_code is None
 
     def stop(self) -> None:
-        """Ask it to end as Ctrl-C does: most trainings save and stop."""
+        """Interrupt the training like Ctrl-C does: most trainings save a checkpoint and stop."""
         if self.runs:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
 
     def state_words(self) -> str:
-        """Whether it runs, or how it ended."""
+        """Return a text that says whether the training runs, or how it ended."""
         code = self.exit_code
         if code is None:
             return f"process {self.pid}"
         return "has ended" if code == 0 else f"ended with exit code {code}"
 
     def read_tail(self, lines: int) -> list[str]:
-        """The last lines of its log; what a progress bar has overwritten is left out."""
+        """Return the last lines of the log, without text that a progress bar has overwritten."""
         try:
             with open(self.log, "rb") as stream:
                 length = stream.seek(0, os.SEEK_END)
@@ -82,7 +82,7 @@ class LocalTraining:
         return rows[-lines:] if lines > 0 else []
 
     def last_words(self) -> tuple[str, ...]:
-        """What to know of it when the app is left."""
+        """Return the lines about the training to print when the app is closed."""
         if not self.runs:
             return (f"{self.command}: {self.state_words()}; its log: {self.log}",)
         return (
@@ -92,7 +92,9 @@ class LocalTraining:
 
 
 def read_command(text: str) -> list[str]:
-    """The arguments of a line `evener launch PLAN SCRIPT ...`; RequestError for another line."""
+    """Return the arguments of a line `evener launch PLAN SCRIPT ...`. Raises RequestError for
+    any other line.
+    """
     try:
         parts = shlex.split(text)
     except ValueError as error:

@@ -1,4 +1,4 @@
-"""The settings that the app keeps from one start to the next, in one TOML file of the user's."""
+"""The app's persistent settings, stored in one TOML file of the user."""
 
 from __future__ import annotations
 
@@ -17,35 +17,37 @@ FILE_NAME = "settings.toml"
 
 
 class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """What happens when a device or a training needs somebody's eyes."""
+    """When to alert the user about a device or a training, and how."""
 
     bell: bool = False  # ring the terminal's bell
     command: str = ""  # a program with its arguments, started for each alert
     throttled_percent: Annotated[float, Meta(gt=0, le=100)] = 20.0
-    plan_percent: Annotated[float, Meta(gt=0, le=100)] = 90.0  # of the plan's samples/s
+    plan_percent: Annotated[float, Meta(gt=0, le=100)] = 90.0  # in % of the plan's samples/s
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Everything that stays; the file has only what differs from this."""
+    """All persistent settings; the file contains only values that differ from these defaults."""
 
     theme: ThemeName = "dark"
-    interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # between readings
-    graph_seconds: Annotated[float, Meta(ge=1, le=3600)] = 120.0  # that graphs show at least
+    interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # seconds between readings
+    graph_seconds: Annotated[float, Meta(ge=1, le=3600)] = 120.0  # least seconds that graphs show
     common_scale: bool = True  # one scale for all devices' graphs
-    log_axes: bool = True  # of a search's curves
-    hidden_columns: tuple[str, ...] = ()  # keys of the Monitor's columns
+    log_axes: bool = True  # logarithmic axes for a search's curves
+    hidden_columns: tuple[str, ...] = ()  # keys of the Monitor's hidden columns
     alerts: AlertSettings = AlertSettings()
 
 
 def settings_path() -> Path:
-    """The file, which need not exist."""
+    """Return the path of the settings file, which need not exist."""
     import platformdirs
 
     return Path(platformdirs.user_config_dir("evener")) / FILE_NAME
 
 
 def load_settings(path: Path) -> tuple[Settings, str]:
-    """The settings in a file, and a sentence on why it is ignored if it can't be read."""
+    """Return the settings in a file, and a message that says why the file is ignored if it
+    can't be read.
+    """
     try:
         text = path.read_text(encoding="utf-8")
         return msgspec.convert(tomllib.loads(text), Settings), ""
@@ -57,7 +59,9 @@ def load_settings(path: Path) -> tuple[Settings, str]:
 
 
 def save_settings(path: Path, settings: Settings) -> None:
-    """Write what differs from the usual settings; RequestError if it can't be written."""
+    """Write the settings that differ from the defaults. Raises RequestError if the file
+    can't be written.
+    """
     import tomli_w
 
     changed = _changed(settings, Settings())

@@ -1,5 +1,5 @@
-"""A simulated training by a plan: a card gets hot now and then, and the shares follow by the rule
-of real trainings.
+"""Simulates a training that uses a plan: a card overheats now and then, and the shares are adjusted
+by the same rule as in real trainings.
 """
 
 from __future__ import annotations
@@ -22,17 +22,19 @@ from evener.training.rebalance import Rebalancer
 CARDS = ("gtx1080ti", "gtx1080")
 PAIR = f"sim:{','.join(CARDS)}"
 PERIOD_SECONDS = 70.0
-# of each period
+# seconds in each period
 HOT_FROM = 10.0
 HOT_UNTIL = 45.0
-SLOWED = 0.3  # the first device loses this share of its speed
-WINDOW_SECONDS = 2.0  # between two figures for the rule
+SLOWED = 0.3  # the fraction of its speed that the first device loses
+WINDOW_SECONDS = 2.0  # seconds between two observations by the rule
 NOISE = 0.004
-STEPS_SHOWN = 8  # of the last ones, each like the newest
+STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """The demo's two cards, on which a training runs once it has begun; `clock` gives seconds."""
+    """The demo's two cards, on which a training runs after it was started;
+    `clock` returns seconds.
+    """
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(catalogue(CARDS), builder=SnapshotBuilder(TrainingRates(tuple), clock))
@@ -41,8 +43,8 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Train by this plan, which has a share for each device, from the next reading on; from any
-        thread.
+        """Start training with this plan from the next reading on; the plan has a share for each
+        device. Can be called from any thread.
         """
         shares = plan.layout.share
         names = [device.label for device in self.devices()]
@@ -63,7 +65,7 @@ class TrainingSource(SimulatedSource):
         self._first = msgspec.structs.replace(first, step_spread=NOISE, **of_plan)
 
     def sample(self) -> Snapshot:
-        """All devices, and the training, now."""
+        """Return a snapshot of all devices and of the training."""
         if self._first is None:
             return super().sample()
         now = self._clock()
@@ -79,8 +81,8 @@ class TrainingSource(SimulatedSource):
         )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """What the ranks report after training until now; the rule's shares hold for the next
-        reading.
+        """Advance the training to the time `now` and return the ranks' reports. Shares that the
+        rule changes take effect at the next reading.
         """
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]
@@ -126,7 +128,7 @@ class TrainingSource(SimulatedSource):
 
 
 def _heat(sample: DeviceSample) -> DeviceSample:
-    """The reading of a device that heat slows down."""
+    """Return the reading of a device that is throttled because of heat."""
     clock_mhz = value(round((1 - SLOWED) * (sample.clock_mhz.current or 0.0)))
     held = {
         "throttled_percent": value(100 * SLOWED),

@@ -1,9 +1,9 @@
-"""Starts the app on a terminal, and ends it when the terminal, or the server of its browser, is
-gone without a signal.
+"""Starts the app on a terminal, and ends it if the terminal, or the server of a browser session,
+disappears without a signal.
 
-The devices are read for the first time while Textual is imported. Only a terminal's own session
-gets the hang-up signal; without it Textual's writer blocks forever on a deleted terminal, and the
-loop runs no signal handler.
+The devices are first read while Textual is being imported. Only processes of the terminal's own
+session receive SIGHUP; without it Textual's writer thread blocks forever on a closed terminal, and
+the event loop runs no signal handler.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from .app import EvenerApp
 
 CRASH_EXIT_CODE = 70
-LIBRARIES = ("textual",)  # of the extra `app`
+LIBRARIES = ("textual",)  # installed by the extra `app`
 
 
 def has_app() -> bool:
@@ -40,7 +40,7 @@ def has_app() -> bool:
 
 
 def prepare_app() -> None:
-    """Prepare the import of the app; RequestError with the line that installs it, where its
+    """Prepare the import of the app. Raises RequestError with the install command if the app's
     libraries are missing.
     """
     # the app collects once it has been drawn: what a start makes stays, and looking through it is
@@ -62,10 +62,11 @@ def run_app(
     | None = None,
     **options: Any,
 ) -> int:
-    """Run the app on this terminal and return the exit code; `options` are the app's own.
+    """Run the app on this terminal and return the exit code; `options` are passed to the app.
 
-    `serving` is entered with what gives the latest reading. RequestError and DeviceError (devices,
-    address, no app) are raised before the terminal is touched.
+    `serving` is called with a function that returns the latest reading, and its context is held
+    while the app runs. RequestError and DeviceError (invalid devices or address, app not installed)
+    are raised before the terminal is changed.
     """
     prepare_app()
     path = settings_path()
@@ -91,7 +92,9 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True where nothing was ever balanced, on a terminal whose user may do so."""
+    """True if no run is stored and the user is on a terminal and may start one: not
+    read-only, no replay.
+    """
     from evener.balancer.store.runs import have_runs
 
     may_start = not options.get("readonly") and not options.get("replayed")
@@ -99,12 +102,14 @@ def _is_first_start(options: Mapping[str, Any]) -> bool:
 
 
 def _owns_terminal() -> bool:
-    """True on a terminal, False where the app is drawn in a browser."""
+    """True on a terminal, False if the app is drawn in a browser."""
     return sys.stdout.isatty() and "TEXTUAL_DRIVER" not in os.environ
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """The demo in place of the app that was left for it; it keeps nothing."""
+    """Run the demo after the user left the app for it; return its exit code. The
+    demo stores nothing.
+    """
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
 
@@ -113,7 +118,7 @@ def draw_app(
     app: EvenerApp,
     around: AbstractContextManager[object] = contextlib.nullcontext(),  # noqa: B008
 ) -> int:
-    """Run an app on this terminal, within `around`, and return the exit code."""
+    """Run an app on this terminal inside the context `around`, and return the exit code."""
     app.publisher.start()
     app.snapshot = app.publisher.latest()
     with watching_terminal(app.hang_up, app.close_threads):
@@ -137,8 +142,8 @@ def draw_app(
 
 
 def _end_threads(app: EvenerApp) -> None:
-    """End the app's own, and Textual's that reads the terminal: SIGCONT, which comes with a
-    hang-up, starts another.
+    """End the app's threads and Textual's input thread. SIGCONT, which comes with a hang-up, starts
+    another input thread.
     """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()
@@ -146,15 +151,15 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Textual draws on `sys.__stderr__`: while the app runs, that is standard output's terminal if
-    stderr is a file.
+    """Point `sys.__stderr__`, on which Textual draws, at standard output's terminal while the app
+    runs, if stderr is not a terminal.
     """
     before = sys.__stderr__
     if before is not None and before.isatty():
         yield
         return
     with open(os.dup(1), "w", encoding="utf-8") as terminal:
-        sys.__stderr__ = terminal  # type: ignore[misc] # final for those who import it
+        sys.__stderr__ = terminal  # type: ignore[misc] # declared Final in typeshed
         try:
             yield
         finally:
@@ -162,13 +167,13 @@ def _drawing_on_the_terminal() -> Iterator[None]:
 
 
 GRACE_SECONDS = 2.0
-CODE = 129  # as after SIGHUP
+CODE = 129  # the exit code after SIGHUP
 
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """While the app runs on a terminal: when it hangs up, call `leave`, after a grace period `end`,
-    then exit.
+    """Watch for a hang-up of the terminal while the app runs: call `leave` at once, `end` after a
+    grace period, then exit.
     """
     if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
         yield

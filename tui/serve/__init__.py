@@ -1,1 +1,1 @@
-"""Evener over HTTP: metrics for Prometheus, and the app in a browser."""
+"""Serves evener over HTTP: metrics for Prometheus, and the app in a browser."""

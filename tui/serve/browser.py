@@ -1,9 +1,9 @@
-"""Serves the app to a browser on this machine: a process of the app for each visitor, by
-textual-serve.
+"""Serves the app to a browser on this machine, with textual-serve: each visitor gets an app process
+of their own.
 
-textual-serve lets every web page that the user visits open and drive the app. Here a request must
-name this machine's loopback as its host, come from the page that evener serves, and know the token
-in the printed URL.
+textual-serve lets every web page that the user visits open and control the app. Here a request must
+have this machine's loopback address as its host, come from the page that evener serves, and contain
+the token from the printed URL.
 """
 
 from __future__ import annotations
@@ -34,31 +34,31 @@ except ImportError:
     ) from None
 
 HOST = "127.0.0.1"
-SHUTDOWN_SECONDS = 5.0  # for the processes of the visitors
-MOST_SILENT = 64  # connections at once that have sent no request of the user's page,
-SILENT_SECONDS = 10.0  # and for how long
+SHUTDOWN_SECONDS = 5.0  # seconds for the visitors' processes to end
+MOST_SILENT = 64  # open connections without a request from the user's page,
+SILENT_SECONDS = 10.0  # and how long each may stay open
 ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 REFUSED = "Open the address that evener printed, in a browser on this machine."
 Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SilentConnections:
-    """Connections that haven't sent a request of the user's own page: few at once, and not for
-    long. Anybody on this machine can open them.
+    """Connections that have not sent a request from the user's own page. Their number and their
+    duration are limited, because anybody on this machine can open them.
     """
 
     def __init__(self) -> None:
         self._ends: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first
 
     def add(self, connection: web.RequestHandler) -> None:
-        """Note a new connection; where there are too many, the oldest is closed."""
+        """Add a new connection; if there are too many connections, close the oldest."""
         if len(self._ends) >= MOST_SILENT:
             self.close(next(iter(self._ends)))
         loop = asyncio.get_running_loop()
         self._ends[connection] = loop.call_later(SILENT_SECONDS, self.close, connection)
 
     def remove(self, connection: web.RequestHandler) -> None:
-        """It has sent such a request."""
+        """Remove a connection that has sent a request from the user's own page."""
         ends = self._ends.pop(connection, None)
         if ends is not None:
             ends.cancel()
@@ -70,7 +70,7 @@ class SilentConnections:
 
 
 class BrowserServer(Server):
-    """textual-serve's server with its own page, behind checks of host, origin and token."""
+    """A textual-serve server with evener's own page, behind checks of host, origin and token."""
 
     def __init__(self, command: Sequence[str]) -> None:
         super().__init__(f"exec {shlex.join(command)}", host=HOST)
@@ -93,7 +93,7 @@ class BrowserServer(Server):
 
     @web.middleware
     async def _guard(self, request: web.Request, handler: Handler) -> web.StreamResponse:
-        """Refuse what isn't the user's own page."""
+        """Refuse any request that isn't from the user's own page."""
         host = request.headers.get("Host", "")
         origin = request.headers.get("Origin")
         token = request.path.split("/")[1]
@@ -125,14 +125,14 @@ class BrowserServer(Server):
             self._visits.discard(visit)
 
     async def _end_visits(self, _: web.Application) -> None:
-        """End each visitor's process with the visit."""
+        """End each visitor's app process when the visit ends."""
         for visit in self._visits:
             visit.cancel()
         if self._visits:
             await asyncio.wait(self._visits, timeout=SHUTDOWN_SECONDS)
 
     async def run(self, listening: socket.socket) -> int:
-        """Serve until a signal asks to end; 128 plus its number."""
+        """Serve until a signal arrives; return 128 plus the signal's number."""
         runner = web.AppRunner(
             await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
         )
@@ -164,8 +164,8 @@ class BrowserServer(Server):
 
 
 def serve_browser(command: Sequence[str], port: int) -> int:
-    """Serve what `command` draws, until a signal; the exit code. RequestError if the port can't be
-    used.
+    """Serve what `command` draws until a signal arrives, and return the exit code. Raises
+    RequestError if the port can't be used.
     """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -174,7 +174,7 @@ def serve_browser(command: Sequence[str], port: int) -> int:
         ):
             listening.bind((HOST, port))
             listening.listen()
-        # its libraries print a traceback for each request that isn't one
+        # its libraries print a traceback for each malformed request
         logging.disable(logging.CRITICAL)
         return asyncio.run(BrowserServer(command).run(listening))
 
@@ -185,8 +185,8 @@ def _end(ended: asyncio.Future[int], code: int) -> None:
 
 
 def _page_headers(host: str) -> dict[str, str]:
-    """Headers that allow no requests to elsewhere, no frame around the page, no token in a
-    Referer.
+    """Return headers that forbid requests to other hosts, frames around the page, and the token
+    in a Referer.
     """
     sources = {
         "default-src": "'none'",

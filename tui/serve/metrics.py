@@ -1,8 +1,8 @@
-"""A reading of the monitor as Prometheus metrics, under dcgm-exporter's names where it has the
-figure, over HTTP.
+"""Serves a reading of the monitor as Prometheus metrics over HTTP, with dcgm-exporter's names for
+the metrics that it has too.
 
-A figure that isn't current has no sample, as Prometheus wants it: the series ends and is never a
-false zero.
+A value that isn't current has no sample, as Prometheus recommends: the series ends and never shows
+a false zero.
 """
 
 from __future__ import annotations
@@ -33,29 +33,29 @@ except ImportError:
         "Metrics need prometheus-client.", "Install it: pip install 'evener[metrics]'."
     ) from None
 
-MOST_CLIENTS = 64  # at the same time
-REQUEST_SECONDS = 10.0  # from a connection to the end of its answer
-CUT_SECONDS = 0.1  # between two looks whether a connection that was cut off is closed
+MOST_CLIENTS = 64  # most simultaneous connections
+REQUEST_SECONDS = 10.0  # seconds from a connection to the end of its response
+CUT_SECONDS = 0.1  # seconds between checks whether a connection that was cut off is closed
 WHAT_IS_SERVED = (
     "this machine's name, its devices and their load, and the names and speed of your trainings"
 )
 
 
 class _Reading:
-    """The collector that prometheus-client asks at each request."""
+    """The collector that prometheus-client calls at each request."""
 
     def __init__(self, latest: Callable[[], Snapshot | None]) -> None:
         self._latest = latest
 
     def collect(self) -> Iterable[Any]:
-        """The newest reading's metrics; none before the first reading."""
+        """Return the metrics of the newest reading; none before the first reading."""
         snapshot = self._latest()
         return () if snapshot is None else metric_families(snapshot)
 
 
 class _Clients:
-    """The connections to the server that are open, the oldest first: at most `MOST_CLIENTS`, each
-    for at most `REQUEST_SECONDS`.
+    """The server's open connections, the oldest first: at most `MOST_CLIENTS`, each for
+    at most `REQUEST_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,8 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Note a new connection. Where there is no room, the oldest is cut off first: a client that
-        asks is answered within milliseconds, so the oldest is one that only keeps others out.
+        """Add a new connection; if there are too many, cut off the oldest first. Requests are
+        answered within milliseconds, so the oldest connection is one that only blocks others.
         """
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -76,8 +76,8 @@ class _Clients:
             self._since[client] = time.monotonic()
 
     def close(self, client: socket.socket, close: Callable[[socket.socket], None]) -> None:
-        """Close a connection; nobody cuts it off meanwhile, when its descriptor may be another's
-        already.
+        """Close a connection under the lock: nothing else can cut it off afterwards, when its
+        descriptor may already belong to another connection.
         """
         with self._change:
             self._since.pop(client, None)
@@ -86,7 +86,9 @@ class _Clients:
             self._change.notify_all()
 
     def cut_off_late(self) -> None:
-        """Cut off those whose time is over, however much they still send or read."""
+        """Cut off connections that are older than `REQUEST_SECONDS`, even if they still
+        send or read.
+        """
         until = time.monotonic() - REQUEST_SECONDS
         with self._change:
             for client, since in self._since.items():
@@ -114,20 +116,22 @@ class _Server4(ThreadingWSGIServer):
         super().__init__(*given)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Answer a client in a thread of its own."""
+        """Handle a client in a thread of its own."""
         self._clients.add(request)
         super().process_request(request, client_address)
 
     def shutdown_request(self, request: Any) -> None:
-        """Close a connection that was answered or given up."""
+        """Close a connection that was answered or abandoned."""
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Look after the open connections, at least twice a second."""
+        """Check the open connections; called at least twice a second."""
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A client that says nothing, or has gone, is no defect of the server's."""
+        """Ignore the error: a client that sends nothing or has disconnected isn't
+        a server defect.
+        """
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -137,8 +141,8 @@ class _Server6(_Server4):
 
 
 def parse_metrics_address(text: str, public: bool) -> Address:
-    """The address of the metrics' server; RequestError for one that others can reach, unless that
-    is wanted.
+    """Return the address of the metrics server. Raises RequestError if other machines can reach the
+    address, unless `public` is set.
     """
     address = parse_address(text, "--metrics")
     if not public and not is_loopback(address.authority):
@@ -151,7 +155,9 @@ def parse_metrics_address(text: str, public: bool) -> Address:
 
 @contextmanager
 def serving_metrics(address: Address, latest: Callable[[], Snapshot | None]) -> Iterator[None]:
-    """Serve the latest reading while the block runs. RequestError if the port can't be used."""
+    """Serve the latest reading while the block runs. Raises RequestError if the port
+    can't be used.
+    """
     registry = CollectorRegistry()
     registry.register(_Reading(latest))
     metrics: Callable[..., Iterable[bytes]] = make_wsgi_app(registry)
@@ -179,7 +185,7 @@ def serving_metrics(address: Address, latest: Callable[[], Snapshot | None]) -> 
 
 
 MIB = 2.0**-20  # bytes to MiB
-DEVICE_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")  # dcgm-exporter's
+DEVICE_LABELS = ("gpu", "UUID", "device", "modelName", "Hostname")  # dcgm-exporter's names
 TRAINING_LABELS = ("training", "workload", "rank", "Hostname")
 SHARE_LABELS = (*TRAINING_LABELS, "UUID", "device")
 
@@ -300,7 +306,7 @@ _NOISE = (  # name, field of NoiseScale, help; an end that isn't known is left o
 
 
 def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
-    """Every metric of this reading."""
+    """Yield every metric of this reading."""
     hostname = clean(snapshot.host.hostname)
     yield _gauge(
         "evener_reading_timestamp_seconds",
@@ -309,7 +315,7 @@ def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
         [((), snapshot.at_seconds)],
     )
     yield from _device_families(snapshot, hostname)
-    # Prometheus refuses an answer with a series twice: of two reports under one name, the newer one
+    # Prometheus rejects a response with duplicate series: of two reports with one name, the newer
     # counts
     named = {
         _name(each, hostname): each
@@ -382,7 +388,9 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """The noise scale of each rank, where it is known, and its ends that are figures."""
+    """Yield the noise scale of each rank if it is known, and those ends of its interval
+    that are finite.
+    """
     for name, field, help_text in _NOISE:
         ends = (
             (labels, getattr(each.noise, field))
@@ -439,19 +447,23 @@ def _describe(device: Device, hostname: str) -> Labels:
 
 
 def _short(device: Device) -> str:
-    """nvidia0, as dcgm-exporter has it; cpu0, sim0."""
+    """Return a device's short name: nvidia0, like dcgm-exporter; cpu0, sim0."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
 def _name(training: Training, hostname: str) -> Labels:
-    """A training that has no id goes by its process."""
+    """Return a training's labels: id, workload, rank and host. The process ID
+    replaces a missing id.
+    """
     rank = "" if training.rank < 0 else str(training.rank)
     host = next((clean(live.host) for live in training.devices if live.host), hostname)
     return clean(training.training or training.pid), clean(training.workload), rank, host
 
 
 def _place(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
-    """The device's UUID and short name; where only an index is known, that."""
+    """Return a device's UUID and short name; for an unknown device, its index, or an empty string,
+    replaces the short name.
+    """
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""
     return clean(live.id), index if device is None else _short(device)
