@@ -55,8 +55,8 @@ _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none")
 _MORE_FIELDS = {"max_global_batch": "", "tolerance": "0.02", "max_slowdown": "", "settings": ""}
 HINTS = REQUEST_HELP | {
     "pick-workload": (
-        "The model to balance: a function of yours that returns it, or one of evener's own, "
-        "to try it out."
+        "The model to balance: a function of yours that returns it, whose code is run, or one of "
+        "evener's own, to try it out."
     ),
     "pick-devices": "Devices to share the batch. Space leaves one out, or takes it back.",
     "own": (
@@ -144,8 +144,8 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
         )
     known = {_full_name(each.name) for each in models}
     new = [name for name in found if _full_name(name) not in known]
-    models += [Model(name, name, "a function of yours; its code is run", True) for name in new]
-    models.append(Model("", ANOTHER, "named below, as file.py:build; its code is run", True))
+    models += [Model(name, name, "a function of yours", True) for name in new]
+    models.append(Model("", ANOTHER, "choose it to name it, as file.py:build", True))
     built_in = [registry.find(name) for name in registry.names()]
     models += [Model(each.name, each.name, f"built in: {each.summary}", False) for each in built_in]
     return models
@@ -220,7 +220,7 @@ class Setup(UsesApp, Vertical):
         yield Lines(id="problem")
         with Horizontal(id="send"):
             yield Button("Start", id="start", variant="success", compact=True)
-            yield Button("Dry run, 10 s", id="try", compact=True)
+            yield Button("Dry run, 10 s", id="try", variant="primary", compact=True)
             if self.evener.readonly:
                 yield Static(" Read-only: no search starts here.", id="readonly", markup=False)
         yield Lines(id="ahead")
@@ -336,7 +336,7 @@ class Setup(UsesApp, Vertical):
         spare = height - frame - devices - plain_rows - margins
         if spare - LESSON_ROWS >= ROWS_BESIDE_LESSON:
             spare -= LESSON_ROWS
-        models = max(LEAST_MODEL_ROWS, min(len(self._models), spare, MOST_MODEL_ROWS))
+        models = max(LEAST_MODEL_ROWS, min(self._count_model_rows(), spare, MOST_MODEL_ROWS))
         for name, rows in (("pick-workload", models), ("pick-devices", devices)):
             self.query_one(f"#row-{name}").styles.height = rows
             panel = self.query_one(f"#{name}", Ticks)
@@ -345,6 +345,13 @@ class Setup(UsesApp, Vertical):
         ahead = self.query_one("#ahead", Lines)
         ahead.show(search_lesson(*ahead.size))
         self._explain()
+
+    def _count_model_rows(self) -> int:
+        """The rows that models may take: beside the user's own there is one of evener's, and its
+        row says how many more follow.
+        """
+        own = [model for model in self._models if model.own]
+        return len(own) + 1 if any(model.name for model in own) else len(self._models)
 
     def on_resize(self) -> None:
         """Fill the new size."""

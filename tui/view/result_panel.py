@@ -27,13 +27,14 @@ from .balance_lines import (
     warning_lines,
     write_gain_of,
 )
-from .cells import Line, Mark, Span, cut, line, pad, span_cells, text_lines, whole_lines
+from .cells import Line, Mark, Span, cut, fit_rows, line, pad, span_cells, text_lines, whole_lines
 from .search_log import LOG, log_rows
 from .table import whole_table
 
 WIDEST_NAME = 30
 GAIN_CELLS = 14
 MOST_LEGEND = 3  # rows
+MOST_REMARK = 8  # rows of one, so that none is cut in a word
 LEAST_BAR = 8
 BAR_SIGN = "▇"
 PLAN_NAME = "this plan"
@@ -52,7 +53,7 @@ def result_lines(
 ) -> tuple[Line, ...]:
     """The verdict in at most `height` rows, with the keys in the last one.
 
-    What doesn't fit is left for the page that Enter opens, and the last row of text ends in dots.
+    What doesn't fit is left for the page that Enter opens, and the last row of text says so.
     """
     finished = state.finished
     if finished is None:
@@ -63,9 +64,7 @@ def result_lines(
     body += _remarks(finished, width)
     last = _keys_line(keys, width)
     room = max(0, height - 1)
-    if len(body) > room:
-        body = [*body[: max(0, room - 1)], line(Span(f" {Mark.PENDING}", "dim"))][:room]
-    return (*body, last)
+    return (*fit_rows(body, room, "Enter reads everything"), last)
 
 
 def count_rows(state: SessionState, width: int) -> int:
@@ -125,7 +124,7 @@ def _remarks(finished: Finished, width: int) -> list[Line]:
     remarks = written.remarks if written is not None else ()
     lines = list(warning_lines([*doubts, *other_warnings(finished)], width))
     for remark in remarks:
-        lines += text_lines(remark, width, 3, "dim")
+        lines += text_lines(remark, width, MOST_REMARK, "dim")
     return lines
 
 
