@@ -232,7 +232,7 @@ class VitalsWatch:
         self._reader.close()
 
 
-# for children: frameworks write less
+# variables for children that make frameworks log less
 QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 

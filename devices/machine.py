@@ -1,13 +1,13 @@
-"""Simulated machines: the physics of devices that aren't here, as written in a file. Pure arithmetic, without noise.
+"""Simulated machines: the step times and memory of devices described in a file, computed without noise.
 
 device_seconds(b) = ceil_to(stall_ms, passes(b)) / compute share * (1 + contention while others work)
-passes(b)         = sum of curve(m) over the passes of m rows, less what the further ones don't repeat of a step
+passes(b)         = sum of curve(m) over the passes of m rows, less the fixed cost that further passes don't repeat
 step_seconds      = max over devices with samples of device_seconds + (base_ms + per_device_ms * (k - 1) for k >= 2)
                     + (network_ms + per_host_ms * (h - 1) for h >= 2 hosts)
-pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N trainings side by side on one device
-placement         = the step time of a model whose parts lie on several devices, as a curve of its own
-memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the bent line of memory_curve
-in shards         : memory_bytes(b) - (1 - part) * state_mib + gathered_mib, and gather_ms more for each pass
+pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N training runs side by side on one device
+placement         = the step time of a model whose parts lie on several devices, given by its own curve
+memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the piecewise linear memory_curve
+if sharded        : memory_bytes(b) - (1 - part) * state_mib + gathered_mib; each pass takes gather_ms longer
 """  # noqa: E501
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from msgspec import Meta
 from .types import Device, Limit
 
 MIB = 1 << 20
-# at full load, where a file says nothing; at rest, as a part of it
+# power at full load if a file gives none; power at idle as a fraction of full load
 USUAL_WATTS = 250.0
 IDLE_POWER = 0.08
 SMALLEST_STALL_MS = 1e-6  # shorter stalls are ignored
@@ -274,7 +274,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step time: that of the
+        """Return the relative standard deviation of a step time, taken from the
         noisiest device with samples.
         """
         return max(

@@ -1,5 +1,6 @@
-"""Samples a source on a thread of its own, keeps a history and notifies a subscriber; a
-source that hangs blocks neither.
+"""Samples a source on a thread of its own, keeps a history and notifies a subscriber.
+
+If the source hangs, neither readers of the history nor the subscriber are blocked.
 """
 
 from __future__ import annotations

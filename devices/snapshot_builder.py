@@ -242,12 +242,12 @@ def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
 def _place(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return the training run with its devices identified by this machine's ids, as far
-    as they are on this machine.
+    """Return the training run with its devices identified by this machine's ids,
+    if they are on this machine.
 
     A device with an id keeps it. A bare index is the framework's own numbering, which
     CUDA_VISIBLE_DEVICES shifts. Bare indices are matched to the GPUs on which the driver reports
-    the process if the numbers of both agree, and to the driver's numbering otherwise.
+    the process if there are equally many, and to the driver's numbering otherwise.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:

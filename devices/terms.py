@@ -1,31 +1,31 @@
-"""The terms that `--devices` consists of, and their grammar. Pure.
+"""Parse the terms of `--devices`, by this grammar and without access to any device.
 
     request = term ("," term)*
-    term    = [where] device ["@" limit]    the limit holds for what stands directly before it
+    term    = [where] device ["@" limit]    the limit applies to the device directly before it
     where   = "ray/"                        on every host of the Ray cluster; `ray` alone is
                                             `ray/auto`
-            | "ray:" HOST "/"               on one of them, by its address or name; `ray:HOST` is
+            | "ray:" HOST "/"               on one host, by its address or name; `ray:HOST` is
                                             `ray:HOST/auto`
-    device  = "auto"                        GPUs; without any, slices of the CPU; stands alone on
-                                            its host
-            | "gpu" [":" pick]              all GPUs, or one; another maker's have a word of their
-                                            own
+    device  = "auto"                        all GPUs or, if there are none, CPU slices; the only
+                                            term for its host
+            | "gpu" [":" pick]              all GPUs, or one; another maker's devices have a kind
+                                            of their own
             | "cpu" ["/" COUNT] [":" pick]  all slices of the CPU cut into COUNT (default 2), or one
             | "sim:" NAME                   from the catalogue
-            | "sim:" FILE                   a machine file: ends in .toml or holds a "/"; stands
-                                            alone
+            | "sim:" FILE                   a machine file: ends in .toml or contains a "/"; the
+                                            only term
             | UUID                          GPU-... or MIG-...: a GPU, as in `gpu:UUID`
-            | pick                          goes on with the kind of the term before it: `cpu:0,1`,
+            | pick                          takes the kind of the term before it: `cpu:0,1`,
                                             `sim:t4,t4`
-    pick    = INDEX | UUID or the unique beginning of one | NAME
-    limit   = part [ "+" part ]             one of each kind, in either order
+    pick    = INDEX | UUID or a unique prefix of one | NAME
+    limit   = part [ "+" part ]             at most one of each kind, in either order
     part    = NUMBER "%"                    a share of the device's compute: above 0, at most 100
             | NUMBER UNIT                   a part of its memory: B KiB MiB GiB TiB (powers of 1024)
                                             or KB MB GB TB
 
 So `cpu:0,1@60%` slows slice 1 alone, `cpu@60%` every slice, `gpu:0,gpu:1@60%+8GiB` limits the
-second GPU, and `ray:a/gpu:0,2,ray:b` is two GPUs of host a and all of host b. A request has one
-kind of devices: GPUs, CPU slices and simulated devices can't train one step together.
+second GPU, and `ray:a/gpu:0,2,ray:b` is two GPUs of host a and all of host b. All devices of a
+request are of one kind: GPUs, CPU slices and simulated devices can't train one step together.
 """
 
 from __future__ import annotations

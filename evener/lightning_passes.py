@@ -105,7 +105,7 @@ _JOINED = {
 }
 Sums = tuple[
     torch.Tensor, ...
-]  # a figure times its weight, and the weight; of a figure that is no mean itself alone
+]  # a metric times its weight, and the weight; the metric alone if it is no mean
 
 
 class PassFigures:
@@ -124,7 +124,7 @@ class PassFigures:
         self._calls = 0  # number of reductions over ranks so far in this forward pass
         self._earlier: dict[
             Any, Sums
-        ] = {}  # of passes before, by the call's number or the figure's name
+        ] = {}  # metrics of earlier passes, by the call's number or the metric's name
         self._pieces: dict[Any, Sums] = {}  # metrics of earlier pieces of this pass
         self._met: dict[Any, Sums] = {}  # metrics of the whole pass, reduced over ranks
 

@@ -62,7 +62,7 @@ def trainer(
     base = torch_config or TorchConfig()
     given = {each.name: getattr(base, each.name) for each in fields(TorchConfig)}
     if uses_gpus and not base.backend:
-        given["backend"] = "cpu:gloo,cuda:nccl"  # as Split makes it
+        given["backend"] = "cpu:gloo,cuda:nccl"  # the same as Split's
     made = TorchTrainer(
         _with_plan(chosen, train_loop),
         torch_config=PlanConfig(**given, hosts={node.id: host for host, node in nodes.items()}),

@@ -19,7 +19,7 @@ ADDRESS_VARIABLE = "RAY_ADDRESS"
 LISTEN_SECONDS = 3.0
 CONNECT_SECONDS = 10.0
 _RAYLET = "raylet"  # Ray's process on each node
-# with empty settings
+# the preface of HTTP/2, with empty settings
 _HTTP2_GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n\x00\x00\x00\x04\x00\x00\x00\x00\x00"
 _HTTP2_SETTINGS = 4  # the type of the frame with which every HTTP/2 server begins; gRPC is HTTP/2
 
@@ -30,7 +30,7 @@ class Node(msgspec.Struct, frozen=True):
     id: str
     host: str  # its address within the cluster, which plans use
     name: str  # its host name; in tests several nodes may share one
-    gpus: int  # that Ray has for its jobs
+    gpus: int  # GPUs that Ray has for its jobs
     free_gpus: int
     cpus: float = 0.0  # logical CPUs that Ray has for its jobs
     free_cpus: float = 0.0

@@ -387,9 +387,9 @@ _TRAFFIC = {
 
 
 PERIOD_SECONDS = 2.5
-GRAPHICS_EVERY = 4  # of these periods: on a desktop this call takes 4.5 ms
-USE_EVERY = 2  # of these periods, while the processes stay the same: 2 ms on an H200
-FIRST_WINDOW_MICROSECONDS = 3_000_000  # of the driver's buffer, at the first look
+GRAPHICS_EVERY = 4  # in periods: on a desktop this call takes 4.5 ms
+USE_EVERY = 2  # in periods, while the processes stay the same: 2 ms on an H200
+FIRST_WINDOW_MICROSECONDS = 3_000_000  # part of the driver's buffer to read at first
 
 
 class GpuProcesses:

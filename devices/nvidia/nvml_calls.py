@@ -252,7 +252,7 @@ LARGEST = 1e12  # larger values are invalid
 class Activity(Batch):
     """The GPM metrics of one device, computed from two samples.
 
-    `instance` is the GPU instance id if the handle is that of a MIG device's parent.
+    `instance` is the GPU instance id if the handle belongs to a MIG device's parent.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:

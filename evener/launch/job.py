@@ -124,7 +124,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
         """Return the environment of the processes: the variables common to all and, encoded for
-        `start_rank`, those of each process.
+        `start_rank`, each process's own variables.
 
         `more` holds further variables for each process.
         """
@@ -153,8 +153,10 @@ class HostJob(msgspec.Struct, frozen=True):
         return {**variables, STARTS: json.dumps(starts)}
 
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
-        """Return the start of a process on its devices. A PyTorch process sees all GPUs of this
-        host that have a share, and uses that of its LOCAL_RANK.
+        """Return what `start_rank` needs to start a process on its devices.
+
+        A PyTorch process sees all GPUs of this host that have a share, and uses the
+        GPU with the index LOCAL_RANK.
         """
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}

@@ -32,7 +32,7 @@ from ..training.step_limits import MeasuredRank, judge_training
 from ..training.step_record import Comparison
 from ..training.step_sums import RankStep
 
-SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in a training's run
+SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in the run's folder
 FEWEST_STEPS = 20  # fewest steps, without the first ones, for meaningful metrics
 MOST_NAMED = 3  # most limits to name
 MOST_GAIN = 9.0  # the largest gain that can be told from a larger one
@@ -252,8 +252,8 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain in the form +43 %, or as "over" the largest gain that
-    can be told from a larger one.
+    """Return a gain as text, such as +43 %, or "over +900 %" for a gain that
+    can't be told from a larger one.
     """
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 

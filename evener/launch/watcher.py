@@ -48,7 +48,7 @@ def find_and_signal(run: str, kill: bool) -> bool:
     """True if a process of the run is left; with `kill`, each such process is killed."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
-        with suppress(OSError), ExitStack() as stack:  # of another user, or gone
+        with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone
             held = os.pidfd_open(int(name))  # keeps the pid from being reused
             stack.callback(os.close, held)
             with open(f"/proc/{name}/environ", "rb") as stream:

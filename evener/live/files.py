@@ -78,7 +78,7 @@ class ShareChange(msgspec.Struct, frozen=True):
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
     """The times of one of a rank's last steps, by part."""
 
-    number: Count  # of the batch
+    number: Count  # the number of the batch
     input_s: Seconds
     own_work_s: Seconds  # includes the meeting if the two can't be told apart
     meeting_s: Seconds  # waiting for other ranks, and the exchange

@@ -24,8 +24,7 @@ from ..errors import RequestError
 from .guard import Guard
 from .origins import Origins, each_tensor_in
 
-# functions that exchange -> their arguments that are given, and those that are filled; "" is the
-# result
+# collectives -> the names of their input and output arguments; "" if the output is returned
 ARGUMENTS = {
     "all_reduce": ("tensor", "tensor"),
     "reduce": ("tensor", "tensor"),

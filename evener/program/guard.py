@@ -79,7 +79,7 @@ class Guard(Recorder):
         self.entered = ""  # the call by which ranks exchanged something that is in the loss
         # numbers used in computing the loss, other than the batch and the models
         self.numbers: tuple[float, ...] | None = None
-        # with its rank's other rows, and what that makes of the loss can't be computed again
+        # True if rows are padded with their rank's other rows, whose effect can't be recomputed
         self.padded = False
         self._few = few
         self._origins = origins

@@ -20,8 +20,8 @@ from ..system.threads import wait_until_asleep
 from ..training.ending import end_process, end_when_stuck
 from ..training.launched import PROGRAM, launched_device
 
-# functions that exchange between ranks, as evener.program.exchanges knows them; those that this
-# version of PyTorch hasn't are left out
+# collectives that evener.program.exchanges handles; those missing from this version of PyTorch
+# are skipped
 _EXCHANGES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),
     *("all_gather_single", "_all_gather_base", "gather", "reduce_scatter", "reduce_scatter_tensor"),
@@ -67,8 +67,8 @@ _HOOKS = {
     "lightning.pytorch.loops.fit_loop": _FIT_LOOP,
     "pytorch_lightning.loops.fit_loop": _FIT_LOOP,
 }
-# those of a process that evener run started alone, and that has no shares: it may start processes,
-# and a Trainer can survive out-of-memory
+# hooks of a process that evener run started alone, without shares: it may start processes, and a
+# Trainer can recover from running out of memory
 _ALONE = {
     "torch": (("distributed.init_process_group", "group:begin"),),
     "torch.multiprocessing.spawn": _HOOKS["torch.multiprocessing.spawn"],

@@ -325,7 +325,7 @@ def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Gather rows of which ranks have different numbers."""
+    """Gather rows over ranks that may have different numbers of rows."""
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim:

@@ -25,7 +25,7 @@ def count_step(*_: Any) -> None:
 
 
 def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Check that the plan was read before a Keras model trains."""
+    """Check that the plan was read, then train the Keras model."""
     check_use()
     return wrapped(*arguments, **keywords)
 

@@ -96,8 +96,8 @@ class Program:
         )
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Record each model that is wrapped in DistributedDataParallel or
-        in another library's wrapper.
+        """Wrap a model in DistributedDataParallel or in another
+        library's wrapper, and record it.
         """
         wrapped(*arguments, **keywords)
         self._note_whole(model)
@@ -110,7 +110,7 @@ class Program:
             self.models[model] = None
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Record each model that FSDP2 shards, as a whole rather than layer by layer."""
+        """Shard models with FSDP2, and record each model as a whole rather than layer by layer."""
         result = wrapped(*arguments, **keywords)
         given = arguments[0] if arguments else keywords["module"]
         for model in given if isinstance(given, list) else [given]:
@@ -244,7 +244,8 @@ class Program:
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Clip gradients as the program requests.
 
-        Raises RequestError if clipping depends on the shares and shares are no longer even.
+        Raises RequestError if the program clips before gradients are summed, so that clipping
+        depends on the shares, and shares are no longer even.
         """
         if not self._others and any(
             not getattr(each, "require_backward_grad_sync", True) for each in self.models
@@ -609,8 +610,8 @@ class Program:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Return a context in which a trainer with hooks of its own trains, so that the hooks
-        for plain loops stay inactive.
+        """Return a context for a trainer that has hooks of its own, in which the hooks
+        for plain loops are inactive.
         """
         self._others += 1
         try:
