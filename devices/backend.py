@@ -359,8 +359,10 @@ class Backend(Protocol):
         return ""
 
     def bus_address(self, device: Device) -> str:
-        """Return the PCI address in sysfs notation, such as 0000:3b:00.0, which names the device's
-        lock file; empty if there is none.
+        """Return the PCI address in sysfs notation, such as 0000:3b:00.0; empty if there is none.
+
+        The device's sysfs file is locked so that different users don't
+        measure on it at the same time.
         """
         return ""
 

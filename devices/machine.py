@@ -39,7 +39,7 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The part of the cost of synchronizing k replicas that compute doesn't hide,
+    """The cost of synchronizing k replicas that computation doesn't hide,
     per step; higher across hosts.
     """
 

@@ -65,7 +65,7 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def usable_memory_bytes(self) -> int | None:
-        """Memory that a training process can have on the device, under the limit."""
+        """The memory that a training process can use on the device, within its limit."""
         sizes = [size for size in (self.memory_bytes, self.limit.memory_bytes) if size is not None]
         return min(sizes) if sizes else None
 

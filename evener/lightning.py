@@ -163,7 +163,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_figures(self) -> None:
-        """Average the module's logged metrics over ranks, and enable retries of
+        """Prepare to combine the module's logged metrics over ranks, and to retry
         passes that run out of memory.
         """
         self._figures = PassFigures(
