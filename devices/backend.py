@@ -149,13 +149,15 @@ class Vitals(msgspec.Struct, frozen=True):
 
 
 class VitalsReader(Protocol):
-    """Reads the vitals of one device through its maker's library. Only
-    one thread calls it at a time.
+    """Reads the vitals of one device through its maker's library.
+
+    Only one thread calls it at a time.
     """
 
     def read(self, full: bool) -> Vitals:
-        """Return one reading; memory and processes are read only if `full`. A driver failure is
-        reported as the reading's `trouble`.
+        """Return one reading; memory and processes are read only if `full`.
+
+        A driver failure is reported as the reading's `trouble`.
         """
 
     def close(self) -> None:
@@ -206,6 +208,7 @@ class VitalsWatch:
 
     def close(self) -> None:
         """End the watch. A thread blocked in the driver ends when the driver returns.
+
         May be called more than once.
         """
         if not self._closed:
@@ -237,8 +240,9 @@ QUIET = {"TF_CPP_MIN_LOG_LEVEL": "2", "GRPC_VERBOSITY": "ERROR"}
 
 
 class ChildEnvironment(msgspec.Struct, frozen=True):
-    """The settings with which a child process starts on its devices. The child applies
-    `address_space_bytes` itself, with `cap_address_space`.
+    """The settings with which a child process starts on its devices.
+
+    The child applies `address_space_bytes` itself, with `cap_address_space`.
     """
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
@@ -283,17 +287,17 @@ class Backend(Protocol):
     settle_seconds: float = 0.05  # from a source's first sample to the first one with rates
 
     def list_devices(self) -> Listing:
-        """Return every device of this kind on this machine; raises DeviceError if there
-        is none or the driver fails.
+        """Return every device of this kind on this machine.
+
+        Raises DeviceError if there is none or the driver fails.
         """
         raise DeviceError(f"This machine can't list devices of the kind {self.kind}.")
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the devices that the terms name, in their order, with notes. The
-        environment `variables` may hide some.
+        """Return the devices that the terms name, in their order, with notes.
 
-        Raises DeviceError if there are none or all are hidden, and RequestError if
-        a named device doesn't exist.
+        The environment `variables` may hide some. Raises DeviceError if there are none or all are
+        hidden, and RequestError if a named device doesn't exist.
         """
         listing = self.list_devices()
         hidden = f"{self.visible_variable}={variables.get(self.visible_variable)!r}"
@@ -308,21 +312,23 @@ class Backend(Protocol):
         return visible_devices(devices, variables.get(self.visible_variable))
 
     def write_term(self, device_id: str) -> str:
-        """Return the text by which `--devices` names a plan's device: its id. Raises DeviceError
-        for a device that can't train.
+        """Return the text by which `--devices` names a plan's device: its id.
+
+        Raises DeviceError for a device that can't train.
         """
         return device_id
 
     def open_source(self, found: Discovery) -> Source:
-        """Return a source that samples these devices for the monitor; raises DeviceError if the
-        driver has gone since they were found.
+        """Return a source that samples these devices for the monitor.
+
+        Raises DeviceError if the driver has gone since they were found.
         """
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the environment of a child that uses only these devices. `framework` is
-        "tensorflow", "torch" or "none".
+        """Return the environment of a child that uses only these devices.
 
-        Raises DeviceError if a limit of the devices can't be enforced.
+        `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a limit of
+        the devices can't be enforced.
         """
         for device in devices:
             if device.limit.percent:
@@ -347,14 +353,16 @@ class Backend(Protocol):
         return f"{words.get(framework) or self.kind.upper()}:{number}"
 
     def open_vitals(self, device: Device) -> VitalsReader | None:
-        """Return a reader of a device's vitals for a probe to use between its timed blocks;
-        None if this kind has no vitals.
+        """Return a reader of a device's vitals for a probe to use between its timed blocks.
+
+        Return None if this kind has no vitals.
         """
         return None
 
     def name_path(self, first: Device, second: Device) -> str:
-        """Return the name of the data path between two devices of this kind, such
-        as "NVLink"; empty if unknown.
+        """Return the name of the data path between two devices of this kind, such as "NVLink".
+
+        The result is empty if the path is unknown.
         """
         return ""
 

@@ -93,8 +93,9 @@ CPUS = Path("/sys/devices/system/cpu")
 
 
 class CpuSource:
-    """A source of samples for CPU slices. Memory is the whole
-    machine's, because slices share it.
+    """A source of samples for CPU slices.
+
+    Memory is the whole machine's, because slices share it.
     """
 
     def __init__(
@@ -180,8 +181,9 @@ STEADY_MALLOC = {
 
 
 class CpuSlices(Backend):
-    """Disjoint sets of cores. The child enforces a percentage limit itself
-    by spinning before each step.
+    """Disjoint sets of cores.
+
+    The child enforces a percentage limit itself by spinning before each step.
     """
 
     kind = "cpu"
@@ -190,8 +192,9 @@ class CpuSlices(Backend):
     tensorflow_name = "CPU"
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the slices that the terms name; raises RequestError if the
-        terms cut the CPU differently.
+        """Return the slices that the terms name.
+
+        Raises RequestError if the terms cut the CPU differently.
         """
         counts = {term.slices for term in terms}
         if len(counts) > 1:

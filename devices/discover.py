@@ -85,8 +85,9 @@ def _all_memory(device: Device) -> int | None:
 
 
 def open_source(discovery: Discovery) -> Source:
-    """Return a source that samples these devices, for the caller to close; raises DeviceError if
-    the driver has gone since they were found.
+    """Return a source that samples these devices, for the caller to close.
+
+    Raises DeviceError if the driver has gone since they were found.
     """
     backend = find_backend(discovery.devices[0].kind)
     if discovery.devices[0].host and not backend.simulated:
@@ -142,8 +143,9 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 
 
 def _full_note(device: Device, seen: Vitals) -> str:
-    """Return a message about a device without enough free memory; empty if there is room for its
-    own limit, or if it doesn't report its memory.
+    """Return a message about a device without enough free memory.
+
+    The result is empty if there is room for its own limit, or if it doesn't report its memory.
     """
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:

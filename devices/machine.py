@@ -58,8 +58,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """One device table of a machine file, with the file's keys as fields. Raises ValueError if a
-    curve isn't in rising order.
+    """One device table of a machine file, with the file's keys as fields.
+
+    Raises ValueError if a curve isn't in rising order.
     """
 
     name: str
@@ -166,8 +167,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model whose parts lie on several devices of a machine file, described by one curve. A
-    placement never runs out of memory.
+    """A model whose parts lie on several devices of a machine file, described by one curve.
+
+    A placement never runs out of memory.
     """
 
     name: Annotated[str, Meta(min_length=1)]

@@ -46,8 +46,9 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """Return the name of the interface that packets to `host` leave
-    from; empty if there is no route.
+    """Return the name of the interface that packets to `host` leave from.
+
+    The result is empty if there is no route.
     """
     own = find_source(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
@@ -133,8 +134,9 @@ class Address(NamedTuple):
 
 
 def parse_address(text: str, option: str) -> Address:
-    """Return the address in a text such as `127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`;
-    raises RequestError for anything else.
+    """Return the address in a text such as `127.0.0.1:9401`, `localhost:9401` or `[::1]:9401`.
+
+    Raises RequestError for anything else.
     """
     try:
         parts = urlsplit(f"//{text}")

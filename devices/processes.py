@@ -86,8 +86,9 @@ class _Look(NamedTuple):
 
 
 class ProcessTable:
-    """Facts about processes, looked up once per process. Resource use is read from one small
-    file instead of psutil's three.
+    """Facts about processes, looked up once per process.
+
+    Resource use is read from one small file instead of psutil's three.
     """
 
     def __init__(self) -> None:

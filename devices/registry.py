@@ -71,8 +71,9 @@ def is_simulated(names: Iterable[str]) -> bool:
 
 
 def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-    """Return this machine's devices that the terms, all of one kind, name, in order. The
-    environment `variables` may hide some.
+    """Return this machine's devices that the terms, all of one kind, name, in order.
+
+    The environment `variables` may hide some.
     """
     if terms[0].kind != "auto":
         return find_backend(terms[0].kind).find(terms, variables)
@@ -101,8 +102,9 @@ def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discov
 
 
 def open_here(devices: tuple[Device, ...], notes: tuple[str, ...] = ()) -> Source:
-    """Return a source that samples devices of this machine; raises DeviceError if their driver
-    has gone since they were found.
+    """Return a source that samples devices of this machine.
+
+    Raises DeviceError if their driver has gone since they were found.
     """
     return find_backend(devices[0].kind).open_source(Discovery(devices, notes))
 

@@ -85,8 +85,9 @@ class Sampler:
                 thread.start()
 
     def close(self, wait_seconds: float = JOIN_SECONDS) -> bool:
-        """Stop sampling; the polling thread closes the source. Return False if the
-        source still hangs after the wait.
+        """Stop sampling; the polling thread closes the source.
+
+        Return False if the source still hangs after the wait.
         """
         self._stop.set()
         deadline = time.monotonic() + wait_seconds
@@ -99,8 +100,9 @@ class Sampler:
         return not self._threads[0].is_alive()
 
     def latest(self) -> Snapshot | None:
-        """Return the newest snapshot, marked stale if the source is
-        overdue; None before the first.
+        """Return the newest snapshot, marked stale if the source is overdue.
+
+        Return None before the first snapshot.
         """
         with self._lock:
             last = self._last
@@ -112,8 +114,9 @@ class Sampler:
     def history(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return one metric of one device over the newest ticks, oldest first; None for a
-        tick without a current value.
+        """Return one metric of one device over the newest ticks, oldest first.
+
+        A tick without a current value is None.
         """
         with self._lock:
             return self._history.values(key, metric, newest)
@@ -170,8 +173,9 @@ class Sampler:
 
 
 class History:
-    """The readings of the last ticks, stored as one column of values for each metric
-    of a device. Not thread-safe.
+    """The readings of the last ticks, stored as one column of values for each metric of a device.
+
+    Not thread-safe.
     """
 
     def __init__(self, ticks: int) -> None:
@@ -220,8 +224,9 @@ class History:
     def values(
         self, key: str, metric: str, newest: int = HISTORY_TICKS
     ) -> tuple[float | None, ...]:
-        """Return the newest values of a metric, oldest first; None for
-        each tick without a value.
+        """Return the newest values of a metric, oldest first.
+
+        Each tick without a value is None.
         """
         kept = self._kept(newest)
         column = self._columns.get((key, metric))
@@ -265,8 +270,9 @@ def _stale_readings(sample: Sample, age_seconds: float) -> Sample:
 
 
 def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[Device, ...]]:
-    """Return the sampler for `--devices`, and the devices that a search may use. Raises
-    RequestError or DeviceError as `discover` does.
+    """Return the sampler for `--devices`, and the devices that a search may use.
+
+    Raises RequestError or DeviceError as `discover` does.
     """
     found = discover(devices, only_visible=False, ray_address=ray_address)
     return Sampler(open_source(found)), _trainable(found.devices)

@@ -60,8 +60,9 @@ class _Entry(msgspec.Struct, frozen=True):
 
 
 def load_machine(path: str | PathLike[str]) -> Machine:
-    """Return the machine that a TOML file describes; raises RequestError that
-    says what is wrong and where.
+    """Return the machine that a TOML file describes.
+
+    Raises RequestError, which says what is wrong and where.
     """
     text = read_whole(path, "machine file", "Name an existing TOML file with [[device]] tables.")
     return parse_machine(text, str(path))
@@ -114,10 +115,10 @@ def _check_positions(file: MachineFile, source: str) -> None:
 
 
 def catalogue(names: Sequence[str]) -> Machine:
-    """Return a machine of catalogue devices. Devices of different kinds synchronize at the
-    cost of the most expensive one.
+    """Return a machine of catalogue devices.
 
-    Raises RequestError for an unknown name.
+    Devices of different kinds synchronize at the cost of the most expensive one. Raises
+    RequestError for an unknown name.
     """
     entries, default = _entries()
     for name in names:
@@ -284,8 +285,9 @@ class _State(msgspec.Struct):
 
 
 class SimulatedSource:
-    """A source of samples for a Machine. The same seed and times give the same readings,
-    and `set_load` is thread-safe.
+    """A source of samples for a Machine.
+
+    The same seed and times give the same readings, and `set_load` is thread-safe.
     """
 
     def __init__(

@@ -154,8 +154,9 @@ Rates = dict[tuple[int, str], tuple[float, float]]
 
 
 class TrainingRates:
-    """The samples/s of each training run on each device. Reports are
-    read at most twice a second.
+    """The samples/s of each training run on each device.
+
+    Reports are read at most twice a second.
     """
 
     def __init__(
@@ -173,11 +174,11 @@ class TrainingRates:
         self.reports: tuple[Training, ...] = ()
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
-        """Return the samples/s of each training process on each device. `pids` holds the pids that
-        the driver reports, by device id.
+        """Return the samples/s of each training process on each device.
 
-        The samples/s of a training run that names no device are divided equally among the devices
-        on which the driver reports its process.
+        `pids` holds the pids that the driver reports, by device id. The samples/s of a
+        training run that names no device are divided equally among the devices on which
+        the driver reports its process.
         """
         if self._clock() >= self._next_read:
             self._next_read = self._clock() + READ_PERIOD_SECONDS
@@ -219,8 +220,9 @@ class TrainingRates:
 
 
 def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
-    """Return the sum of samples/s as a reading; stale if even the newest part is old. Each part is
-    a pair of samples/s and age.
+    """Return the sum of samples/s as a reading; stale if even the newest part is old.
+
+    Each part is a pair of samples/s and age.
     """
     if not parts:
         return Reading(State.UNSUPPORTED)

@@ -56,8 +56,9 @@ _LIMIT_WITHOUT_AT = re.compile(  # a machine file may have such a name
 
 
 def parse_request(spec: str) -> tuple[Term, ...]:
-    """Return the terms of a request, all of one kind; raises RequestError that names
-    a term that can't be parsed.
+    """Return the terms of a request, all of one kind.
+
+    Raises RequestError, which names a term that can't be parsed.
     """
     terms: list[Term] = []
     for text in spec.split(","):
@@ -155,8 +156,9 @@ _PART = re.compile(r"(\d{1,30}(?:\.\d{1,30})?|\.\d{1,30})\s*(%|[a-zA-Z]{1,3})", 
 
 
 def parse_limit(text: str) -> Limit:
-    """Return the limit that the text after `@` specifies; raises RequestError that names
-    a part that can't be parsed.
+    """Return the limit that the text after `@` specifies.
+
+    Raises RequestError, which names a part that can't be parsed.
     """
     found: dict[str, Decimal] = {}
     for part in text.split("+"):

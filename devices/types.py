@@ -1,5 +1,6 @@
-"""Devices, their limits and their readings. A reading holds a metric's value, or
-the reason why there is none.
+"""Devices, their limits and their readings.
+
+A reading holds a metric's value, or the reason why there is none.
 """
 
 from __future__ import annotations
@@ -120,8 +121,9 @@ class Reading(msgspec.Struct, frozen=True, gc=False):
         return self.value if self.state is _VALUE else None
 
     def aged(self, age_seconds: float, state: State | None = None) -> Reading:
-        """Return this reading with another age and, if given, another state. A reading without a
-        value is returned unchanged.
+        """Return this reading with another age and, if given, another state.
+
+        A reading without a value is returned unchanged.
         """
         return self if self.value is None else Reading(state or self.state, self.value, age_seconds)
 
@@ -146,8 +148,9 @@ def value(number: float, age_seconds: float = 0.0) -> Reading:
 
 
 class DeviceSample(msgspec.Struct, frozen=True, kw_only=True):
-    """Every metric of one device at one tick. Names give the units;
-    percentages are from 0 to 100.
+    """Every metric of one device at one tick.
+
+    Names give the units; percentages are from 0 to 100.
     """
 
     device: Device
@@ -228,16 +231,18 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Source(Protocol):
-    """A source of samples, taken once a tick. It never raises for a device's failure, which
-    the readings report instead.
+    """A source of samples, taken once a tick.
+
+    It never raises for a device's failure, which the readings report instead.
     """
 
     def devices(self) -> tuple[Device, ...]:
         """The sampled devices, in order."""
 
     def sample(self) -> Snapshot:
-        """Return a snapshot of the current moment. It is cheap enough to take every second, and
-        may be taken on any one thread.
+        """Return a snapshot of the current moment.
+
+        It is cheap enough to take every second, and may be taken on any one thread.
         """
 
     def close(self) -> None:

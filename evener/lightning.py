@@ -71,8 +71,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def take_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Set the training by shares. `__init__` calls this, as does code that makes a
-        strategy without `__init__`.
+        """Set the training by shares.
+
+        `__init__` calls this, as does code that makes a strategy without `__init__`.
         """
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -152,8 +153,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._planned.end()
 
     def setup(self, trainer: Any) -> None:
-        """Set up training; raises RequestError for settings that would split rows
-        again or step within a pass.
+        """Set up training.
+
+        Raises RequestError for settings that would split rows again or step within a pass.
         """
         if self.trains:
             self._check(trainer)
@@ -318,8 +320,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
-        """Return the passes of this rank's share. A pass without rows
-        gets one row with weight 0.
+        """Return the passes of this rank's share.
+
+        A pass without rows gets one row with weight 0.
         """
         rank = self._planned.rank
         parts = make_parts(batch, sizes[rank], max(1, sizes[rank]), lambda loss: loss, self._passes)
@@ -429,8 +432,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Announce a loss to the gradient exchanges. In manual optimization the backward pass runs
-        inside the forward pass, so the announcement has to come from here.
+        """Announce a loss to the gradient exchanges.
+
+        In manual optimization the backward pass runs inside the forward pass, so the
+        announcement has to come from here.
         """
         if not self._exchanges:
             super().pre_backward(closure_loss)

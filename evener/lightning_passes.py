@@ -238,8 +238,9 @@ class PassFigures:
     def _join(
         self, key: Any, op: str, own: Sums, meet: Callable[[torch.Tensor], torch.Tensor]
     ) -> torch.Tensor:
-        """Return the metric combined with earlier pieces and passes. A metric that ranks have
-        already reduced in this pass isn't reduced again.
+        """Return the metric combined with earlier pieces and passes.
+
+        A metric that ranks have already reduced in this pass isn't reduced again.
         """
         assert self._part is not None
         if key not in self._met:

@@ -121,10 +121,10 @@ class Agent:
     def finish(
         self, call: Any, seconds: float = ANSWER_SECONDS, stop: threading.Event | None = None
     ) -> Any:
-        """Return the answer to a call, or raise what the call raised on the host;
-        None if `stop` is set first.
+        """Return the answer to a call, or raise what the call raised on the host.
 
-        Raises HostLostError if the host has gone or doesn't answer within `seconds`.
+        Return None if `stop` is set first. Raises HostLostError if the host has gone or
+        doesn't answer within `seconds`.
         """
         import ray
 
@@ -273,10 +273,10 @@ class Kept:
 
 
 def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ...]:
-    """Return an agent on each node, an existing one if it still answers. Raises DeviceError that
-    names a host on which none can be started.
+    """Return an agent on each node, an existing one if it still answers.
 
-    With `reserve`, each agent reserves all GPUs of its node that no other job holds.
+    Raises DeviceError, which names a host on which none can be started. With `reserve`, each agent
+    reserves all GPUs of its node that no other job holds.
     """
     agents = []
     for node in nodes:

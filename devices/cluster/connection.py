@@ -1,5 +1,6 @@
-"""The connection to a Ray cluster. Every connection problem is reported
-within seconds, in one message.
+"""The connection to a Ray cluster.
+
+Every connection problem is reported within seconds, in one message.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def connect(address: str = "") -> None:
 
 
 def list_nodes() -> tuple[Node, ...]:
-    """Return one live node for each host, sorted by address. A node that has
-    just ended may still be listed.
+    """Return one live node for each host, sorted by address.
+
+    A node that has just ended may still be listed.
     """
     import ray
     from ray._private.state import available_resources_per_node

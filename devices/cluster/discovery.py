@@ -87,8 +87,9 @@ def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list
 
 
 def find_node(host: str, nodes: Sequence[Node]) -> Node:
-    """Return the node with this address or name; raises RequestError if
-    there is none or more than one.
+    """Return the node with this address or name.
+
+    Raises RequestError if there is none or more than one.
     """
     found = [node for node in nodes if host in (node.host, node.name)]
     there = ", ".join(
@@ -307,8 +308,9 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 
 
 class ClusterSource:
-    """A source of samples for devices on several hosts. A host that doesn't answer is shown as
-    lost, but raises HostLostError at the start.
+    """A source of samples for devices on several hosts.
+
+    A host that doesn't answer is shown as lost, but raises HostLostError at the start.
     """
 
     def __init__(

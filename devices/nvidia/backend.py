@@ -129,8 +129,9 @@ class NvidiaGpus(Backend):
         return NvmlSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return variables that select the GPUs by UUID. A percentage limit needs MPS; raises
-        DeviceError if no MPS daemon runs.
+        """Return variables that select the GPUs by UUID. A percentage limit needs MPS.
+
+        Raises DeviceError if no MPS daemon runs.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         variables = {**QUIET, **grown, **self.show([device.id for device in devices])}
@@ -155,7 +156,9 @@ class NvidiaGpus(Backend):
         return NvmlVitals(device)
 
     def bus_address(self, device: Device) -> str:
-        """Return the GPU's PCI address; empty for a MIG instance, because different users
+        """Return the GPU's PCI address.
+
+        The result is empty for a MIG instance, because different users
         may use instances of one GPU.
         """
         if device.id.startswith("MIG-"):
@@ -174,8 +177,9 @@ class NvidiaGpus(Backend):
             return ""
 
     def name_path(self, first: Device, second: Device) -> str:
-        """Return NVLink, PCIe with P2P or PCIe without P2P; empty for MIG instances
-        or if the driver doesn't say.
+        """Return NVLink, PCIe with P2P or PCIe without P2P.
+
+        The result is empty for MIG instances or if the driver doesn't say.
         """
         if any(device.id.startswith("MIG-") for device in (first, second)):
             return ""

@@ -171,8 +171,9 @@ class GpuReader:
         )
 
     def vitals(self, full: bool) -> Vitals:
-        """Return one reading for a probe; raises GpuGoneError or DriverGoneError if
-        the GPU or the driver has gone.
+        """Return one reading for a probe.
+
+        Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
         """
         now = time.monotonic()
         counters = dict(self._probe_fields.read(now))
@@ -194,8 +195,9 @@ class GpuReader:
         )
 
     def _clock_part(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest; None if the driver
-        doesn't report either of them.
+        """Return the current clock as a fraction of the highest.
+
+        Return None if the driver doesn't report either of them.
         """
         clock, highest = (
             self._metrics[name].read_one(now).current for name in ("clock", "clock_max")
@@ -410,8 +412,9 @@ class GpuProcesses:
         self._seen: tuple[OnDevice, ...] = ()
 
     def read(self, now: float) -> Sequence[OnDevice]:
-        """Return the GPU's processes; raises GpuGoneError or DriverGoneError if
-        the GPU or the driver has gone.
+        """Return the GPU's processes.
+
+        Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
         """
         if now < self._due:
             return self._seen

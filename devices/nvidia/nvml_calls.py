@@ -182,11 +182,10 @@ class Fields(Batch):
 
 
 class Counter:
-    """Turns a counter that only grows into a rate. The first reading, a
-    wraparound and a reset give no rate.
+    """Turns a counter that only grows into a rate.
 
-    Drivers update some counters only ten times a second, so rates are taken over
-    at least `shortest_seconds`.
+    The first reading, a wraparound and a reset give no rate. Drivers update some counters only ten
+    times a second, so rates are taken over at least `shortest_seconds`.
     """
 
     __slots__ = ("_at", "_number", "_rate", "_shortest")
@@ -292,8 +291,9 @@ class Activity(Batch):
         return {slot.metricId: _outcome(slot) for slot in self._request.metrics[: len(METRICS)]}
 
     def _set_up(self) -> None:
-        """Allocate the samples and the request; raises NVMLError if the
-        device doesn't support GPM.
+        """Allocate the samples and the request.
+
+        Raises NVMLError if the device doesn't support GPM.
         """
         nvml = self._nvml
         if not nvml.nvmlGpmQueryDeviceSupport(self._handle).isSupportedDevice:

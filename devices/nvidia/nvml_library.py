@@ -102,8 +102,9 @@ def driver_fault(error: Exception) -> DeviceError:
 
 @contextmanager
 def opened(library: Library | None = None) -> Iterator[Library]:
-    """Return a context in which NVML is initialized; raises DeviceError
-    if the driver can't be used.
+    """Return a context in which NVML is initialized.
+
+    Raises DeviceError if the driver can't be used.
     """
     chosen = load() if library is None else library
     try:
@@ -223,8 +224,9 @@ def _has_bfloat16(nvml: Library, handle: Handle) -> bool | None:
 
 
 def memory(nvml: Library, handle: Handle) -> tuple[int | None, int | None]:
-    """Return the memory available to programs and the memory in use, in bytes; None for a
-    chip without memory of its own.
+    """Return the memory available to programs and the memory in use, in bytes.
+
+    Both are None for a chip without memory of its own.
     """
     try:
         found = nvml.nvmlDeviceGetMemoryInfo(handle, version=nvml.nvmlMemory_v2)

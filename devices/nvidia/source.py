@@ -119,8 +119,9 @@ class NvmlSource:
         self._events = None
 
     def _open(self, now: float) -> None:
-        """Initialize NVML and open a reader for each GPU that answers; raises DeviceError
-        if the driver doesn't answer.
+        """Initialize NVML and open a reader for each GPU that answers.
+
+        Raises DeviceError if the driver doesn't answer.
         """
         nvml = self._nvml
         try:
@@ -223,8 +224,9 @@ def lost_sample(device: Device, note: str, events: tuple[str, ...] = ()) -> Devi
 
 
 def explain_unreadable(sample: DeviceSample) -> str:
-    """Return a message for a device from which nothing can be read at
-    present; empty for any other device.
+    """Return a message for a device from which nothing can be read at present.
+
+    The result is empty for any other device.
     """
     vital = (
         sample.utilization_percent,

@@ -96,8 +96,9 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def names(self) -> tuple[str, ...]:
-        """The names of this host's processes; empty if there is only one. On several hosts these
-        are device labels, as ranks aren't known.
+        """The names of this host's processes; empty if there is only one.
+
+        On several hosts these are device labels, as ranks aren't known.
         """
         if len(self.processes) < 2:
             return ()
@@ -182,11 +183,11 @@ def make_job(
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
-    """Return the training run by the plan in this file; raises EvenerError
-    if it can't be started here.
+    """Return the training run by the plan in this file.
 
-    With an `executable`, the command is its arguments, and the program trains with PyTorch. With
-    `check_use`, a script that doesn't read its plan is ended.
+    Raises EvenerError if it can't be started here. With an `executable`, the command is
+    its arguments, and the program trains with PyTorch. With `check_use`, a script that
+    doesn't read its plan is ended.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -218,8 +219,9 @@ def make_job(
 
 
 def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
-    """True if one process trains on all devices of this host; raises PlanError if such a plan
-    also has devices on other hosts.
+    """True if one process trains on all devices of this host.
+
+    Raises PlanError if such a plan also has devices on other hosts.
     """
     if framework == "torch" or plan.layout.engine == "multiworker":
         return False
@@ -282,8 +284,9 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework, or the script's, or else PyTorch; raises
-    PlanError if plan and script differ.
+    """Return the plan's framework, or the script's, or else PyTorch.
+
+    Raises PlanError if plan and script differ.
     """
     imported = script_framework(Path(script)) if script != "-m" else ""
     if plan.framework not in FRAMEWORKS:

@@ -34,8 +34,9 @@ from .job import HostJob
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How all processes of one start ended. They ended well if there is
-    neither a signal nor a failure.
+    """How all processes of one start ended.
+
+    They ended well if there is neither a signal nor a failure.
     """
 
     signal: int = 0  # the signal that asked the launcher to end; 0: none
@@ -98,10 +99,10 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Return a context with the files that each process opens as its standard output and error. All
-    output is printed by the end of the context.
+    """Return a context with the files that each process opens as its standard output and error.
 
-    Lines are prefixed with the process's name, unless only one process has run so far.
+    All output is printed by the end of the context. Lines are prefixed with the process's name,
+    unless only one process has run so far.
     """
     # a marker, as descendants of the processes may keep the pipes open
     end = secrets.token_bytes(16)
@@ -146,8 +147,9 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 
 
 def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy a pipe to a stream until `end` is read. If the stream is closed, stop reading, so that
-    writing fails in the process.
+    """Copy a pipe to a stream until `end` is read.
+
+    If the stream is closed, stop reading, so that writing fails in the process.
     """
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
@@ -233,8 +235,9 @@ def _describe_meeting(address: str) -> str:
 
 
 def _cluster(job: HostJob) -> list[dict[str, str]]:
-    """Return TF_CONFIG for each process of this host, in the plan's order; empty if there
-    is only one process in total.
+    """Return TF_CONFIG for each process of this host, in the plan's order.
+
+    The result is empty if there is only one process in total.
     """
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
@@ -317,8 +320,9 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
 
 
 def run_agent(job: HostJob, max_restarts: int) -> Ending:
-    """Start the processes through PyTorch's agent and wait for their end. On several hosts the
-    agents restart the processes themselves.
+    """Start the processes through PyTorch's agent and wait for their end.
+
+    On several hosts the agents restart the processes themselves.
     """
     address = _find_address()
     environment = _describe_agent(job, address)

@@ -246,8 +246,9 @@ def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int])
 
 
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """Return the plan with which this command's last training run on the devices of `even`
-    ended; None if there is none.
+    """Return the plan with which this command's last training run on the devices of `even` ended.
+
+    Return None if there is none.
     """
     wanted = _digest_command(command, even)
     for path in sorted(runs_folder().glob(f"*/{SAVED_FILE}"), reverse=True):

@@ -150,6 +150,7 @@ def find_broken(
     devices: Sequence[Device], framework: str, caught: Sequence[int]
 ) -> tuple[Device, ...]:
     """Return the devices that fail to compute anything within 10 s; all are tried at the same time.
+
     A caught signal ends the check.
     """
     checks = [_start_check(device, framework) for device in devices]

@@ -165,8 +165,9 @@ class Training(LiveRecord, frozen=True, kw_only=True):
 
 
 def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...]:
-    """Return every training process of this user that reports its speed, sorted by pid. Files
-    of dead processes are removed.
+    """Return every training process of this user that reports its speed, sorted by pid.
+
+    Files of dead processes are removed.
     """
     found: list[Training] = []
     for folder in live_folders() if folders is None else folders:
@@ -195,15 +196,17 @@ def live_folders() -> tuple[Path, ...]:
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
-    """Return the name of a reporter's file. The pid and the start in clock ticks since boot
-    together identify a process uniquely.
+    """Return the name of a reporter's file.
+
+    The pid and the start in clock ticks since boot together identify a process uniquely.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
 
 def prepare_folder(folder: Path) -> None:
-    """Create the folder, accessible to this user only, and remove files of dead processes; raises
-    OSError if another user owns it.
+    """Create the folder, accessible to this user only, and remove files of dead processes.
+
+    Raises OSError if another user owns it.
     """
     make_private(folder)
     status = os.lstat(folder)
@@ -225,16 +228,18 @@ def replace_file(target: Path, content: bytes) -> None:
 
 
 def start_ticks(pid: int) -> int | None:
-    """Return a process's start in clock ticks since boot; None if it has gone,
-    is a zombie or can't be seen.
+    """Return a process's start in clock ticks since boot.
+
+    Return None if it has gone, is a zombie or can't be seen.
     """
     fields = read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
 
 
 def read_stat(pid: int) -> list[bytes]:
-    """Return the fields after the name in /proc/PID/stat, beginning with the state; empty if the
-    process has gone or can't be seen.
+    """Return the fields after the name in /proc/PID/stat, beginning with the state.
+
+    The result is empty if the process has gone or can't be seen.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
@@ -268,8 +273,9 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Return the content of a file, cut off just beyond the size limit; empty unless it is a
-    regular file that only this user can access.
+    """Return the content of a file, cut off just beyond the size limit.
+
+    The result is empty unless it is a regular file that only this user can access.
     """
     # a pipe must not block the reader
     flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -280,8 +286,9 @@ def _read_small(name: str, folder: int) -> bytes:
 
 
 def _read_record(name: str, folder: int) -> LiveRecord | None:
-    """Return the record in a file; None unless it is a private, small and
-    well-formed file of this user.
+    """Return the record in a file.
+
+    Return None unless it is a private, small and well-formed file of this user.
     """
     try:
         return parse_record(_read_small(name, folder))

@@ -100,8 +100,9 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The training run ended by itself. One that is killed, or interrupted by
-    Ctrl-C, writes no such entry.
+    """The training run ended by itself.
+
+    One that is killed, or interrupted by Ctrl-C, writes no such entry.
     """
 
     at: At

@@ -48,8 +48,9 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """A device's times in a step: compute time (own work) and waiting. The
-    fields are those of LiveDevice.
+    """A device's times in a step: compute time (own work) and waiting.
+
+    The fields are those of LiveDevice.
     """
 
     own_work_s: float = 0.0
@@ -71,8 +72,9 @@ def middle(values: Sequence[float]) -> float:
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range divided by the median; 0 if there
-    are fewer than two values.
+    """Return the interquartile range divided by the median.
+
+    Return 0 if there are fewer than two values.
     """
     low, half, high = quantiles(values) if len(values) > 1 else (0.0, 0.0, 0.0)
     return (high - low) / half if half > 0 else 0.0
@@ -140,11 +142,11 @@ class _Cores:
 
 class Reporter:
     """Counts one training run's samples and reports them to the monitor.
-    Thread-safe, and safe across forks.
 
-    `details` returns the details and each device's times, and is called whenever a file is written.
-    `journal` receives what is written, and `sums` returns the sums over the steps so far. If no
-    step ends in time, a thread writes the current batch and activity that `now` returns.
+    Thread-safe, and safe across forks. `details` returns the details and each device's times, and
+    is called whenever a file is written. `journal` receives what is written, and `sums` returns the
+    sums over the steps so far. If no step ends in time, a thread writes the current batch and
+    activity that `now` returns.
     """
 
     _serials = iter(range(1 << 29))
@@ -267,8 +269,9 @@ class Reporter:
         return _Point(now, self._samples, self._tokens, self._padded)
 
     def _rates(self, now: float) -> tuple[float, float, float] | None:
-        """Return samples/s, tokens/s and the padding fraction over the window; None at the first
-        point, which only starts the clock.
+        """Return samples/s, tokens/s and the padding fraction over the window.
+
+        Return None at the first point, which only starts the clock.
         """
         points = self._points
         points.append(self._count(now))
@@ -288,8 +291,9 @@ class Reporter:
         )
 
     def read(self) -> LiveRecord | None:
-        """Return an up-to-date record, which is newer than the file if the disk is slow; None
-        before the first step with a rate.
+        """Return an up-to-date record, which is newer than the file if the disk is slow.
+
+        Return None before the first step with a rate.
         """
         with self._lock:
             if self._record is None or self._last_call is None:
@@ -373,7 +377,8 @@ class Reporter:
 
     def _write(self, record: LiveRecord) -> None:
         """Write the record to the first writable folder, in place of the last record.
-        `_file` is None if there is none.
+
+        `_file` is None if no folder can be written.
         """
         self._record = record
         content = msgspec.json.encode(record)
@@ -389,8 +394,9 @@ class Reporter:
                 return
 
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
-        """Write what the process is doing whenever no step ends in time, until `ended` is set. A
-        stopped process writes nothing.
+        """Write what the process is doing whenever no step ends in time, until `ended` is set.
+
+        A stopped process writes nothing.
         """
         while not ended.wait(WATCH_SECONDS):
             with self._lock:
@@ -418,8 +424,9 @@ _own: Reporter | None = None
 
 
 def newest_reporter() -> Reporter | None:
-    """Return the reporter of this process's latest step; None before the first step with a
-    rate and after the training run.
+    """Return the reporter of this process's latest step.
+
+    Return None before the first step with a rate and after the training run.
     """
     reporting = [each for each in list(_reporters) if each._record is not None]
     return max(reporting, key=lambda each: each._reported_at, default=None)

@@ -70,8 +70,9 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name that all processes of a training run share, derived from their
-    rendezvous; empty for a single process.
+    """Return a name that all processes of a training run share, derived from their rendezvous.
+
+    The result is empty for a single process.
     """
     place = (
         os.environ.get(name, "") for name in ("MASTER_ADDR", "MASTER_PORT", "TORCHELASTIC_RUN_ID")

@@ -85,8 +85,9 @@ def _count_trained(value: Any, weights: set[int]) -> int:
 
 
 def _find_name(rate: Callable[[Any], int]) -> str:
-    """Return the program's variable name for the value that `rate` scores highest;
-    empty if no value scores above 0.
+    """Return the program's variable name for the value that `rate` scores highest.
+
+    The result is empty if no value scores above 0.
     """
     best, rates = "", 0
     for frame in _own_frames():

@@ -219,8 +219,9 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 
 
 def find_caller(frame: FrameType | None) -> str:
-    """Return the file and line in the program's own code that calls a collective; empty for a
-    library's internal calls, which are known.
+    """Return the file and line in the program's own code that calls a collective.
+
+    The result is empty for a library's internal calls, which are known.
     """
     while frame is not None and _is_between(frame):
         frame = frame.f_back

@@ -48,8 +48,9 @@ _place: GroupPlace | None = None
 
 
 def current_rank() -> int:
-    """Return this process's rank in its group or, without a group, the rank set by its
-    launcher; 0 if neither is known.
+    """Return this process's rank in its group or, without a group, the rank set by its launcher.
+
+    Return 0 if neither is known.
     """
     if _place is not None:
         return _place.rank
@@ -78,8 +79,9 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupPlace | None:
-    """Return the rank and size in the group that is about to be made; None if
-    only its backend knows them.
+    """Return the rank and size in the group that is about to be made.
+
+    Return None if only its backend knows them.
     """
     query = dict(parse_qsl(urlsplit(given.get("init_method") or "").query))
     rank = query.get("rank", given.get("rank", -1))
@@ -122,8 +124,9 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 
 
 def _read_environment(process: str) -> dict[str, str]:
-    """Return the environment with which a process was started; empty if
-    it belongs to another user.
+    """Return the environment with which a process was started.
+
+    The result is empty if it belongs to another user.
     """
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")

@@ -187,8 +187,9 @@ class Guard(Recorder):
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return the fault of this loss; empty if shares give the same gradient
-        as the program's own launcher.
+        """Return the fault of this loss.
+
+        The result is empty if shares give the same gradient as the program's own launcher.
         """
         record = self._find_record(loss)
         if self._agree is not None:
@@ -218,6 +219,7 @@ class Guard(Recorder):
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
         """Return the fault of a loss after computing the same passes on every rank.
+
         All ranks get the same answer.
         """
         few = cut_few(self.batch, self.rows)

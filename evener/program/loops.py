@@ -214,8 +214,9 @@ class SharedBatches:
 
 
 def name_own_sampler(sampler: Any) -> str:
-    """Return the name of the program's or a library's class that makes batches;
-    empty if PyTorch makes them.
+    """Return the name of the program's or a library's class that makes batches.
+
+    The result is empty if PyTorch makes them.
     """
     for each in _chain(sampler):
         home = type(each).__module__.partition(".")[0]

@@ -43,8 +43,9 @@ class Origins:
             self._written = kept
 
     def write_objects(self, data: Any, place: str) -> None:
-        """Record that these objects were exchanged at `place`. Numbers among them
-        count as read by the program.
+        """Record that these objects were exchanged at `place`.
+
+        Numbers among them count as read by the program.
         """
         self.write(data, place)
         if any(isinstance(each, int | float) for each in leaves_of(data)):
@@ -59,8 +60,9 @@ class Origins:
         return ""
 
     def find_made(self, tensor: torch.Tensor) -> str:
-        """Return the place of the exchange from which this tensor was
-        computed; empty if there was none.
+        """Return the place of the exchange from which this tensor was computed.
+
+        The result is empty if there was none.
         """
         return str(self._made.get(tensor, ""))
 

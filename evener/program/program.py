@@ -233,8 +233,9 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Report why this step belongs to no loop that can be followed. A
-        later loop may still be followed.
+        """Report why this step belongs to no loop that can be followed.
+
+        A later loop may still be followed.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
@@ -329,8 +330,9 @@ class Program:
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
-        """End the loop's current step as it requests its next batch. All
-        ranks call this equally often.
+        """End the loop's current step as it requests its next batch.
+
+        All ranks call this equally often.
         """
         if self._heard is not None and loop.origin is not None:
             self._heard.done(loop.sizes, (0, 0))
@@ -381,8 +383,9 @@ class Program:
             )
 
     def _look_again(self, loop: Any) -> None:
-        """Count a step by shares, and compare what may have changed since shares left even. All
-        ranks call this after the same step.
+        """Count a step by shares, and compare what may have changed since shares left even.
+
+        All ranks call this after the same step.
         """
         self._steps += 1
         if self._steps > self._look:
@@ -493,8 +496,9 @@ class Program:
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
 
     def _take_over(self, loop: Any) -> None:
-        """Train by shares from the next batch on, if all ranks can. All ranks
-        call this after the same step.
+        """Train by shares from the next batch on, if all ranks can.
+
+        All ranks call this after the same step.
         """
         every = self.exchange(self._view(loop), MEET_SECONDS)
         fault = _find_common_fault(every)
@@ -531,12 +535,11 @@ class Program:
         return training
 
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
-        """Return the plan with which a training of these models and rows starts; None for the
-        plan that evener run passed on.
+        """Return the plan with which a training of these models and rows starts.
 
-        Shares that an earlier training run left don't apply if a configuration file
-        or the script has since changed the model or the batch. In that case, the
-        training starts with even shares.
+        Return None to use the plan that evener run passed on. Shares that an earlier training run
+        left don't apply if a configuration file or the script has since changed the model or the
+        batch. In that case, the training starts with even shares.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin

@@ -31,8 +31,9 @@ def find_library(model: Any) -> str:
 
 
 def can_be_checked(models: Iterable[Any]) -> bool:
-    """True if the losses of these models may be computed again. They may not with FSDP1, which
-    holds on to weights that a recomputation would move.
+    """True if the losses of these models may be computed again.
+
+    They may not with FSDP1, which holds on to weights that a recomputation would move.
     """
     return all(find_library(each) != "FSDP1" for each in models)
 

@@ -175,8 +175,9 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """Start a process unless it is another Python, as a launcher starts, which would train;
-    raises RequestError for one.
+    """Start a process unless it is another Python, as a launcher starts, which would train.
+
+    Raises RequestError for such a process.
     """
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):

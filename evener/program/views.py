@@ -68,8 +68,9 @@ DIFFERENCES = {  # between the views of the ranks, the most serious first
 
 
 class RankView(msgspec.Struct, frozen=True):
-    """A rank's view of the program's steps. Shares may be uneven if the views of all
-    ranks agree and report no fault.
+    """A rank's view of the program's steps.
+
+    Shares may be uneven if the views of all ranks agree and report no fault.
     """
 
     fault: str = ""
@@ -82,8 +83,9 @@ class RankView(msgspec.Struct, frozen=True):
 
 
 def find_difference(every: list[RankView]) -> str:
-    """Return the name of the most serious difference between the ranks'
-    views; empty if they agree.
+    """Return the name of the most serious difference between the ranks' views.
+
+    The result is empty if they agree.
     """
     for name in ("order", "rates"):
         if len({getattr(each, name) for each in every}) > 1:

@@ -23,8 +23,9 @@ NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the bytes left under the tightest memory limit; None without a
-    limit. Cached files count as free.
+    """Return the bytes left under the tightest memory limit; None without a limit.
+
+    Cached files count as free.
     """
 
     def remaining(folder: Path, version: int) -> float:
@@ -43,8 +44,9 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """Return the bytes of free memory on this machine and in this
-    process's container; 0 if unknown.
+    """Return the bytes of free memory on this machine and in this process's container.
+
+    Return 0 if unknown.
     """
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -145,8 +147,9 @@ def core_groups(cpus: Iterable[int], topology: Path = TOPOLOGY) -> Groups:
 
 
 def parse_cpu_list(text: str) -> tuple[int, ...]:
-    """Return the CPUs in the kernel's list format: `0-3,8` is 0, 1, 2, 3, 8. Raises
-    ValueError for any other text.
+    """Return the CPUs in the kernel's list format: `0-3,8` is 0, 1, 2, 3, 8.
+
+    Raises ValueError for any other text.
     """
     cpus: list[int] = []
     for part in text.strip().split(","):
@@ -181,8 +184,9 @@ def cut(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """Return the allowed CPUs that belong to the slice with this id ("cpu-0-of-2"); empty for other
-    devices or if there are too few CPUs.
+    """Return the allowed CPUs that belong to the slice with this id ("cpu-0-of-2").
+
+    The result is empty for other devices or if there are too few CPUs.
     """
     named = _SLICE.fullmatch(device)
     if named is None:
@@ -203,8 +207,9 @@ def pin_threads(cores: Iterable[int]) -> None:
 
 
 def cap_address_space(room_bytes: int) -> None:
-    """Limit this process's address space to `room_bytes` more than now. A larger allocation
-    fails, which torch can catch.
+    """Limit this process's address space to `room_bytes` more than now.
+
+    A larger allocation fails, which torch can catch.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = pages * resource.getpagesize() + room_bytes

@@ -116,11 +116,10 @@ def read_whole(
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically. A new file's mode follows the umask; an
-    existing file keeps its mode.
+    """Replace `path` by `content` atomically.
 
-    Links are followed; a pipe, or a device such as /dev/stdout, is written to directly.
-    Raises RequestError on failure.
+    A new file's mode follows the umask; an existing file keeps its mode. Links are followed; a
+    pipe, or a device such as /dev/stdout, is written to directly. Raises RequestError on failure.
     """
     with as_request_error(
         f"{path} can't be written", "Name a file in a folder that you may write to."

@@ -15,8 +15,9 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Make the kernel send this process SIGTERM when the thread that started it ends. A child calls
-    this before executing its program.
+    """Make the kernel send this process SIGTERM when the thread that started it ends.
+
+    A child calls this before executing its program.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
@@ -34,8 +35,9 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called with the number of each signal. An ignored
-    SIGHUP, as under `nohup`, stays ignored.
+    """Return a context in which `handle` is called with the number of each signal.
+
+    An ignored SIGHUP, as under `nohup`, stays ignored.
     """
     with restored_signals():
         for number in ENDING:

@@ -124,8 +124,9 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return how many seconds these cores were busy, and how many the hypervisor took from them;
-    0 if the kernel doesn't say.
+    """Return how many seconds these cores were busy, and how many the hypervisor took from them.
+
+    Both are 0 if the kernel doesn't say.
     """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
@@ -155,8 +156,9 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return the seconds for which this process's control groups were throttled by
-    their CPU quota; 0 if unknown.
+    """Return the seconds for which this process's control groups were throttled by their CPU quota.
+
+    Return 0 if unknown.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -252,8 +254,9 @@ _WITH_VALUE = ("-W", "-X")  # options of Python that are followed by their value
 
 
 def _find_script(arguments: list[str]) -> str:
-    """Return the first argument that is neither an option nor an option's value; empty if the
-    code is on the command line.
+    """Return the first argument that is neither an option nor an option's value.
+
+    The result is empty if the code is on the command line.
     """
     words = iter(arguments)
     for word in words:
