@@ -47,11 +47,11 @@ class Discovery(msgspec.Struct, frozen=True):
 def choose_devices(
     listing: Listing, terms: Sequence[Term], visible: Sequence[Device], hidden: str
 ) -> Discovery:
-    """Return the listed devices that the terms name; a term without a pick
-    selects all visible devices.
+    """Return the listed devices that the terms name.
 
-    Raises DeviceError if none is visible; `hidden` is the setting that hides them. The result has a
-    note on each device of whose memory more than 5 % is used by others.
+    A term without a pick selects all visible devices. Raises DeviceError if none is visible;
+    `hidden` is the setting that hides them. The result has a note on each device of whose memory
+    more than 5 % is used by others.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -94,12 +94,11 @@ def pick_device(devices: Sequence[Device], pick: str) -> Device:
 
 
 def visible_devices(devices: Sequence[Device], variable: str | None) -> tuple[Device, ...]:
-    """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order;
-    all if `variable` is None (unset).
+    """Return the devices that a variable such as CUDA_VISIBLE_DEVICES makes visible, in its order.
 
-    Entries are indices or prefixes of ids. Entries after the first that matches no device
-    are ignored, and a device named twice hides all devices. Source: CUDA C++ programming
-    guide, environment variables.
+    Return all if `variable` is None (unset). Entries are indices or prefixes of ids. Entries after
+    the first that matches no device are ignored, and a device named twice hides all devices.
+    Source: CUDA C++ programming guide, environment variables.
     """
     if variable is None:
         return tuple(devices)
@@ -200,8 +199,9 @@ class VitalsWatch:
 
     @property
     def silent_seconds(self) -> float:
-        """Seconds since the driver was called for the pending answer, or 0; the time that a thread
-        waits for a busy CPU doesn't count.
+        """Seconds since the driver was called for the pending answer, or 0.
+
+        The time that a thread waits for a busy CPU doesn't count.
         """
         began = self._began
         return 0.0 if began is None else time.monotonic() - began
@@ -253,11 +253,11 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
 
 class Backend(Protocol):
-    """Base class of a kind of devices; a maker's class overrides the
-    methods that its devices support.
+    """Base class of a kind of devices.
 
-    A process has one instance of each class, created by `devices/registry.py`. Importing a
-    backend's module must not start a driver.
+    A maker's class overrides the methods that its devices support. A process has one
+    instance of each class, created by `devices/registry.py`. Importing a backend's
+    module must not start a driver.
     """
 
     # the word in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits

@@ -42,8 +42,9 @@ MEMORY_STEP = 256 << 20
 
 
 def slices(count: int | None = None) -> tuple[Device, ...]:
-    """Return the CPU cut into `count` equal slices; by default two, or one if the
-    machine has a single logical CPU.
+    """Return the CPU cut into `count` equal slices.
+
+    By default, return two slices, or one if the machine has a single logical CPU.
     """
     if count is not None and count < 1:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")

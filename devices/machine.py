@@ -39,8 +39,9 @@ Curve = Annotated[Points, Meta(min_length=2)]
 
 
 class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of synchronizing k replicas that computation doesn't hide,
-    per step; higher across hosts.
+    """The cost of synchronizing k replicas that computation doesn't hide, per step.
+
+    It is higher across hosts.
     """
 
     base_ms: Amount = 0.0
@@ -49,8 +50,9 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_host_ms: Amount = 0.0
 
     def seconds(self, devices: int, hosts: int = 1) -> float:
-        """Return the seconds per step that `devices` active devices on `hosts` hosts spend
-        synchronizing; 0 for one device.
+        """Return the seconds per step that the devices with samples spend synchronizing.
+
+        They are on `hosts` hosts. Return 0 for one device.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -105,8 +107,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return max(0.0, min(*begins, self.curve[-1][1]))
 
     def seconds(self, batch: int, passes: int = 1) -> float:
-        """Return the seconds of one step without limit or contention, in `passes` passes of
-        equal size; 0 for an empty batch.
+        """Return the seconds of one step without limit or contention.
+
+        The step is computed in `passes` passes of equal size. Return 0 for an empty batch.
         """
         if batch <= 0:
             return 0.0
@@ -122,8 +125,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return milliseconds / 1000
 
     def watts(self, busy: float, samples_per_second: float) -> float:
-        """Return the power of a device that computes for the fraction `busy` of the
-        time; 8 % of full load at idle.
+        """Return the power of a device that computes for the fraction `busy` of the time.
+
+        At idle it is 8 % of full load.
         """
         effort = min(1.0, samples_per_second / self.samples_per_second)
         return (self.power_watts or USUAL_WATTS) * (
@@ -247,8 +251,9 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """Return the time that one device computes in a step; with `busy_together`, other
-        devices compute at the same time.
+        """Return the time that one device computes in a step.
+
+        With `busy_together`, other devices compute at the same time.
         """
         device = self.devices[position]
         percent = self.limit(position).percent

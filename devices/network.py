@@ -35,8 +35,9 @@ def loopback_interface() -> dict[str, str]:
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use the interface towards the other hosts;
-    variables that are already set are left out.
+    """Return the variables that make gloo and NCCL use the interface towards the other hosts.
+
+    Variables that are already set are left out.
     """
     others = [other for other in hosts if other != host]
     interface = find_interface(others[0]) if others else ""

@@ -95,8 +95,9 @@ class ProcessTable:
         self._known: dict[int, _Look] = {}
 
     def look(self, pid: int) -> ProcessReading:
-        """Return what is known about the process `pid`; only the pid may be known for processes
-        of other containers or users.
+        """Return what is known about the process `pid`.
+
+        Only the pid may be known for processes of other containers or users.
         """
         before = self._known.pop(pid, None)
         now = time.monotonic()

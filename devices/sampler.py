@@ -73,10 +73,10 @@ class Sampler:
                 self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Take the first sample at once and then one every interval; `subscriber`
-        receives every snapshot from now on.
+        """Take the first sample at once and then one every interval.
 
-        If the sampler has already started, this only replaces the subscriber.
+        `subscriber` receives every snapshot from now on. If the sampler has already started, this
+        only replaces the subscriber.
         """
         self._subscriber = subscriber or self._subscriber
         if self._threads[0].ident is None:

@@ -1,11 +1,11 @@
-"""Simulated devices: machines read from a TOML file or the built-in catalogue, and their computed
-readings. Nothing is measured.
+"""Simulated devices: machines read from a TOML file or the built-in catalogue.
 
-Files are read strictly: every fault raises a RequestError that names the file, the device and the
-key. Readings are derived from two properties of a load: `busy`, the fraction of time in which the
-device computes, and `effort`, its samples/s relative to its maximum. `busy` determines what
-monitors call utilization and `effort` determines most of the power; the temperature follows the
-power with a lag. A small batch therefore shows 95 % utilization at half the power, as on real GPUs.
+Their readings are computed; nothing is measured. Files are read strictly: every fault raises a
+RequestError that names the file, the device and the key. Readings are derived from two properties
+of a load: `busy`, the fraction of time in which the device computes, and `effort`, its samples/s
+relative to its maximum. `busy` determines what monitors call utilization and `effort` determines
+most of the power; the temperature follows the power with a lag. A small batch therefore shows 95 %
+utilization at half the power, as on real GPUs.
 """
 
 from __future__ import annotations
@@ -364,8 +364,9 @@ class SimulatedSource:
         )
 
     def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
-        """Return one device's sample; without `together`, it trains
-        alone and has no link traffic.
+        """Return one device's sample.
+
+        Without `together`, the device trains alone and has no link traffic.
         """
         device = self._devices[position]
         state = self._states[position]

@@ -1,5 +1,6 @@
-"""The entry point of `evener` and `python -m evener`, and the only module of the package's
-top level that imports `tui`.
+"""The entry point of `evener` and `python -m evener`.
+
+It is the only module of the package's top level that imports `tui`.
 """
 
 from __future__ import annotations

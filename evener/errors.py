@@ -14,11 +14,11 @@ from .printable import printable
 
 
 class EvenerError(Exception):
-    """Base class of evener's errors: a message that says what is wrong, and a remedy that says what
-    to do. Only subclasses are raised.
+    """Base class of evener's errors; only subclasses are raised.
 
-    Message and remedy may quote a plan or a driver, and Python prints an exception's text
-    unescaped, so characters that control a terminal are replaced.
+    The message says what is wrong, and the remedy says what to do. Both may quote a plan
+    or a driver, and Python prints an exception's text unescaped, so characters that
+    control a terminal are replaced.
     """
 
     kind: ClassVar[str] = "error"
@@ -46,8 +46,7 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Return a context that turns an OSError or ValueError raised inside it
-    into an error of class `kind`.
+    """Return a context that turns an OSError or ValueError raised inside it into a `kind` error.
 
     The error's message is `what`, which says what can't be done, followed by the system's
     reason; `remedy` says what to do.

@@ -1,10 +1,10 @@
-"""Train by a plan with Lightning: `L.Trainer(strategy=split.strategy(),
-use_distributed_sampler=False)`.
+"""Train by a plan with Lightning: pass `strategy=split.strategy()` to the trainer.
 
-The trainer's batch is this rank's share of a global batch, so the trainer counts global batches.
-The strategy weights the loss before the backward pass, in automatic and in manual optimization. A
-share that doesn't fit in memory is cut into passes. Every rank has the same number of passes,
-because ranks communicate in each pass that logs a metric.
+The whole call is `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. The
+trainer's batch is this rank's share of a global batch, so the trainer counts global batches. The
+strategy weights the loss before the backward pass, in automatic and in manual optimization. A share
+that doesn't fit in memory is cut into passes. Every rank has the same number of passes, because
+ranks communicate in each pass that logs a metric.
 """
 
 from __future__ import annotations
@@ -51,7 +51,8 @@ except ImportError as error:
 
 
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
-    """DistributedDataParallel with uneven shares, created by `Split.strategy`;
+    """DistributedDataParallel with uneven shares, created by `Split.strategy`.
+
     `options` are DDPStrategy's.
     """
 
@@ -294,8 +295,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return finds_rate or self._has_lbfgs
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
-        """Move a batch to the device as Lightning does; with several passes, each pass
-        is moved when it is computed.
+        """Move a batch to the device as Lightning does.
+
+        With several passes, each pass is moved when it is computed.
         """
         if self._passes > 1 and self._trainer.training:
             return batch
@@ -473,8 +475,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().optimizer_step(optimizer, compute, *args, **kwargs)
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
-        """Reduce a tensor over ranks as DDPStrategy does; within a pass, return the global batch's
-        value over the passes so far. Before `setup` there are no passes.
+        """Reduce a tensor over ranks as DDPStrategy does.
+
+        Within a pass, return the global batch's value over the passes so far. Before
+        `setup` there are no passes.
         """
         if not self._has_figures:
             return super().reduce(tensor, group, reduce_op)

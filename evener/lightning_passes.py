@@ -209,11 +209,11 @@ class PassFigures:
                 ).to(own.dtype)
 
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
-        """Reduce a metric over all ranks; in a pass, a mean is the global
-        batch's over the passes so far.
+        """Reduce a metric over all ranks.
 
-        A mean of integers is computed in double precision instead of being truncated, because
-        Lightning divides by the mean number of rows.
+        In a pass, a mean is the global batch's over the passes so far. A mean of integers
+        is computed in double precision instead of being truncated, because Lightning
+        divides by the mean number of rows.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         figure = tensor.double() if whole else tensor

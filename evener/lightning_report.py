@@ -1,5 +1,6 @@
-"""A callback that reports a Lightning training run to the monitor and its metrics to the trainer's
-loggers, with or without a plan.
+"""A callback that reports a Lightning training run to the monitor and to the trainer's loggers.
+
+It works with or without a plan.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 
 
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
-    """Reports steps to the monitor, and compute time (own work), waiting time, shares and
-    samples/s to the trainer's loggers.
+    """Reports steps to the monitor, and their metrics to the trainer's loggers.
 
-    Under a plan or `evener run` steps are reported to the monitor even without this callback.
-    Without a plan the metrics are samples/s, the step time and the wait for data. Loggers receive
-    the metrics every `log_every_n_steps` steps, as often as values that a module logs per step.
+    The metrics are compute time (own work), waiting time, shares and samples/s. Under a plan or
+    `evener run` steps are reported to the monitor even without this callback. Without a plan the
+    metrics are samples/s, the step time and the wait for data. Loggers receive the metrics every
+    `log_every_n_steps` steps, as often as values that a module logs per step.
     """
 
     def __init__(self) -> None:

@@ -10,9 +10,10 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")  # Unicode's control, format and separator c
 
 
 def printable(text: str) -> str:
-    """Return the text with each control or format character replaced by a space, so that
-    it can't control a terminal, and each lone surrogate, which no encoding can
-    represent, by a question mark.
+    """Return the text with the characters replaced that can control a terminal.
+
+    Control and format characters become spaces, and lone surrogates, which no encoding can
+    represent, become question marks.
     """
     if text.isprintable():
         return text
@@ -33,8 +34,9 @@ def plain(text: str, limit: int = 500) -> str:
 
 
 def say(*lines: str) -> None:
-    """Print evener's own lines on standard error, each prefixed with `evener: ` to tell it
-    from a training script's output.
+    """Print evener's own lines on standard error.
+
+    Each line begins with `evener: `, to tell it from a training script's output.
     """
     for line in lines:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)

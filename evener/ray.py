@@ -1,8 +1,7 @@
-"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`, with
-`Split()` in the training loop.
+"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`.
 
-Each worker runs on the host and device of its share. Ray assigns ranks, makes the process
-group and keeps checkpoints.
+The training loop calls `Split()`. Each worker runs on the host and device of its share. Ray assigns
+ranks, makes the process group and keeps checkpoints.
 """
 
 from __future__ import annotations
@@ -46,8 +45,7 @@ def trainer(
     ray_address: str = "",
     **options: Any,
 ) -> TorchTrainer:
-    """Return a TorchTrainer with one worker for each share of the plan, on
-    the share's host and device.
+    """Return a TorchTrainer with one worker for each share, on the share's host and device.
 
     `options` are passed to TorchTrainer. If the plan uses only some GPUs of a host, the host's
     other GPUs stay reserved for as long as the trainer exists. Raises PlanError, RequestError or

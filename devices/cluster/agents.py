@@ -48,8 +48,9 @@ class HostLostError(DeviceError):
 
 
 class ActorLostError(HostLostError):
-    """The actor on a host has ended, for example killed by Ray's memory monitor;
-    the host itself may be alive.
+    """The actor on a host has ended, for example killed by Ray's memory monitor.
+
+    The host itself may be alive.
     """
 
 
@@ -155,8 +156,9 @@ class Agent:
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
     def keep(self, make: Callable[..., Any], *arguments: Any) -> Kept:
-        """Create an object on the host, and return a handle; closing
-        the handle closes the object.
+        """Create an object on the host, and return a handle.
+
+        Closing the handle closes the object.
         """
         name = uuid.uuid4().hex
         self.finish(self.begin("keep", name, make, *arguments))
@@ -202,8 +204,9 @@ class Agent:
         return True
 
     def hold_cpus(self, wanted: float) -> float:
-        """Reserve this many of the node's CPUs, or as many as other jobs leave free;
-        return how many are missing.
+        """Reserve this many of the node's CPUs, or as many as other jobs leave free.
+
+        Return how many are missing.
         """
         wanted = min(wanted, self.node.cpus)
         free = self.node.free_cpus + self._held_cpus

@@ -38,11 +38,10 @@ class Node(msgspec.Struct, frozen=True):
 
 
 def connect(address: str = "") -> None:
-    """Join the cluster at `address`, at RAY_ADDRESS or on this machine; does
-    nothing if already connected.
+    """Join the cluster at `address`, at RAY_ADDRESS or on this machine.
 
-    Raises RequestError if Ray isn't installed, and DeviceError if the cluster doesn't exist or
-    can't be used by this process.
+    Do nothing if already connected. Raises RequestError if Ray isn't installed, and DeviceError if
+    the cluster doesn't exist or can't be used by this process.
     """
     if find_spec("ray") is None:
         raise RequestError("Ray is not installed.", "Install it: pip install 'evener[ray]'.")

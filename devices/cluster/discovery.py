@@ -61,8 +61,9 @@ def discover_cluster(terms: Sequence[Term], address: str = "", reserve: bool = T
 
 
 def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str, ...]:
-    """Reserve the CPUs of slices; return a note for each host on which
-    other jobs hold some of them.
+    """Reserve the CPUs of slices.
+
+    Return a note for each host on which other jobs hold some of them.
     """
     notes = []
     for agent in agents:
@@ -180,8 +181,9 @@ def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Disco
 
 
 def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
-    """Return the hosts' notes, each prefixed with the hosts that have it; a note common
-    to several hosts appears once.
+    """Return the hosts' notes, each prefixed with the hosts that have it.
+
+    A note common to several hosts appears once.
     """
     hosts_by_note: dict[str, list[str]] = {}
     for host, discovery in found.items():
@@ -277,11 +279,10 @@ def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
 
 
 def hold_other_gpus(node: Node, wanted: Collection[str]) -> list[Agent]:
-    """Reserve the node's free GPUs except the wanted ones, so that Ray can only assign the wanted
-    GPUs; return the reserving agents.
+    """Reserve the node's free GPUs except the wanted ones, and return the reserving agents.
 
-    Raises DeviceError if a wanted GPU isn't free. The reservations end when the
-    agents are garbage-collected.
+    Ray can then assign only the wanted GPUs there. Raises DeviceError if a wanted GPU isn't free.
+    The reservations end when the agents are garbage-collected.
     """
     if node.gpus == node.free_gpus == len(wanted):
         return []

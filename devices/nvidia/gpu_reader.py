@@ -90,12 +90,12 @@ SPOKEN_SHARE = 0.5  # least percentage of a tick for a reason to be named
 
 
 class GpuReader:
-    """Reads one GPU through one handle; a new reader is created when the GPU
-    or the driver has come back.
+    """Reads one GPU through one handle.
 
-    The monitor calls `sample` and a probe calls `vitals`. These methods and `processes.read`
-    raise GpuGoneError or DriverGoneError, and nothing else. `parent` is the parent GPU's handle
-    if the device is a MIG instance.
+    A new reader is created when the GPU or the driver has come back. The monitor calls
+    `sample` and a probe calls `vitals`. These methods and `processes.read` raise
+    GpuGoneError or DriverGoneError, and nothing else. `parent` is the parent GPU's handle if
+    the device is a MIG instance.
     """
 
     def __init__(

@@ -1,8 +1,8 @@
-"""NVML calls as metrics: each is called when due, and its last value ages in between;
-failures are classified and retried.
+"""NVML calls as metrics: each is called when due, and its last value ages in between.
 
-Activity between two ticks comes from NVIDIA's GPU performance monitoring (GPM, Hopper and later)
-without sleeping: each tick's sample is kept and paired with the next tick's.
+Failures are classified and retried. Activity between two ticks comes from NVIDIA's GPU
+performance monitoring (GPM, Hopper and later) without sleeping: each tick's sample is kept and
+paired with the next tick's.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ class GpuGoneError(Exception):
 
 
 class DriverGoneError(Exception):
-    """The driver was unloaded or replaced, so every handle is invalid; the
-    text is a message for the user.
+    """The driver was unloaded or replaced, so every handle is invalid.
+
+    The text is a message for the user.
     """
 
     def __init__(self) -> None:

@@ -65,8 +65,9 @@ FIRST_WITH_BFLOAT16 = 8  # major compute capability
 
 
 class GpuHandle(NamedTuple):
-    """A GPU or MIG instance with its handle and number; instances are
-    numbered after all whole GPUs.
+    """A GPU or MIG instance with its handle and number.
+
+    Instances are numbered after all whole GPUs.
     """
 
     handle: Handle

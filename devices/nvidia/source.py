@@ -306,8 +306,9 @@ class EventWatch:
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
-        """End the thread and free the event set; return False if the thread is
-        still blocked in the driver.
+        """End the thread and free the event set.
+
+        Return False if the thread is still blocked in the driver.
         """
         self._stop.set()
         if self._thread is not None:

@@ -121,8 +121,9 @@ def _train(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start the training run once on these hosts and wait until it has ended on all; return the
-    exit code and the lost hosts.
+    """Start the training run once on these hosts and wait until it has ended on all.
+
+    Return the exit code and the lost hosts.
     """
     parts: list[HostPart] = []
     lost: set[str] = set()
@@ -183,10 +184,10 @@ class HostPart:
 
 
 def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
-    """Wait until all parts have ended, a signal arrives, or a part has failed and the others have
-    had time to end; return the exit code.
+    """Wait until all parts have ended or the training run has failed, and return the exit code.
 
-    If a host is lost, the others can't go on, so this returns at once. Raises
+    The wait also ends when a signal arrives. After a failed part the others get time to
+    end; if a host is lost, they can't go on, so this returns at once. Raises
     DeviceError if Ray's head is lost.
     """
     deadline = float("inf")
@@ -261,8 +262,9 @@ class HostTraining:
         threading.Thread(target=self._run, name="launch", daemon=True).start()
 
     def read(self) -> tuple[list[bytes], int | None]:
-        """Return the lines written since the last call, and the exit code once all lines have
-        been returned; None until then.
+        """Return the lines written since the last call, and the exit code.
+
+        The exit code is None until the process has ended and all lines have been returned.
         """
         lines: list[bytes | None] = []
         with suppress(queue.Empty):

@@ -74,16 +74,18 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that all ranks of a program except the first wait for;
-        None if all ranks start at once.
+        """The file that all ranks of a program except the first wait for.
+
+        It is None if all ranks start at once.
         """
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None
 
     @property
     def has_several(self) -> bool:
-        """True if several processes of a training run are running here; a program's ranks
-        count once they are released.
+        """True if several processes of a training run are running here.
+
+        A program's ranks count once they are released.
         """
         if self.release is None:
             return len(self.processes) > 1

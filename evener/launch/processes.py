@@ -200,8 +200,9 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _rank(job: HostJob) -> dict[str, str]:
-    """Return the variables for the only rank of a program, as PyTorch's agent would set them;
-    importing the agent takes two seconds.
+    """Return the variables for the only rank of a program, as PyTorch's agent would set them.
+
+    Importing the agent takes two seconds.
     """
     address = _find_address()
     attempt = str(job.attempt)
@@ -254,8 +255,9 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Wait until all processes have ended well, one has failed, or a signal arrives; return the
-    exit codes of those that have ended.
+    """Wait until all processes have ended well, one has failed, or a signal arrives.
+
+    Return the exit codes of those that have ended.
     """
     while not caught:
         polled = enumerate(process.poll() for process in running)

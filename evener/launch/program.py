@@ -285,8 +285,9 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save the shares at the end as a plan beside the training journal; return its path, or None if
-    the program wasn't trained by shares.
+    """Save the shares at the end as a plan beside the training journal.
+
+    Return its path, or None if the program wasn't trained by shares.
     """
     if not notes or not notes[0].run or notes[0].last is None:
         return None
@@ -308,8 +309,9 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """Compare the first shares with the last ones over all ranks; return None
-    if a rank saw too few steps.
+    """Compare the first shares with the last ones over all ranks.
+
+    Return None if a rank saw too few steps.
     """
     first = [note.first for note in notes if note.first is not None]
     last = [note.last for note in notes if note.last is not None]

@@ -31,12 +31,12 @@ from .processes import Ending, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
-    """Train until all processes end well, a process fails through its own fault, or the restarts
-    are used up; return the exit code.
+    """Train until the processes end, restarting after losses, and return the exit code.
 
-    After a loss every device is tried, including devices that were left out before. With
-    several hosts no launcher sees all failures: each failure is then treated as a loss, and
-    a lost device ends the training run. If only the first process of a program ran, the
+    Training ends when all processes end well, a process fails through its own fault, or the
+    restarts are used up. After a loss every device is tried, including devices that were left out
+    before. With several hosts no launcher sees all failures: each failure is then treated as a
+    loss, and a lost device ends the training run. If only the first process of a program ran, the
     exit code is the program's own.
     """
     job = first

@@ -70,8 +70,9 @@ class RankSummary(msgspec.Struct, frozen=True):
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
-    """The shares with which a training run began, compared with those at its end; 0
-    stands for an unknown value.
+    """The shares with which a training run began, compared with those at its end.
+
+    0 stands for an unknown value.
     """
 
     shares: tuple[int, ...]  # of every rank
@@ -327,8 +328,9 @@ def _describe_record(summary: TrainingSummary) -> list[str]:
 
 
 def keep_summary(summary: TrainingSummary) -> None:
-    """Write the summary beside the training journal, as JSON and as text; do nothing without a
-    journal, and ignore a full disk.
+    """Write the summary beside the training journal, as JSON and as text.
+
+    Do nothing without a journal, and ignore a full disk.
     """
     folder = runs_folder() / summary.run
     if not (folder / TRAINING_JOURNAL).exists():

@@ -1,5 +1,6 @@
-"""The metrics of this process's training run, as the app shows them, in a flat
-dict for an experiment tracker.
+"""The metrics of this process's training run, in a flat dict for an experiment tracker.
+
+They are the same metrics that the app shows.
 """
 
 from __future__ import annotations

@@ -128,10 +128,9 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class LiveRecord(Details, frozen=True):
-    """The content of a report file, version 2; the file's name
-    identifies the process that wrote it.
+    """The content of a report file, version 2.
 
-    Version 1 had only the first six fields.
+    The file's name identifies the process that wrote it. Version 1 had only the first six fields.
     """
 
     framework: Text

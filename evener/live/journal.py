@@ -201,11 +201,10 @@ class TrainingJournal:
             self._note_speed(record)
 
     def count(self, step: int, at_s: float, sums: Callable[[], StepSums]) -> None:
-        """Record that `step` steps have been taken by the time `at_s`, in seconds; `sums` returns
-        the first rank's sums so far.
+        """Record that `step` steps have been taken by the time `at_s`, in seconds.
 
-        Entries stay in memory until the next report is recorded, because writing
-        may take long on a slow disk.
+        `sums` returns the first rank's sums so far. Entries stay in memory until the next report is
+        recorded, because writing may take long on a slow disk.
         """
         if self._window is None:
             self._first_s = at_s
@@ -364,8 +363,9 @@ def _cut_incomplete_line(descriptor: int) -> None:
 
 
 def _write_whole(descriptor: int, line: bytes) -> None:
-    """Append a line; if it can't be written whole, remove what was
-    written of it and raise OSError.
+    """Append a line.
+
+    If it can't be written whole, remove what was written of it and raise OSError.
     """
     before = os.fstat(descriptor).st_size
     try:

@@ -33,8 +33,9 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
 def measure_rank(
     record: LiveRecord, live: LiveDevice, name: str, sums: StepSums, micro: int, starved: float
 ) -> MeasuredRank:
-    """Return a rank's metrics, with these sums of its steps; `starved` is the
-    fraction of time without cores.
+    """Return a rank's metrics, with these sums of its steps.
+
+    `starved` is the fraction of time without cores.
     """
     return MeasuredRank(
         name=name,

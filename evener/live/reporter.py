@@ -1,8 +1,7 @@
-"""Reports a training run's samples/s: counts each step, and writes a small
-file at most twice a second.
+"""Reports a training run's samples/s to the monitor.
 
-Reporting must not disturb training: it takes less than 0.05 % of the time, and a full disk or
-a missing folder is ignored.
+It counts each step, and writes a small file at most twice a second. Reporting must not disturb
+training: it takes less than 0.05 % of the time, and a full disk or a missing folder is ignored.
 """
 
 from __future__ import annotations
@@ -198,11 +197,11 @@ class Reporter:
         timed: bool = True,
         tokens: tuple[int, int] = (0, 0),
     ) -> None:
-        """Count one optimizer step on `samples` samples; the other arguments
-        are those of `evener.report`.
+        """Count one optimizer step on `samples` samples.
 
-        A step that isn't `timed`, for example because it compiles, is left out of samples/s.
-        `tokens` are the counts for the step's samples without and with padding.
+        The other arguments are those of `evener.report`. A step that isn't `timed`, for example
+        because it compiles, is left out of samples/s. `tokens` are the counts for the step's
+        samples without and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)

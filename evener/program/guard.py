@@ -49,9 +49,9 @@ MakeBench = Callable[..., Bench]  # makes a Bench for models
 
 
 class Guard(Recorder):
-    """Records how a batch's loss is computed; after the first backward pass `fault` says why shares
-    would change what the model learns.
+    """Records how a batch's loss is computed.
 
+    After the first backward pass `fault` says why shares would change what the model learns.
     `fault` is empty if shares change nothing. `measured` is True if both ways were computed and
     their results differ. `few` returns a few rows of the batch, collated as the shares would
     collate them, if that differs from slicing the batch. `rows` is the batch's number of rows; by

@@ -22,8 +22,9 @@ READ_STEPS = 10  # steps between two readings of the timer, which keeps 25
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """The model and batch of the training run in which remembered shares were learned; another
-    model or batch may need other shares.
+    """The model and batch of the training run in which remembered shares were learned.
+
+    Another model or batch may need other shares.
     """
 
     model: str  # a digest of the shapes and types of its parameters and buffers
@@ -58,8 +59,9 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """Return the settings of the program that this process belongs to; default settings if
-    `evener run` didn't start it.
+    """Return the settings of the program that this process belongs to.
+
+    Return default settings if `evener run` didn't start it.
     """
     text = os.environ.get(PROGRAM)
     return msgspec.json.decode(text, type=ProgramSettings) if text else ProgramSettings("", "")

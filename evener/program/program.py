@@ -1,6 +1,4 @@
-"""A program that `evener run` started, seen from one of its processes, which
-trains it in a plain PyTorch loop.
-"""
+"""A program that `evener run` started, seen from one of its processes in a plain PyTorch loop."""
 
 from __future__ import annotations
 
@@ -80,8 +78,9 @@ class Program:
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch, used as the ranks' weights;
-        empty before the first batch.
+        """The rows of each rank in the current batch, used as the ranks' weights.
+
+        The tuple is empty before the first batch.
         """
         return () if self._loop is None else self._loop.sizes
 
@@ -201,8 +200,9 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
 
     def _stay_alone(self, optimizer: Any) -> None:
-        """Report that this process trains by itself; if no other process trains, advise
-        how to train on all devices.
+        """Report that this process trains by itself.
+
+        If no other process trains, advise how to train on all devices.
         """
         if self.notebook.why:
             return
@@ -659,8 +659,9 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 
 @contextmanager
 def stays_if_refused(trainer: Any) -> Iterator[None]:
-    """Return a context that prepares a trainer to train by shares; if an EvenerError is raised, the
-    trainer's state is restored and the program stays as it is.
+    """Return a context that prepares a trainer to train by shares.
+
+    If an EvenerError is raised, the trainer's state is restored and the program stays as it is.
     """
     before = dict(vars(trainer))
     try:

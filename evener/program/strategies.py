@@ -102,8 +102,9 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
 
 @contextmanager
 def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
-    """Return a context that gives a Trainer a strategy by shares with its own strategy's state; an
-    error restores the original strategy.
+    """Return a context that gives a Trainer a strategy by shares with its own strategy's state.
+
+    An error restores the original strategy.
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy

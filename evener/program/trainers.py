@@ -116,8 +116,9 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """True if an optimizer that the program makes itself trains parameters outside the model; each
-    rank would step them by its own gradients.
+    """True if an optimizer that the program makes itself trains parameters outside the model.
+
+    Each rank would step them by its own gradients.
     """
     from transformers import Trainer
 
@@ -138,8 +139,9 @@ def _tell_of_tail(trainer: Any, global_batch: int) -> None:
 
 
 class _Found(BaseException):
-    """Raised when a trainer begins to train; a BaseException, so that programs which
-    catch Exception don't catch it.
+    """Raised when a trainer begins to train.
+
+    It is a BaseException, so that programs which catch Exception don't catch it.
     """
 
     def __init__(self, trainer: Any) -> None:

@@ -159,10 +159,10 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 
 
 def cut(groups: Groups, count: int) -> Groups:
-    """Return `count` core sets of equal size; hardware threads of a core stay
-    together if there are enough cores.
+    """Return `count` core sets of equal size.
 
-    A remainder at the end is left out. Raises RequestError if there are fewer CPUs than slices.
+    Hardware threads of a core stay together if there are enough cores. A remainder at the end is
+    left out. Raises RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):

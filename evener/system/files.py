@@ -18,8 +18,9 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """Return this user's state folder, created with access for this user
-    only; XDG_STATE_HOME is honoured.
+    """Return this user's state folder, created with access for this user only.
+
+    XDG_STATE_HOME is honoured.
     """
     import platformdirs
 

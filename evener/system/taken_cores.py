@@ -28,8 +28,9 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """Cumulative seconds from an arbitrary start; only differences between
-    two readings are meaningful.
+    """Cumulative seconds from an arbitrary start.
+
+    Only differences between two readings are meaningful.
     """
 
     at_s: float = 0.0
@@ -92,8 +93,9 @@ class CoreWatch:
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
     def _sum_up(self) -> CoreTimes:
-        """Return the times of all threads; a thread that is new since the last
-        reading counts from its start.
+        """Return the times of all threads.
+
+        A thread that is new since the last reading counts from its start.
         """
         now = _read_threads(self._tasks)
         ran_s = self._last.ran_s

@@ -9,10 +9,9 @@ _WRITTEN = b"wchar:"
 
 
 class ThreadWrites:
-    """Counts the bytes written by the thread that creates it; reading the
-    count takes about a microsecond.
+    """Counts the bytes written by the thread that creates it.
 
-    The count stays 0 if the kernel doesn't keep one.
+    Reading the count takes about a microsecond. The count stays 0 if the kernel doesn't keep one.
     """
 
     def __init__(self) -> None:
