@@ -1,7 +1,7 @@
-"""Find the devices that `--devices` names, open the source that samples them, and detect devices
-that other programs are using.
+"""Find the devices that `--devices` names, and open the source that samples them.
 
-Measurements taken beside other programs' work hold only while that work goes on.
+Devices that other programs are using are detected: measurements taken beside other programs' work
+hold only while that work goes on.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
-"""The kinds of devices that evener supports, and the environment of a child that
-may use only its own devices.
+"""The kinds of devices that evener supports, and the environment of a child process.
 
-To add a maker, add a line to BACKENDS.
+The environment confines a child to its own devices. To add a maker, add a line to BACKENDS.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The parts of a snapshot that every source needs: the host's sample, and the
-processes with their samples/s.
+"""The parts of a snapshot that every source needs.
 
-Samples/s come from the reports that training processes write, and are
-assigned to this machine's devices.
+These are the host's sample, and the processes with their samples/s. Samples/s come from the reports
+that training processes write, and are assigned to this machine's devices.
 """
 
 from __future__ import annotations

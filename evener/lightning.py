@@ -186,9 +186,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._meet_on_hosts()
 
     def _meet_on_hosts(self) -> None:
-        """Ask the first rank before each batch whether it received SIGTERM, over gloo, so that
-        Lightning's loop doesn't wait for its GPU.
+        """Ask the first rank before each batch whether it received SIGTERM.
 
+        The ranks communicate over gloo, so that Lightning's loop doesn't wait for its GPU.
         Lightning's own handler would synchronize with the other ranks at once, while they may be in
         a step's all-reduce. Here the handler only records the signal. A rank that alone receives
         SIGTERM ends by itself one batch later.
@@ -288,8 +288,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if the value of the loss, not just its gradient, decides what happens next, as with
-        LBFGS or a learning-rate search. All ranks must then see the same loss.
+        """True if the value of the loss, not just its gradient, decides what happens next.
+
+        This is so with LBFGS or a learning-rate search. All ranks must then see the same loss.
         """
         finds_rate = any(isinstance(each, _LRCallback) for each in self._trainer.callbacks)
         return finds_rate or self._has_lbfgs
@@ -363,8 +364,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _take_next(self) -> Any:
-        """Return what training_step returns for the next pass, or for the next piece of a pass that
-        was cut because memory ran out; None after the last.
+        """Return what training_step returns for the next pass, or for the next piece of a pass.
+
+        A pass is cut into pieces if it ran out of memory. Return None after the last pass.
         """
         for part in self._turns:
             self._part, self._put_back = part, self._figures.keep()
@@ -389,16 +391,19 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return a loss with this rank's gradients but the value of the global batch's loss, so
-        that all ranks take the same decisions.
+        """Return a loss with this rank's gradients but the value of the global batch's loss.
+
+        All ranks then take the same decisions.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
         return {**result, "loss": loss} if isinstance(result, Mapping) else loss
 
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Run the backward passes of the batch, each loss weighted by its part of the batch, so
-        that the mean over ranks is the gradient of the global batch.
+        """Run the backward passes of the batch.
+
+        Each loss is weighted by its part of the batch, so that the mean over ranks is the
+        gradient of the global batch.
         """
         loss, result = closure_loss, None
         while self._part is not None:

@@ -134,8 +134,10 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield each call that training_step may make to take a step, as its target, its name and the
-    stub that replaces it during an audit.
+    """Yield the calls that training_step may make to take a step, with their stubs.
+
+    Each item has the target, the name of the attribute, and the stub that
+    replaces it during an audit.
     """
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for each in strategy.optimizers:

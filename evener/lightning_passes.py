@@ -32,10 +32,10 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
-    """Check that a pass may be cut: its parts of up to `rows` rows must have the same
-    gradient as the rows together.
+    """Check that a pass may be cut into parts of up to `rows` rows.
 
-    Raises RequestError, on this rank only, if the gradients differ or the optimizer is LBFGS.
+    The parts must have the same gradient as the rows together. Raises RequestError, on this rank
+    only, if the gradients differ or the optimizer is LBFGS.
     """
     module = strategy.lightning_module
     audits = strategy.planned.audits
@@ -145,8 +145,10 @@ class PassFigures:
             self._pieces, self._met = {}, {}
 
     def keep(self) -> Callable[[], None]:
-        """Save the module's attributes and logged metrics, and return a function that restores
-        them, except for metrics that ranks have already reduced.
+        """Save the module's attributes and logged metrics, and return a
+        function that restores them.
+
+        The function doesn't restore metrics that ranks have already reduced.
         """
         attributes = keep_attributes(self._module, *self._metrics, apart=(self._module._buffers,))
         logged, pieces = self._keep_logged(), dict(self._pieces)
@@ -173,8 +175,9 @@ class PassFigures:
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """Return the context of a part's forward pass, in which logged metrics count with weight
-        `rows`, or not at all if the part has no weight.
+        """Return the context of a part's forward pass, in which metrics count with weight `rows`.
+
+        They don't count at all if the part has no weight.
         """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size

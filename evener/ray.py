@@ -117,8 +117,9 @@ def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
 
 
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the training loop wrapped so that a worker finds the plan and its device in the same
-    environment variables that evener launch sets.
+    """Return the training loop wrapped so that a worker finds the plan and its device.
+
+    They are in the same environment variables that evener launch sets.
     """
     text = to_toml(plan)
 

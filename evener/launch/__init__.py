@@ -1,3 +1,4 @@
-"""Starts a training run by a plan: one process per share, run by PyTorch's elastic agent or
-as children of this process.
+"""Starts a training run by a plan, with one process per share.
+
+The processes are run by PyTorch's elastic agent or as children of this process.
 """

@@ -1,7 +1,7 @@
-"""A training run on all hosts of a plan, through Ray: evener's actor on each
-host runs `evener launch` there.
+"""A training run on all hosts of a plan, through Ray.
 
-If restarts are allowed, a lost host is left out and training starts again on the remaining hosts.
+evener's actor on each host runs `evener launch` there. If restarts are allowed, a lost host is left
+out and training starts again on the remaining hosts.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""The guard of a training run: a process that ends whatever is left of the
-run, however its launcher ends.
+"""The guard of a training run, which ends what is left of the run.
+
+It is a process of its own, so it works however the launcher ends.
 """
 
 from __future__ import annotations
@@ -19,11 +20,10 @@ from . import watcher
 
 
 class GuardedTraining:
-    """A training run's name, which all its processes have in their
-    environment, and its temporary folder.
+    """A training run's name and its temporary folder.
 
-    The folder is removed when training ends. If `well` is set, processes
-    that still run then may go on.
+    All processes of the run have the name in their environment. The folder is removed when training
+    ends. If `well` is set, processes that still run then may go on.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -34,11 +34,10 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """Return a context after which no process of a training run is left, unless the
-    run is marked as ended well.
+    """Return a context after which no process of a training run is left.
 
-    The run's folder is private and has an unpredictable name. Raises
-    RequestError if it can't be created.
+    If the run is marked as ended well, processes may go on. The run's folder is private and has an
+    unpredictable name. Raises RequestError if it can't be created.
     """
     run = new_run_id()
     own = {name: value for name, value in os.environ.items() if name != RUN}

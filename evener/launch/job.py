@@ -1,6 +1,4 @@
-"""This host's part of a training run by a plan: its shares, their devices, and the rendezvous
-of the processes of all hosts.
-"""
+"""This host's part of a training run by a plan: shares, devices and rendezvous."""
 
 from __future__ import annotations
 
@@ -126,10 +124,10 @@ class HostJob(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Return the environment of the processes: the variables common to all and, encoded for
-        `start_rank`, each process's own variables.
+        """Return the environment of the processes.
 
-        `more` holds further variables for each process.
+        It has the variables common to all processes and, encoded for `start_rank`, each process's
+        own. `more` holds further variables for each process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -237,10 +235,10 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 
 
 def _choose_meeting(plan: Plan, meeting: str | None) -> tuple[str, int]:
-    """Return the host and port of the rendezvous: those requested, or the plan's
-    first host and the default port.
+    """Return the host and port of the rendezvous.
 
-    Raises DeviceError if that host's name can't be resolved.
+    They are those requested, or the plan's first host and the default port. Raises DeviceError if
+    the host's name can't be resolved.
     """
     if meeting:
         host, port = _parse_meeting(meeting)

@@ -1,5 +1,6 @@
-"""The training processes of this host, started as children of this process or by PyTorch's elastic
-agent: their output and how they end.
+"""The training processes of this host: starting them, their output and how they end.
+
+They are children of this process or run by PyTorch's elastic agent.
 """
 
 from __future__ import annotations
@@ -58,8 +59,9 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """A message about the process that failed and how, preceded by a process
-        that had left before, if any.
+        """A message about the process that failed and how.
+
+        If a process had left before, it is named first.
         """
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
@@ -307,8 +309,9 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 
 
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
-    """Return the ranks that failed by themselves, from the `exitcode` and `timestamp` that the
-    agent reports for each failure.
+    """Return the ranks that failed by themselves.
+
+    They are found from the `exitcode` and `timestamp` that the agent reports for each failure.
     """
     first = min(failure.timestamp for failure in failures.values())
     ended = {}

@@ -1,6 +1,4 @@
-"""A user's training program as `evener run` starts it: its command, its
-shares and its report at the end.
-"""
+"""A user's training program as `evener run` starts it: command, shares and final report."""
 
 from __future__ import annotations
 
@@ -36,9 +34,7 @@ SAVED_FILE = "saved_shares.json"  # beside that plan
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """What the plan beside this file belongs to: the program and the training run
-    that ended with these shares.
-    """
+    """The program and the training run to which the plan beside this file belongs."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
@@ -53,8 +49,10 @@ class ChosenPlan(msgspec.Struct, frozen=True):
 
 
 class ProgramCommand(msgspec.Struct, frozen=True):
-    """How to start a program: the executable, its command-line words, an identity that is stable
-    between starts, and the program's own arguments.
+    """How to start a program.
+
+    The command has the executable, its command-line words, an identity that is stable between
+    starts, and the program's own arguments.
     """
 
     executable: str
@@ -143,7 +141,9 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 
 
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
-    """Return the given plan, else the last plan of this program with these arguments on
+    """Return the plan with which a program starts.
+
+    It is the given plan, else the last plan of this program with these arguments on
     these devices, else an even plan.
     """
     if given is not None:

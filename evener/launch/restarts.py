@@ -1,5 +1,6 @@
-"""A training run that survives lost devices: after a process is killed, all processes start again
-on the devices that still compute.
+"""A training run that survives lost devices.
+
+After a process is killed, all processes start again on the devices that still compute.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
-"""The process that outlives a launcher: `python watcher.py RUN PREFIX`, with a pipe from the
-launcher as its standard input.
+"""The process that outlives a launcher: `python watcher.py RUN PREFIX`.
 
-It creates the training run's folder and prints its name. When the launcher ends, however that
-happens, it ends the run's remaining processes, unless the launcher has reported that the run ended
-well, and removes the folder. It imports nothing of evener so that it starts quickly.
+Its standard input is a pipe from the launcher. It creates the training run's folder and prints its
+name. When the launcher ends, however that happens, it ends the run's remaining processes, unless
+the launcher has reported that the run ended well, and removes the folder. It imports nothing of
+evener so that it starts quickly.
 """
 
 from __future__ import annotations

@@ -18,7 +18,9 @@ PREFIX = "evener/"  # of every name: trackers group by what comes before a slash
 
 
 class _Cache:
-    """The last metrics of a reporter, cached because `figures` may be called in every step while
+    """The last metrics of a reporter.
+
+    They are cached because `figures` may be called in every step, while
     files change only twice a second.
     """
 
@@ -33,12 +35,12 @@ _cache: _Cache | None = None
 
 
 def figures() -> dict[str, float]:
-    """Return the metrics of this process's training run, named `evener/NAME`, for
-    `wandb.log` and similar calls.
+    """Return the metrics of this process's training run, named `evener/NAME`.
 
-    They cover the ranks on this machine, and are empty until the first report, which takes half a
-    second of steps. Metrics without a measurement are left out; docs/trackers.md lists all of them.
-    Files are read at most twice a second, however often this is called.
+    They can be passed to `wandb.log` and similar calls. They cover the ranks on this machine, and
+    are empty until the first report, which takes half a second of steps. Metrics without a
+    measurement are left out; docs/trackers.md lists all of them. Files are read at most twice a
+    second, however often this is called.
     """
     global _cache
     reporter = newest_reporter()
@@ -77,8 +79,9 @@ def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
-    """Return the metrics of the whole training run: rates summed over its ranks,
-    and times of the slowest rank.
+    """Return the metrics of the whole training run.
+
+    Rates are summed over its ranks, and times are those of the slowest rank.
     """
     speed = sum(each.samples_per_second for each in ranks)
     plan = max(each.plan_samples_per_second for each in ranks)

@@ -1,8 +1,7 @@
-"""The files in which training runs report their speed: their format, their folders, and how to
-read them without trusting them.
+"""The files in which training runs report their speed: format, folders and reading.
 
-A file is read only if it is regular, small and well formed, only this user can access
-it and its folder, and the process in its name is alive. Other files are ignored; files
+Files aren't trusted. A file is read only if it is regular, small and well formed, only this user
+can access it and its folder, and the process in its name is alive. Other files are ignored; files
 of dead processes are removed.
 """
 
@@ -41,9 +40,9 @@ Doing = Literal["", "own work", "sum", "update", "between steps", "input"]  # in
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training run: its part of each global batch and of the
-    samples/s, and how it spends a step.
+    """A device of a training run.
 
+    It has its part of each global batch and of the samples/s, and says how it spends a step.
     `own_work_s` is its compute time (own work).
     """
 

@@ -1,9 +1,9 @@
-"""The journal of a training run that keeps one: its steps/s, changes of shares and restarts, as
-JSON lines in the run's folder.
+"""The journal of a training run: its steps/s, changes of shares and restarts.
 
-The launcher names the run, so a training run that starts again continues the same file. If the
-folder or disk can't be written, one warning is issued and training goes on; the missing entries are
-written once there is room. Each line is written whole or removed again.
+Only some training runs keep one. It is a file of JSON lines in the run's folder. The launcher names
+the run, so a training run that starts again continues the same file. If the folder or disk can't be
+written, one warning is issued and training goes on; the missing entries are written once there is
+room. Each line is written whole or removed again.
 """
 
 from __future__ import annotations

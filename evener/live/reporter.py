@@ -452,8 +452,9 @@ def report(
 
 
 def _is_launched_alone() -> bool:
-    """True if this is the only process of a training run that evener launch started, or in Keras
-    the first of a group; it reports for all devices.
+    """True if this process reports for all devices of a training run that evener launch started.
+
+    It is the run's only process, or in Keras the first of a group.
     """
     return bool(launched_run()) and os.environ.get("WORLD_SIZE", "1") == "1"
 

@@ -1,3 +1,4 @@
-"""Hooks that `evener run` installs in a program's processes so that the program trains by
-shares without being changed.
+"""Hooks that `evener run` installs in a program's processes.
+
+With these hooks the program trains by shares without being changed.
 """

@@ -1,5 +1,6 @@
-"""Suggest the code that makes a single-GPU script train on several GPUs, using the
-script's own variable names.
+"""Suggest the code that makes a single-GPU script train on several GPUs.
+
+The code uses the script's own variable names.
 """
 
 from __future__ import annotations
@@ -19,11 +20,11 @@ _LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "drop_last")
 
 
 def advise(optimizer: Any, loader: Any) -> str:
-    """Return a message with four lines of PyTorch for a script whose optimizer steps now
-    and that loops over `loader`.
+    """Return a message with four lines of PyTorch that make a script train on all GPUs.
 
-    The lines keep the global batch and can be inserted right before the loop; on a GPU the first
-    line has to come before the model is moved there.
+    The script's optimizer steps now, and the script loops over `loader`. The lines keep the
+    global batch and can be inserted right before the loop; on a GPU the first line has to come
+    before the model is moved there.
     """
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
     model = _find_name(lambda each: _count_trained(each, weights)) or "model"
@@ -44,10 +45,10 @@ def advise(optimizer: Any, loader: Any) -> str:
 
 
 def advise_lightning() -> str:
-    """Return a message with two lines of Lightning for a script whose Trainer trains on one device
-    although several ranks are available.
+    """Return a message with two lines of Lightning that make a script train on all devices.
 
-    The lines keep the global batch: each rank has a loader of its own.
+    The script's Trainer trains on one device although several ranks are available. The lines keep
+    the global batch: each rank has a loader of its own.
     """
     devices = int(os.environ["WORLD_SIZE"])
     lines = (

@@ -1,5 +1,6 @@
-"""Collectives in the program's own code: find whether they exchange rows or derived
-values, and where the results go.
+"""Collectives in the program's own code: what they exchange, and where the results go.
+
+A collective exchanges rows, or values derived from rows.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""The process group of a program, made of ranks that evener started or of processes that the
-program, or a launcher in it, started itself.
+"""The process group of a program.
 
-evener's first rank releases the others when it makes a process group with them. Any other
-process that makes a group is given a device according to its rank in that group; the program
+It is made of ranks that evener started, or of processes that the program, or a launcher in it,
+started itself. evener's first rank releases the others when it makes a process group with them. Any
+other process that makes a group is given a device according to its rank in that group; the program
 decides the number of such ranks.
 """
 
@@ -195,8 +195,9 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which a process that is still alone has no rank variables, so that its
-    children don't take themselves for evener's ranks.
+    """Return a context in which a process that is still alone has no rank variables.
+
+    Otherwise its children would take themselves for evener's ranks.
     """
     alone = is_started_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}

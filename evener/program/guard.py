@@ -1,9 +1,9 @@
-"""An audit of the program's own loss for one batch, before shares leave even and at
-intervals while they are uneven.
+"""An audit of the program's own loss for one batch.
 
-What the program computes from a batch to its loss is recorded function by function. The recorded
-functions and their backward pass are then computed again for a few rows: in equal parts, as under
-the program's own launcher, and in parts as the shares have them. The program's own code runs only
+It runs before shares leave even, and at intervals while they are uneven. What the program
+computes from a batch to its loss is recorded function by function. The recorded functions and
+their backward pass are then computed again for a few rows: in equal parts, as under the
+program's own launcher, and in parts as the shares have them. The program's own code runs only
 once, and its state is restored.
 """
 
@@ -181,8 +181,10 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """Return the model that computes again in place of `model`: the module inside
-        DistributedDataParallel, whose own forward pass would communicate with the other ranks.
+        """Return the model that computes again in place of `model`.
+
+        It is the module inside DistributedDataParallel, whose own forward pass would communicate
+        with the other ranks; if ranks compute together, it is `model` itself.
         """
         return model if self._agree is not None else super().take_inner(model)
 
@@ -272,8 +274,9 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _list_rows(self) -> list[FewRows]:
-        """Return candidate selections of a few rows of the batch: collated anew by the loader's
-        collate function, and sliced from the batch.
+        """Return candidate selections of a few rows of the batch.
+
+        They are collated anew by the loader's collate function, or sliced from the batch.
         """
         every = [None if self._few is None else self._few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]

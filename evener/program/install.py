@@ -91,8 +91,9 @@ def install() -> None:
 
 
 class _First:
-    """An import finder that finds no module, but registers the hooks when a library is first
-    imported, because wrapt takes a while to import.
+    """An import finder that finds no module, but registers the hooks.
+
+    It does so when a library is first imported, because wrapt takes a while to import.
     """
 
     def find_spec(self, name: str, *_: Any) -> Any:

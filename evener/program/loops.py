@@ -145,11 +145,10 @@ class Loop:
 
 
 class SharedBatches:
-    """Replaces a loader's batch sampler: splits rows by shares in a training loop, and passes the
-    original batches on otherwise.
+    """Replaces a loader's batch sampler, and splits rows by shares in a training loop.
 
-    `sampler` belongs to the most recent training loop. If it is None, `fault`
-    says why rows can't be split.
+    Outside such a loop it passes the original batches on. `sampler` belongs to the most recent
+    training loop. If it is None, `fault` says why rows can't be split.
     """
 
     def __init__(self, given: Any, fault: str) -> None:
@@ -295,8 +294,9 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 
 
 def _find_place(sampler: Any) -> Any:
-    """Return the sampler, within a batch sampler, that holds the rank whose rows it draws, and the
-    attribute's name; None if there is none.
+    """Return the sampler that holds the rank whose rows are drawn, and the attribute's name.
+
+    The sampler is `sampler` itself or nested in it. Return None if there is none.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:

@@ -1,5 +1,6 @@
-"""What a rank of a program reports: a line at its start, metrics for the table at
-its end, or why it must end.
+"""What a rank of a program reports to the user and to `evener run`.
+
+It reports a line at its start, metrics for the table at its end, or why it must end.
 """
 
 from __future__ import annotations

@@ -1,5 +1,6 @@
-"""Track where values that ranks have exchanged go in a program: into its loss, weights and learning
-rates, or only into its output.
+"""Track where values that ranks have exchanged go in a program.
+
+They may go into its loss, weights and learning rates, or only into its output.
 """
 
 from __future__ import annotations

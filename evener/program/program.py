@@ -117,8 +117,9 @@ class Program:
         return result
 
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Run a backward pass. If a library averages gradients over ranks, weight
-        each rank's loss by its rows.
+        """Run a backward pass.
+
+        If a library averages gradients over ranks, weight each rank's loss by its rows.
         """
         training = self.training
         # a backward pass inside another one, as with checkpointing
@@ -400,8 +401,9 @@ class Program:
             self._compare(loop)
 
     def _tell_change(self) -> None:
-        """Report to the other ranks what an audit after a change has found, without waiting for
-        them, because another rank may not have seen the change.
+        """Report to the other ranks what an audit after a change has found.
+
+        This doesn't wait for the other ranks, because another rank may not have seen the change.
         """
         assert self.training is not None
         self._looks_alone = False
@@ -462,8 +464,9 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make a trainer's audits compare with training under its own launcher, and return to even
-        shares if an audit finds a difference.
+        """Make a trainer's audits compare with training under its own launcher.
+
+        If an audit finds a difference, the training returns to even shares.
         """
         training.audits.follow_launcher(partial(self.go_even, training))
 
@@ -636,8 +639,10 @@ class Program:
 
 
 def _find_common_fault(every: list[RankView]) -> str:
-    """Return why shares have to stay even on all ranks: a fault of one rank, or a difference
-    between ranks. Empty if nothing prevents uneven shares.
+    """Return why shares have to stay even on all ranks.
+
+    The cause is a fault of one rank, or a difference between ranks. The result is empty if
+    nothing prevents uneven shares.
     """
     if not every:
         return views.ALONE

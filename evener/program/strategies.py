@@ -1,5 +1,6 @@
-"""Make a lightning.Trainer train by shares: its DistributedDataParallel and its loader are
-replaced when its training begins.
+"""Make a lightning.Trainer train by shares.
+
+Its DistributedDataParallel and its loader are replaced when its training begins.
 """
 
 from __future__ import annotations

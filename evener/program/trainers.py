@@ -1,8 +1,7 @@
-"""Replace a program's Trainer of transformers, or a subclass, by one that trains by shares, with
-the same state, when its training begins.
+"""Make a Trainer of transformers, or of a subclass, train by shares.
 
-For `evener run --balance` the program creates the Trainer, and is ended at
-the point where it would train.
+When its training begins, a trainer by shares with the same state replaces it. For `evener run
+--balance` the program creates the Trainer, and is ended at the point where it would train.
 """
 
 from __future__ import annotations
@@ -54,8 +53,9 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if a Trainer is followed as a loop of accelerate, because its model is sharded by FSDP
-    or DeepSpeed or its loader makes batches itself.
+    """True if a Trainer is followed as a loop of accelerate.
+
+    Its model is then sharded by FSDP or DeepSpeed, or its loader makes batches itself.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False

@@ -142,10 +142,10 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
-    """Return why a step of this optimizer can't be taken by shares, though it belongs to no
-    followed loop over a DataLoader; empty if that isn't clear yet.
+    """Return why a step of this optimizer can't be taken by shares.
 
-    `has_begun`: True if some loop over a DataLoader has begun.
+    The step belongs to no followed loop over a DataLoader. The result is empty if the reason isn't
+    clear yet. `has_begun`: True if some loop over a DataLoader has begun.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

@@ -83,8 +83,9 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """Return the smallest value that `read` finds in this process's control groups, skipping groups
-    without a limit; None if none has one.
+    """Return the smallest value that `read` finds in this process's control groups.
+
+    Groups without a limit are skipped. Return None if no group has one.
     """
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):

@@ -1,5 +1,4 @@
-"""This user's files and folders: the state folder, reading small files whole,
-and writing files atomically.
+"""This user's files and folders: the state folder, whole reads and atomic writes.
 
 Nothing is stored in a folder that somebody else may write. After a full disk, a kill or a missing
 permission, the previous file is intact.
