@@ -1,4 +1,6 @@
-"""Alerts: what has been wrong with a device or a training for a while, told once until it ends."""
+"""Alerts: problems of a device or a training that last for a while. Each is reported once
+until it ends.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +14,18 @@ from evener.printable import plain
 
 BELOW_LIMIT = 3.0  # °C under the temperature at which a device slows itself down
 IDLE_PERCENT = 5.0
-SECONDS = {  # for which it has to last
+SECONDS = {  # seconds that a problem must last before it is reported
     "hot": 10.0,
     "throttled": 30.0,
     "idle": 60.0,
     "silent": 10.0,
     "below plan": 300.0,
 }
-SILENT_REPORT_SECONDS = 30.0  # after which a training that reported is called silent
+SILENT_REPORT_SECONDS = 30.0  # seconds without a report after which a training is called silent
 
 
 class Alert(NamedTuple):
-    """Something that lasts; `about` is a device's key, or a training's id."""
+    """A problem that lasts; `about` is a device's key or a training's id."""
 
     kind: str
     about: str
@@ -33,14 +35,14 @@ class Alert(NamedTuple):
 
 
 class AlertRules(NamedTuple):
-    """From where on a figure is an alert."""
+    """The thresholds of alerts, in percent."""
 
     throttled_percent: float = 20.0
     plan_percent: float = 90.0
 
 
 class AlertWatch:
-    """Sees every snapshot, and tells an alert once, when it has lasted long enough."""
+    """Checks every snapshot, and reports an alert once, when it has lasted long enough."""
 
     def __init__(self, rules: AlertRules) -> None:
         self.rules = rules
@@ -48,7 +50,7 @@ class AlertWatch:
         self._told: set[tuple[str, str]] = set()
 
     def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
-        """The alerts that are new with this snapshot."""
+        """Return the alerts that are new with this snapshot."""
         now = snapshot.at_seconds
         found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}
         self._since = {key: self._since.get(key, now) for key in found}
@@ -62,12 +64,12 @@ class AlertWatch:
 
     @property
     def told(self) -> frozenset[str]:
-        """The devices and trainings of alerts that last."""
+        """The devices and trainings whose alerts were reported and still last."""
         return frozenset(about for _, about in self._told)
 
 
 def find_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:
-    """What is wrong at this moment, however long it lasts."""
+    """Yield every problem in this snapshot, however long it has lasted."""
     training = {device.id for report in snapshot.reports for device in report.devices}
     for sample in snapshot.devices:
         yield from _device_alerts(sample, rules, sample.device.id in training)
@@ -119,8 +121,8 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """The part of the plan's samples/s that a training reaches; None without a plan, or where not
-    all of its ranks report here.
+    """Return a training's samples/s as a fraction of the plan's; None without a plan, or if some of
+    the ranks don't report on this machine.
     """
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}

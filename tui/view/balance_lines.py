@@ -1,4 +1,6 @@
-"""The Balance screen's panels as lines: shares, throughput, and what the search is doing."""
+"""Renders the Balance screen's panels as lines: shares, throughput, and what the
+search is doing.
+"""
 
 from __future__ import annotations
 
@@ -49,10 +51,10 @@ MOST_ROWS = 6  # of the answer, which is shown whole for many devices too
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """The best layout's shares as one bar, each device with its colour, and a legend below.
+    """Return the best layout's shares as one bar, each device in its colour, with a legend below.
 
-    While another split is measured, its shares are shown too, as a second bar if there is a row for
-    it.
+    While another split is being measured, its shares are shown as a second bar if there is a
+    row for it.
     """
     chosen = chosen_layout(state)
     if _measures_alone(state):
@@ -82,7 +84,7 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _measures_alone(state: SessionState) -> bool:
-    """True until a split was measured: the shares would read as a decision."""
+    """True until a split was measured: before that, showing shares would look like a decision."""
     best = state.best
     if state.finished is not None or len(state.devices) == 1 or has_split(state):
         return False
@@ -90,15 +92,15 @@ def _measures_alone(state: SessionState) -> bool:
 
 
 def _alone_words(state: SessionState) -> str:
-    """How far the measurements of each device alone are, before any split."""
+    """Return the progress of the solo measurements, before any split is measured."""
     sizes = [each.probe.layout.global_batch for each in timed(state)]
     measured = f" {len(set(sizes))} batch sizes so far." if sizes else ""
     return f"No split was measured yet: each device is measured alone first.{measured}"
 
 
 def shares_bar(shares: Sequence[int], width: int) -> Line:
-    """The shares as one bar, each device with its colour; half a cell ends each part but the last,
-    so that parts differ without colours.
+    """Return the shares as one bar, each device in its colour. Each part but the last ends in a
+    half cell, so that parts can be told apart without colours.
     """
     parts = apportion(width - 2, [float(share) for share in shares])
     last = max((device for device, part in enumerate(parts) if part), default=0)
@@ -112,7 +114,7 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """The share of each device; where there are many, those that are left out are only counted."""
+    """Return the share of each device; devices that don't fit are only counted."""
     shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
     items = [
@@ -150,16 +152,16 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """The split that is measured now, unless it has the chosen shares and passes."""
+    """Return the split that is being measured; None if it has the chosen shares and passes."""
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (chosen.shares, chosen.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
 
 
 def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Bars of samples/s: the best so far, and what it gains over each rival.
+    """Return bars of samples/s: the best layout so far, and its gain over each rival.
 
-    A bar is in the rival's row if it fits, else below it if `height` allows.
+    A bar is in the rival's row if it fits there, else below the row if `height` allows.
     """
     found = rivals(state)
     if not found:
@@ -186,8 +188,8 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def write_fastest(state: SessionState) -> str:
-    """Why the best so far isn't the fastest measurement, which a chart and the log name; empty
-    where it is.
+    """Return why the best layout so far isn't the fastest measurement, which a chart and the log
+    show; empty if it is the fastest.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
@@ -206,11 +208,11 @@ def write_fastest(state: SessionState) -> str:
     return f"{where}: in one measurement, {percent(gain, 1)} more"
 
 
-USUAL_NAME = 18  # cells of a rival's name
-_RIVAL_CELLS = 54  # a row without its name and its bar
+USUAL_NAME = 18  # cells for a rival's name
+_RIVAL_CELLS = 54  # cells of a row without its name and its bar
 _ROOMY_CELLS = 80  # from which on longer names are shown whole
 _WHOLE_CELLS = 51  # a narrower row has an interval or a gain, and nothing else
-_BRIEF_CELLS = 10  # such a row without its name and its gain
+_BRIEF_CELLS = 10  # cells of such a row without its name and its gain
 
 
 def _rival_line(
@@ -243,7 +245,9 @@ def _rival_line(
 
 
 def write_gain_of(best: RivalRate, each: RivalRate) -> str:
-    """The gain of the best over another layout, with whose gain it is: plan +20.4 %."""
+    """Return the gain of the best layout over another layout, and which layout gains:
+    plan +20.4 %.
+    """
     gain = versus(best, each)
     if not gain.startswith(("+", "-")):
         return gain
@@ -252,14 +256,14 @@ def write_gain_of(best: RivalRate, each: RivalRate) -> str:
 
 
 def versus_tone(text: str) -> Tone:
-    """The tone of such a gain."""
+    """Return the tone for a gain that `write_gain_of` or `versus` wrote."""
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
-    """Lines on what the search does and why, how far it is, and the latest measurements.
+    """Return lines on what the search does and why, its progress, and the latest measurements.
 
-    While it runs, warnings leave room for at least two measurements.
+    While the search runs, at least two rows stay free of warnings for measurements.
     """
     said = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
@@ -272,7 +276,7 @@ def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ..
 
 
 def other_warnings(finished: Finished) -> list[str]:
-    """The plan's warnings without those that the verdict's lines have."""
+    """Return the plan's warnings that the verdict's lines don't contain."""
     doubts = write_verdict(finished.found).doubts if finished.found is not None else ()
     return [warning for warning in finished.plan.warnings if warning not in doubts]
 
@@ -290,8 +294,10 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
-    """The verdict: the answer with its figure and advice, gains, what to do next, remarks."""
-    if finished.found is None:  # of an older version, which kept its text alone
+    """Return the lines of the verdict: the answer with its throughput and advice, gains,
+    next steps, remarks.
+    """
+    if finished.found is None:  # a run by an older version, which stored only the text
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
     written = write_verdict(finished.found)
     lines = verdict_head(finished, width)
@@ -308,9 +314,10 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 
 
 def verdict_head(finished: Finished, width: int) -> list[Line]:
-    """The figure with the layout that has it, and the advice: first of the two what leads on.
+    """Return the lines with the throughput and its layout, and with the advice, ordered by which is
+    more useful to the reader.
 
-    An advice that names the layout again is shortened to what it adds.
+    Advice that repeats the layout is shortened to the rest.
     """
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
@@ -324,7 +331,7 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
 
 
 def _figure_lines(figure: str, answer: str, simulated: bool, width: int) -> list[Line]:
-    """The figure and its layout, side by side where they fit."""
+    """Return the throughput and its layout, side by side if they fit."""
     mark = Span(f"{BETWEEN}{Mark.SIMULATED} simulated" if simulated else "", "warn")
     beside = Span(f"{BETWEEN}{plain(answer)}", "strong")
     first = Span(f" {plain(figure)}", "headline")
@@ -334,8 +341,8 @@ def _figure_lines(figure: str, answer: str, simulated: bool, width: int) -> list
 
 
 def _searching_words(state: SessionState) -> str:
-    """Where the model is being built, if that is all that goes on, else what is measured and
-    why.
+    """Return where the model is being built if nothing else is running, else what is being
+    measured and why.
     """
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
@@ -346,7 +353,9 @@ def _searching_words(state: SessionState) -> str:
 
 
 def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Lines on how much was measured and the budget that is left; at the end, why it ended."""
+    """Return lines on the number of measurements and the remaining budget; after the end, on why
+    the search ended.
+    """
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
     seconds = search.seconds if search is not None else state.at_seconds
@@ -388,8 +397,8 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 
 
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """A plan's warnings, each wrapped, in at most `most` rows; the last row shows if something is
-    missing.
+    """Return a plan's warnings, each wrapped, in at most `most` rows; if rows are missing, the last
+    row shows it.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)

@@ -1,5 +1,5 @@
-"""Spans of text with a tone, lines of them that fill an exact number of terminal cells, and the
-marks drawn in them.
+"""Text spans with a tone, lines of spans that fill an exact number of terminal cells, and the signs
+that are drawn in lines.
 """
 
 from __future__ import annotations
@@ -15,22 +15,24 @@ from ..text.formatting import NO_BREAK, unbroken
 
 
 class Mark:
-    """The signs that are drawn, one cell each; `to_ascii` has a similar one for each."""
+    """The signs that are drawn, one cell each; `to_ascii` replaces each with a
+    similar ASCII sign.
+    """
 
     FULL, HALF, TRACK = "━╸─"  # of a bar: what is filled, half a cell of it, what is empty
     LEVELS = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
     SHADE = "░"  # a cell of a graph under its edge
-    BLOCK = "█"  # of a thick bar
-    NONE = "–"  # the device doesn't report it
-    PENDING = "…"  # not read yet: a rate needs two readings
-    DENIED = "⊘"  # this user may not read it
+    BLOCK = "█"  # a cell of a thick bar
+    NONE = "–"  # the device doesn't report the value
+    PENDING = "…"  # no value yet: a rate needs two readings
+    DENIED = "⊘"  # this user has no permission to read the value
     LOST = "×"
-    STALE = "~"  # before a value that is too old to be called current
+    STALE = "~"  # in front of a stale value
     CURSOR = "▸"
     FOLDED = "▶"  # a group whose rows are hidden
     TAGGED = "◆"
     ASCENDING, DESCENDING = "▲▼"
-    DOT = "·"  # between facts
+    DOT = "·"  # separates facts
     RUNNING, WAITING, DONE, FAILED = "●○✓✗"
     WALL = "▌"  # ran out of memory
     ALARM = "!"
@@ -44,8 +46,8 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """The ASCII sign for a braille sign with these dots: its height if it is filled from below,
-    else where its dots are.
+    """Return the ASCII sign for a braille sign with these dots: it shows the height of a sign
+    filled from below, else the position of the dots.
     """
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
     if not rows:
@@ -62,7 +64,9 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """`text` with every other character replaced by a similar ASCII one, cell for cell."""
+    """Return `text` with every non-ASCII character replaced by a similar ASCII sign of
+    the same width.
+    """
     for sign in ("± ", "±\u00a0", " ±"):  # two cells in both
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
@@ -70,7 +74,7 @@ def to_ascii(text: str) -> str:
 
 
 def _ascii_sign(sign: str) -> str:
-    """A letter without its accents; else a question mark in each cell."""
+    """Return a letter without its accents; for any other sign, a question mark for each cell."""
     if sign.isascii():
         return sign
     letter = unicodedata.normalize("NFKD", sign)[0]
@@ -101,7 +105,7 @@ Tone = Literal[
     "memory",
     "power",
     "speed",  # samples/s
-    "headline",  # the figure that all is about
+    "headline",  # the most important number of a screen
     "heat",  # temperatures
     "good",
     "warn",
@@ -117,7 +121,7 @@ DEVICE_TONES: tuple[Tone, ...] = get_args(DeviceTone)
 
 
 class Span(NamedTuple):
-    """Some text in one tone; `action` is Textual's action for a click on it."""
+    """Text in one tone; `action` is Textual's action for a click on the text."""
 
     text: str
     tone: Tone = "text"
@@ -140,18 +144,18 @@ BLANK = Line()
 
 
 def line(*spans: Span | str, cursor: bool = False) -> Line:
-    """A line of spans; a bare string is ordinary text."""
+    """Return a line of spans; a plain string becomes a span of ordinary text."""
     return Line(tuple(Span(span) if isinstance(span, str) else span for span in spans), cursor)
 
 
 def device_tone(position: int) -> Tone:
-    """A device's colour, the same on every screen of a session."""
+    """Return a device's tone, the same on every screen of a session."""
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
 
 def cells(text: str) -> int:
-    """Terminal cells that `text` takes: two for wide East Asian characters, none for combining
-    marks.
+    """Return the number of terminal cells that `text` takes: two for a wide East Asian character,
+    none for a combining mark.
     """
     return len(text) if text.isascii() else _count_cells(text)
 
@@ -168,7 +172,7 @@ def _sign_cells(sign: str) -> int:
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
-    """`text` in at most `width` cells, ending in the ellipsis if it was cut."""
+    """Return `text` in at most `width` cells, ending in the ellipsis if it was truncated."""
     if cells(text) <= width:
         return text
     room = width - cells(ellipsis)
@@ -186,14 +190,14 @@ def cut(text: str, width: int, ellipsis: str = "…") -> str:
 def fit(
     text: str, width: int, align: Literal["left", "right"] = "left", ellipsis: str = "…"
 ) -> str:
-    """`text` in exactly `width` cells."""
+    """Return `text` padded or truncated to exactly `width` cells."""
     shown = cut(text, width, ellipsis)
     blank = " " * (width - cells(shown))
     return shown + blank if align == "left" else blank + shown
 
 
 def span_cells(spans: Iterable[Span]) -> int:
-    """Terminal cells that the spans take together."""
+    """Return the number of terminal cells that the spans take together."""
     taken = 0
     for text, _, _ in spans:  # calls would take most of the time, for every cell of a table
         taken += len(text) if text.isascii() else _count_cells(text)
@@ -201,7 +205,9 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """The row in fewer parts: spans of one tone together, and blanks with what is before them."""
+    """Merge spans of one tone, and blanks with the span before them, so that a row
+    has fewer parts.
+    """
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""
     tone = TONES[0]
@@ -219,7 +225,7 @@ def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
 def pad(
     spans: tuple[Span, ...], width: int, align: Literal["left", "right"] = "left"
 ) -> tuple[Span, ...]:
-    """The spans in exactly `width` cells: cut on the right, or padded with spaces."""
+    """Return the spans in exactly `width` cells: truncated on the right, or padded with spaces."""
     missing = width - span_cells(spans)
     if missing == 0:
         return spans
@@ -238,7 +244,7 @@ def pad(
 
 
 def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
-    """A line with one part at each end; the right part is dropped if both don't fit."""
+    """Return a line with one part at each end; the right part is dropped if both don't fit."""
     gap = width - span_cells(left) - span_cells(right)
     if gap >= 1:
         return Line((*left, Span(" " * gap), *right))
@@ -246,8 +252,8 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """`text` broken at spaces, but not within figures, into at most `most` lines of at most `width`
-    cells.
+    """Wrap `text` at spaces, but not inside numbers, into at most `most` lines of at
+    most `width` cells.
     """
     lines = [""]
     for word in filter(None, unbroken(text).split(" ")):
@@ -269,14 +275,14 @@ def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
 def text_lines(
     text: str, width: int, most: int, tone: Tone = "text", indent: int = 1
 ) -> tuple[Line, ...]:
-    """Any text, made safe, as at most `most` lines that are broken between words and indented."""
+    """Escape any text and return it as at most `most` indented lines, wrapped between words."""
     rows = wrap(plain(text, 2000), max(4, width - indent - 1), most)
     return tuple(line(Span(" " * indent + row, tone)) for row in rows)
 
 
 def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
-    """The lines in at most `height` rows; where some are left out, the last row says how to read
-    them.
+    """Return the lines in at most `height` rows; if lines are left out, the last row says how to
+    read the rest.
     """
     if len(lines) <= height:
         return tuple(lines)
@@ -285,8 +291,8 @@ def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Text made safe and kept whole: its own lines, those that are too long broken between words if
-    they can be.
+    """Escape a text and return all of it, line by line; lines that are too long are wrapped,
+    between words if possible.
     """
     rows: list[str] = []
     for given in text.splitlines():

@@ -1,5 +1,5 @@
-"""Figures in cells: readings as short texts, with the reason where there is no value; bars and
-sparklines.
+"""Renders values in cells: readings as short texts, with the reason if there is no value;
+bars and sparklines.
 
 Charts with axes are in `plot`, graphs over time in `time_graph`.
 """
@@ -28,18 +28,18 @@ STATE_WORDS = {
 
 
 whole = "{:.0f}".format
-percents = "{:.0f} %".format  # of a metric that is in per cent already
+percents = "{:.0f} %".format  # for a metric that is already in percent
 watts = "{:.0f} W".format
 celsius = "{:.0f} °C".format
 
 
 def samples_rate(number: float) -> str:
-    """Throughput with its unit."""
+    """Return a throughput with its unit."""
     return f"{rate(number)} samples/s"
 
 
 def short(number: float) -> str:
-    """A figure in at most four characters: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
+    """Format a number in at most four characters: 0.5, 12.3, 684, 2123, 12k, 158k, 2.1M."""
     if number < 0:
         return f"-{short(-number)}"
     for below, scale, unit in (
@@ -60,7 +60,9 @@ def _digits(number: float) -> str:
 
 
 def short_bytes(count: float) -> str:
-    """Bytes in at most four characters, binary: 0, 12K, 340M, 1.2G."""
+    """Format a number of bytes in at most four characters, with binary prefixes: 0,
+    12K, 340M, 1.2G.
+    """
     if count < 999.5:
         return f"{count:.0f}B" if count >= 0.5 else "0"
     for unit in "KMG":
@@ -71,7 +73,7 @@ def short_bytes(count: float) -> str:
 
 
 def run_time(seconds: float | None) -> str:
-    """A time in at most six characters: 0:07, 59:59, 23h59, 99d23h; empty if unknown."""
+    """Format a time in at most six characters: 0:07, 59:59, 23h59, 99d23h; empty if unknown."""
     if seconds is None or seconds < 0:
         return ""
     minutes, rest = divmod(int(seconds), 60)
@@ -82,15 +84,15 @@ def run_time(seconds: float | None) -> str:
 
 
 def gib(count: float) -> str:
-    """GiB in few characters: 0.1, 7.2, 62, 140."""
+    """Format a number of bytes as GiB in few characters: 0.1, 7.2, 62, 140."""
     number = count / GIB
     return f"{number:.1f}" if number < 9.95 else f"{number:.0f}"
 
 
 def reading_text(reading: Reading, draw: Callable[[float], str], width: int) -> tuple[str, bool]:
-    """A reading in at most `width` cells, and whether it is a current value.
+    """Return a reading in at most `width` cells, and whether its value is current.
 
-    A stale value keeps its mark; where both don't fit, the mark stands alone.
+    A stale value keeps its mark; if both don't fit, only the mark is shown.
     """
     if reading.current is not None:
         return draw(reading.current), True
@@ -110,8 +112,8 @@ def figure(
     draw: Callable[[float], str] = whole,
     tone: Callable[[float], Tone] | Tone = "text",
 ) -> Span:
-    """A reading as one span, right-aligned in `width` cells; the tone follows its value if it has a
-    current one.
+    """Return a reading as one span, right-aligned in `width` cells; the tone depends on the value
+    if it is current.
     """
     text, current = reading_text(reading, draw, width)
     if not current:
@@ -121,7 +123,9 @@ def figure(
 
 
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Warm within 10 degrees of the limit at which the device slows itself down, hot within 3."""
+    """Return a function from a temperature to its tone: warm within 10 degrees of the limit at
+    which the device throttles itself, hot within 3.
+    """
     limit = sample.temperature_limit_celsius.current or 90.0
 
     def tone(number: float) -> Tone:
@@ -133,15 +137,15 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """A warning for any throttling, bad from a fifth of the time on."""
+    """Return the tone for a percentage of throttled time: a warning above 0, bad from 20 % on."""
     if number >= 20:
         return "bad"
     return "warn" if number >= 0.5 else "dim"
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """All traffic of the device, PCIe and NVLink, both ways, in bytes/s; without a value, why the
-    first has none.
+    """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions. Without
+    any value, return a reading that says why.
     """
     parts = (
         sample.link_receive_bytes_per_second,
@@ -162,7 +166,7 @@ def traffic(sample: DeviceSample) -> Reading:
 
 
 def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
-    """A bar of `width` cells filled to `share` of 1, readable without colour."""
+    """Return a bar of `width` cells filled to the fraction `share`, readable without colour."""
     if width <= 0:
         return ()
     halves = round(max(0.0, min(1.0, share)) * width * 2)
@@ -174,7 +178,9 @@ def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
 
 
 def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Own work, then waiting; `width` cells are `longest_s`, such as those of the slowest rank."""
+    """Return a bar of compute time (own work), then waiting; `width` cells are `longest_s` seconds,
+    for example the step of the slowest rank.
+    """
     own, both = (
         round(width * min(1.0, seconds / longest_s)) if longest_s > 0 else 0
         for seconds in (own_work_s, own_work_s + waiting_s)
@@ -191,7 +197,9 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
 def graph(
     values: Sequence[float | None], width: int, height: int, highest: float
 ) -> tuple[str, ...]:
-    """A filled graph of the newest values, one per column, as `height` lines from the top down."""
+    """Return a filled graph of the newest values, one per column, as `height` lines from
+    the top down.
+    """
     if width <= 0 or height <= 0:
         return ()
     newest = values[-width:]
@@ -202,8 +210,8 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """The height of a value in steps, `most` for the highest; anything that is there has one at
-    least.
+    """Return the height of a value in steps, at most `most`; any known value has at
+    least one step.
     """
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
@@ -212,7 +220,9 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """A column of cells from the top down, `count` steps high: an edge, and shade below it."""
+    """Return a column of cells from the top down, filled to `count` steps: the edge, and
+    shading below it.
+    """
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)
     return tuple(
@@ -222,7 +232,7 @@ def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
 
 
 def nice_ceiling(number: float) -> float:
-    """The next of 1, 2, 2.5, 5, 10 times a power of ten, so that an axis rarely changes."""
+    """Round up to 1, 2, 2.5, 5 or 10 times a power of ten, so that an axis rarely changes."""
     if number <= 0 or not math.isfinite(number):
         return 1.0
     power = 10.0 ** math.floor(math.log10(number))
@@ -232,6 +242,6 @@ def nice_ceiling(number: float) -> float:
 
 
 def axis_ticks(highest: float, most: int) -> list[float]:
-    """Round numbers from 0 to at most `highest`, about `most` of them."""
+    """Return about `most` round numbers from 0 to at most `highest`."""
     step = nice_ceiling(highest / max(1, most))
     return [step * place for place in range(int(highest / step + 1e-9) + 1)]

@@ -1,5 +1,5 @@
-"""The chart of a search: samples/s of each device alone against its batch, with intervals and where
-memory ends.
+"""The chart of a search: samples/s of each device alone against its batch size, with confidence
+intervals and the batch sizes that ran out of memory.
 """
 
 from __future__ import annotations
@@ -13,12 +13,12 @@ from evener.balancer.types import Timed
 from .cells import Mark, device_tone
 from .plot import Chart, PlotPoint, Series, Zone
 
-ALIKE = 0.03  # curves that differ by no more than this everywhere are drawn once
+ALIKE = 0.03  # curves whose relative difference stays below this are drawn once
 
 
 def curve_chart(state: SessionState) -> Chart:
-    """The curves of this state; devices that can't be told apart share one, with all their
-    numbers.
+    """Return the chart of the curves in this state. Devices with indistinguishable measurements
+    share a curve labelled with all their numbers.
     """
     found = curves(state)
     groups = _group_alike(found)
@@ -39,7 +39,7 @@ def _group_alike(found: Sequence[CurvePoints]) -> list[list[CurvePoints]]:
 
 
 def _are_alike(one: CurvePoints, other: CurvePoints) -> bool:
-    """True if both were measured at the same batches, and were equally fast there."""
+    """True if both devices were measured at the same batch sizes with about the same throughput."""
     if not one.measured or len(one.measured) != len(other.measured):
         return False
     for (batch, speed), (other_batch, other_speed) in zip(
@@ -55,7 +55,9 @@ def _series(
     group: Sequence[CurvePoints],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
 ) -> Series:
-    """One curve for devices that are alike; each of them keeps its points and their read-outs."""
+    """Return one curve for a group of similar devices; each device keeps its points
+    and their read-outs.
+    """
     first = group[0]
     points = [
         _point(curve.device, batch, speed, measured.get((curve.device, batch, speed)))
@@ -94,7 +96,7 @@ def _point(device: int, batch: int, speed: float, seen: tuple[int, Timed] | None
 
 
 def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Timed]]:
-    """The measurement behind each point of a device alone, with its number among all probes."""
+    """Return, for each point of a device alone, the measurement and its number among all probes."""
     found = {}
     before = state.probes - len(state.seen)
     for number, entry in enumerate(state.seen, start=before + 1):
@@ -108,8 +110,8 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _zones(state: SessionState, found: Sequence[CurvePoints]) -> tuple[Zone, ...]:
-    """From where on each device runs out of memory; the batch that all of them fail at is
-    hatched.
+    """Return, for each device, the zone where it runs out of memory; batch sizes that run out on
+    all devices are hatched.
     """
     walls = [(curve.wall, curve.device) for curve in found if curve.wall is not None]
     if not walls:

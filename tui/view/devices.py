@@ -1,5 +1,5 @@
-"""The device table: a row per device, those of a cluster below their hosts, and why a figure is
-missing.
+"""The device table: a row for each device, the devices of a cluster below their hosts, and why a
+value is missing.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from .charts import (
 from .ranks import Work, work_by_device
 from .table import Column, Grid, table_row
 
-NEWEST_TICKS = 48  # of a row's history
+NEWEST_TICKS = 48  # ticks of a row's history
 
 
 class DeviceRow(msgspec.Struct, frozen=True):
@@ -43,14 +43,14 @@ class DeviceRow(msgspec.Struct, frozen=True):
     sample: DeviceSample
     speeds: tuple[float | None, ...] = ()  # samples/s, oldest first
     busy: tuple[float | None, ...] = ()  # utilisation, percent, oldest first
-    # own work and waiting of its training's step, in seconds
+    # compute time (own work) and waiting of its training's step, in seconds
     work: tuple[float, float] | None = None
-    below: bool = False  # its host, which has a row of its own
-    alarmed: bool = False  # an alert about it lasts
+    below: bool = False  # True if its host has a row of its own
+    alarmed: bool = False  # True while an alert about the device lasts
 
 
 class HostRow(msgspec.Struct, frozen=True):
-    """A host with its devices, which stand below it unless it is folded."""
+    """A host with its devices, which are listed below it unless it is folded."""
 
     host: str
     rows: tuple[DeviceRow, ...]
@@ -63,8 +63,8 @@ PanelRow = DeviceRow | HostRow
 def device_rows(
     snapshot: Snapshot, history: History = lambda *_: (), alarmed: Collection[str] = ()
 ) -> tuple[DeviceRow, ...]:
-    """A row for each device, with its last ticks and the work of its training; `alarmed` are the
-    keys of those that an alert is about.
+    """Return a row for each device, with its recent history and the work of its training; `alarmed`
+    has the keys of the devices with an alert.
     """
     work = work_by_device(snapshot)
     return tuple(
@@ -81,7 +81,9 @@ def _device_row(sample: DeviceSample, history: History, work: Work, alarmed: boo
 
 
 def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[PanelRow, ...]:
-    """The rows, below their hosts where devices name some, without those of folded hosts."""
+    """Return the rows, grouped under their hosts if devices have hosts, without the devices
+    of folded hosts.
+    """
     grouped: list[PanelRow] = []
     for host in dict.fromkeys(row.sample.device.host for row in rows):
         own = [row for row in rows if row.sample.device.host == host]
@@ -93,8 +95,8 @@ def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[Pane
 
 
 def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """A host's line: folded or not, its name, and what its devices do together; or why it is
-    lost.
+    """Draw a host's line: whether it is folded, its name, and totals of its devices; for a lost
+    host, why it is lost.
     """
     count = len(row.rows)
     head = (
@@ -116,8 +118,8 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """What several devices do together, as much as fits: samples/s, how busy they are, watts,
-    memory; empty for one device.
+    """Return totals of several devices, as many as fit: samples/s, utilisation, watts, memory;
+    empty for one device.
     """
     if len(samples) < 2:
         return ()
@@ -130,7 +132,7 @@ def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ..
 
 
 def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...]]:
-    """Sums of devices with their units, the most important first."""
+    """Yield the totals of devices with their units, the most important first."""
     speed = _read(samples, "samples_per_second")
     if any(speed):
         yield Span(f"  {rate(sum(speed))}", "speed"), Span(" samples/s", "dim")
@@ -147,7 +149,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """The current values of a reading, of those devices that have one."""
+    """Return the current values of the field `field` from all devices that have one."""
     return _current([getattr(sample, field) for sample in samples])
 
 
@@ -159,7 +161,9 @@ _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
 
 def short_name(name: str) -> str:
-    """A product name without its maker: "NVIDIA GeForce GTX 1080 Ti" is "GTX 1080 Ti"."""
+    """Return a product name without its vendor: "NVIDIA GeForce GTX 1080 Ti" becomes
+    "GTX 1080 Ti".
+    """
     return _MAKERS.sub("", plain(name, 80)).strip() or plain(name, 80)
 
 
@@ -191,7 +195,7 @@ def _devices(row: PanelRow) -> tuple[DeviceRow, ...]:
 
 
 def _reports(*fields: str) -> Callable[[PanelRow], bool]:
-    """True for a row with a device that reports any of these."""
+    """Return a predicate: True for a row with a device that supports any of these fields."""
     return lambda row: any(
         getattr(each.sample, field).state is not State.UNSUPPORTED
         for each in _devices(row)
@@ -204,7 +208,9 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """A warning from 98 % of the device's memory on."""
+    """Return a function from used bytes to a tone: a warning from 98 % of the
+    device's memory on.
+    """
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
 
@@ -222,8 +228,8 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """A reading with its limit, unit and bar as far as they fit; `figures` are the cells without a
-    bar.
+    """Return a column for a reading, with as much of its limit, unit and bar as fits; `figures` is
+    the number of cells without a bar.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:
@@ -262,8 +268,8 @@ _REASON_LETTERS = {
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """The reasons for throttling as letters, as many as fit: P power, T thermal, B brake, S sync, H
-    hardware.
+    """Abbreviate the reasons for throttling to letters, as many as fit: P power, T thermal, B
+    brake, S sync, H hardware.
     """
     letters = []
     for reason in reasons:
@@ -303,7 +309,7 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """The part of a step that isn't waiting."""
+    """Draw the fraction of a step that isn't spent waiting."""
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
     own, waiting = row.work
@@ -392,7 +398,9 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
 
 
 def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
-    """A host has a row of its own; a lost device shows what happened instead of its figures."""
+    """Draw a row. A host's row is drawn differently; a lost device's row says what happened instead
+    of its values.
+    """
     if isinstance(row, HostRow):
         return draw_host(row, width, here)
     sample = row.sample

@@ -1,5 +1,5 @@
-"""The Balance screen's device rows: what runs on each, its readings, its best alone, the largest
-batch that fits.
+"""The Balance screen's device rows: what runs on each device, its readings, its best solo
+throughput, and the largest batch that fits in memory.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ from .charts import bar
 from .devices import DEVICE_COLUMNS, DeviceRow, short_name
 from .table import Column, Grid
 
-ALONE_CELLS = 14  # of a device's best without its bar
+ALONE_CELLS = 14  # cells of a device's best without its bar
 LEAST_BAR = 8
-LONG_SECONDS = 2.0  # of a phase, from which it is said how long it has lasted
+LONG_SECONDS = 2.0  # seconds after which a phase shows how long it has lasted
 
 
 class Lane:
-    """A device's row: its state, its name, and its newest sample where there is one."""
+    """A device's row: its state, its name, and its newest sample if there is one."""
 
     def __init__(
         self, state: SessionState, device: int, sample: DeviceSample | None = None
@@ -58,7 +58,7 @@ def _name(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _goes_on(lane: Lane) -> bool:
-    """True until the search has ended: what runs now is worth its columns."""
+    """True until the search has ended: only then are the columns about the running probe useful."""
     return bool(lane.state.fault) or not lane.state.ended
 
 
@@ -79,8 +79,8 @@ def _doing(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[Lane]:
-    """The column that the Monitor screen has for the same metric; a replay has no samples and none
-    of these.
+    """Return the Monitor screen's column for the same metric; hidden in a replay, which
+    has no samples.
     """
 
     def draw(lane: Lane, width: int) -> tuple[Span, ...]:
@@ -126,7 +126,9 @@ def _interval(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _alone(lane: Lane, width: int) -> tuple[Span, ...]:
-    """A device's best alone; with a bar where there is room, as long as the fastest one's."""
+    """Draw a device's best solo throughput, with a bar if there is room, scaled to
+    the fastest device.
+    """
     spans = _alone_spans(lane.state, lane.device)
     if span_cells(spans) > width:
         return spans[:1]
@@ -143,7 +145,7 @@ def _alone(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
-    """A device's best alone, and at which batch."""
+    """Return a device's best solo throughput, and the batch size that reaches it."""
     solo = best_solo(state, device)
     if solo is None:
         return (Span(Mark.NONE, "dim"),)
@@ -152,10 +154,10 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 
 
 def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
-    """The largest batch that fits (~ if predicted) and the smallest that ran out of memory; neither
-    is ever cut.
+    """Draw the largest batch that fits in memory (~ if predicted) and the smallest that ran out;
+    neither is ever truncated.
 
-    Of a chosen share that is larger, also in how many passes it fits.
+    If the chosen share is larger, the passes in which it fits are drawn too.
     """
     forms = _memory_forms(_largest_that_fits(lane), memory_wall(lane.state, lane.device))
     chosen = chosen_layout(lane.state)
@@ -167,7 +169,7 @@ def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _largest_that_fits(lane: Lane) -> str:
-    """The largest batch that fits, with ~ if it is predicted; empty where that isn't known."""
+    """Return the largest batch that fits in memory, with ~ if it is predicted; empty if unknown."""
     ran = largest_run(lane.state, lane.device)
     curves = lane.state.belief.curves if lane.state.belief else ()
     sketch = next((each for each in curves if each.device == lane.device), None)
@@ -178,7 +180,9 @@ def _largest_that_fits(lane: Lane) -> str:
 
 
 def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
-    """Ways to write the largest batch that fits and the smallest that didn't, the longest first."""
+    """Return texts for the largest batch that fits and the smallest that ran out of memory, the
+    longest text first.
+    """
     if wall is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
     walled = Span(f"{Mark.WALL}{wall}", "bad")
@@ -203,7 +207,9 @@ LANES: Grid[Lane] = Grid(
 
 
 def lane_rows(state: SessionState, samples: Sequence[DeviceSample | None] = ()) -> list[Lane]:
-    """A row for each device; `samples` are the newest of each, none in a replay."""
+    """Return a row for each device; `samples` has the newest sample of each device, none
+    in a replay.
+    """
     return [
         Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))
     ]

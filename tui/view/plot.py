@@ -1,8 +1,8 @@
-"""A line chart in braille, as lines of spans: several series on linear or log-2 axes, with round
+"""A line chart in braille, as lines of spans: several series on linear or log2 axes, with round
 ticks, intervals as strokes, hatched zones and one cursor.
 
-A terminal cell has two columns and four rows of braille dots. The chart knows neither a screen nor
-what its figures mean: each point brings the text that the cursor reads out.
+A terminal cell has two columns and four rows of braille dots. The chart imports no screen and
+doesn't interpret its values: each point has the text for its read-out.
 """
 
 from __future__ import annotations
@@ -18,14 +18,16 @@ from .charts import axis_ticks, nice_ceiling, short, whole
 # bits of a braille sign by column and row of the dot, counted from the top left
 DOTS = ((0x01, 0x02, 0x04, 0x40), (0x08, 0x10, 0x20, 0x80))
 BRAILLE = 0x2800
-LEAST_WIDTH, LEAST_HEIGHT = 24, 5  # cells, below which nothing could be read
-CELLS_PER_TICK = 8, 2  # along x and y: closer ticks would touch
-_DASH = 3  # of this many dots, one is drawn where a line is a prediction
+LEAST_WIDTH, LEAST_HEIGHT = 24, 5  # least cells of a readable chart
+CELLS_PER_TICK = 8, 2  # least cells between ticks along x and y: closer labels would touch
+_DASH = 3  # of this many dots, one is drawn where a curve is a prediction
 _HATCH = "╱"
 
 
 class PlotPoint(NamedTuple):
-    """A point of a series; `low` and `high` are the ends of its interval, `text` its read-out."""
+    """A point of a series; `low` and `high` are the ends of its interval, `text`
+    is its read-out.
+    """
 
     x: float
     y: float
@@ -35,18 +37,20 @@ class PlotPoint(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A line through `line`, dashed beyond `known_to`, and signs at the `points`."""
+    """A curve through the points of `line`, dashed beyond the x `known_to`, with signs at
+    the measured `points`.
+    """
 
     label: str
     tone: Tone
     points: tuple[PlotPoint, ...] = ()  # what was measured
-    line: tuple[tuple[float, float], ...] = ()  # x and y of what is drawn through
+    line: tuple[tuple[float, float], ...] = ()  # x and y of the curve's vertices
     known_to: float = math.inf
     sign: str = ""  # drawn at each point; empty: a dot
 
 
 class Zone(NamedTuple):
-    """A hatched range of x, as beyond the largest batch that fits in memory."""
+    """A hatched range of x, such as the batch sizes that run out of memory."""
 
     low: float
     high: float = math.inf
@@ -55,14 +59,16 @@ class Zone(NamedTuple):
 
 
 class Axis(NamedTuple):
-    """A range of figures that fills a side of the chart, on a linear or a log-2 scale."""
+    """The range of one side of the chart, on a linear or a log2 scale."""
 
     low: float
     high: float
     log2: bool = False
 
     def place(self, number: float) -> float:
-        """The place of a figure: 0 at the lower end, 1 at the upper one, held between the two."""
+        """Return a value's place on the axis: 0 at the lower end, 1 at the upper end, clamped
+        to this range.
+        """
         number = max(self.low, min(self.high, number))
         if self.log2:
             share = math.log2(number / self.low) / math.log2(self.high / self.low)
@@ -71,7 +77,7 @@ class Axis(NamedTuple):
         return max(0.0, min(1.0, share))
 
     def ticks(self, most: int) -> list[float]:
-        """Round figures on the axis, about `most` of them at the most."""
+        """Return round numbers on the axis, about `most` of them."""
         if not self.log2:
             steps = axis_ticks(self.high - self.low, most)
             return [self.low + step for step in steps]
@@ -82,7 +88,7 @@ class Axis(NamedTuple):
 
 
 def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
-    """The axis on which all these figures have a place; a linear one begins at 0."""
+    """Return an axis that contains all these numbers; a linear axis begins at 0."""
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:
         low = 2.0 ** math.floor(math.log2(min(usable, default=1.0)))
@@ -94,7 +100,7 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 
 
 class Chart(NamedTuple):
-    """What is drawn; `cursor` is the x that is read out."""
+    """The contents of a chart; `cursor` is the x whose points are read out."""
 
     series: tuple[Series, ...] = ()
     zones: tuple[Zone, ...] = ()
@@ -103,7 +109,7 @@ class Chart(NamedTuple):
     log2_x: bool = True
     log2_y: bool = True
     cursor: float | None = None
-    nothing: str = "Nothing was measured yet."  # is said where there is no point
+    nothing: str = "Nothing was measured yet."  # message for a chart without points
     draw_x: Callable[[float], str] = whole
     draw_y: Callable[[float], str] = short
 
@@ -113,7 +119,7 @@ class Chart(NamedTuple):
         return not any(one.points or one.line for one in self.series)
 
     def stops(self) -> tuple[float, ...]:
-        """Every x with a point, in order: where the cursor can be."""
+        """Every x with a point, in ascending order: the positions of the cursor."""
         return tuple(sorted({point.x for one in self.series for point in one.points}))
 
     def read_out(self) -> tuple[tuple[Series, PlotPoint], ...]:
@@ -123,7 +129,7 @@ class Chart(NamedTuple):
         )
 
     def axes(self) -> tuple[Axis, Axis]:
-        """The axes on which all of it has a place."""
+        """The two axes, which contain all points, lines and intervals."""
         across: list[float] = [zone.low for zone in self.zones]
         up: list[float] = []
         for one in self.series:
@@ -134,7 +140,7 @@ class Chart(NamedTuple):
 
 
 class Canvas:
-    """Cells of a chart: dots in braille, and signs in front of or behind them."""
+    """The cells of a chart: braille dots, and text in front of the dots or behind them."""
 
     def __init__(self, width: int, height: int) -> None:
         self.width = width
@@ -145,14 +151,14 @@ class Canvas:
         self._front: dict[tuple[int, int], tuple[str, Tone]] = {}
 
     def dot(self, x: int, y: int, tone: Tone) -> None:
-        """Draw a dot, counted from the top left; one that is outside is left out."""
+        """Draw a dot at dot coordinates from the top left; a dot outside the canvas is ignored."""
         column, row = x // 2, y // 4
         if 0 <= column < self.width and 0 <= row < self.height:
             self._bits[row][column] |= DOTS[x % 2][y % 4]
             self._tones[row][column] = tone
 
     def stroke(self, start: tuple[int, int], end: tuple[int, int], tone: Tone, every: int) -> None:
-        """Draw each `every`th dot of a straight line."""
+        """Draw every `every`th dot of a straight line."""
         across, down = end[0] - start[0], end[1] - start[1]
         steps = max(abs(across), abs(down), 1)
         for step in range(0, steps + 1, every):
@@ -168,7 +174,7 @@ class Canvas:
                 layer[place, row] = sign, tone
 
     def row(self, row: int) -> tuple[Span, ...]:
-        """A row from the top, as spans."""
+        """Return a row, counted from the top, as spans."""
         spans = []
         for column in range(self.width):
             bits = self._bits[row][column]
@@ -180,16 +186,16 @@ class Canvas:
 
 
 class Frame(NamedTuple):
-    """The place of a chart's plot within its lines, which a click needs too."""
+    """The position of the plot inside the chart's lines, for drawing and for clicks."""
 
     x: Axis
     y: Axis
-    left: int  # cells of the y labels and the axis
+    left: int  # cells for the y labels and the axis
     width: int  # cells of the plot
     height: int
 
     def column(self, number: float) -> int:
-        """The cell in which an x is drawn."""
+        """Return the cell column for an x."""
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
@@ -210,14 +216,14 @@ class Frame(NamedTuple):
         return self.dots(self.x.low, number)[1] // 4
 
     def dots(self, x: float, y: float) -> tuple[int, int]:
-        """The place of a point in dots from the top left of the plot."""
+        """Return a point's dot coordinates from the top left of the plot."""
         across = round(self.x.place(x) * (self.width * 2 - 1))
         up = round(self.y.place(y) * (self.height * 4 - 1))
         return across, self.height * 4 - 1 - up
 
 
 def frame_chart(chart: Chart, width: int, height: int) -> Frame:
-    """The frame of a chart that fills so many cells: legend, plot, axis, labels."""
+    """Return the frame of a chart of `width` × `height` cells: legend, plot, axis, labels."""
     x, y = chart.axes()
     rows = max(1, height - 3)
     ticks = Frame(x, y, 0, width, rows).y_ticks()
@@ -227,7 +233,9 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
 
 
 def draw_chart(chart: Chart, width: int, height: int) -> tuple[Line, ...]:
-    """The chart in exactly `height` lines of `width` cells; a sentence where it has no room."""
+    """Return the chart in exactly `height` lines of `width` cells; a message if there
+    is no room.
+    """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
         return ()
     if chart.is_empty:
@@ -285,7 +293,7 @@ def _draw_cursor(canvas: Canvas, frame: Frame, chart: Chart) -> None:
 
 
 def _legend(chart: Chart, width: int) -> Line:
-    """The caption of y, and the series that have a label; those that don't fit are counted."""
+    """Return the caption of y and the labelled series; series that don't fit are only counted."""
     named = [one for one in chart.series if one.label]
     spans = [Span(f" {chart.y_caption}  ", "title")]
     for place, one in enumerate(named):
@@ -299,7 +307,7 @@ def _legend(chart: Chart, width: int) -> Line:
 
 
 def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
-    """The label and the axis in front of each row of the plot."""
+    """Yield the label and the axis in front of each row of the plot."""
     labels = {frame.row(tick): chart.draw_y(tick) for tick in frame.y_ticks()}
     for row in range(frame.height):
         label = labels.get(row, "")
@@ -310,7 +318,9 @@ def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
 
 
 def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
-    """The axis with its ticks, and the labels below it; the caption is at the right end."""
+    """Return the axis with its ticks, and the labels below it, with the caption at
+    the right end.
+    """
     axis = ["─"] * frame.width
     labels = [" "] * (frame.left + frame.width)
     caption = f" {chart.x_caption}" if chart.x_caption else ""
@@ -329,12 +339,14 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """The x with a point that is nearest to a cell of the plot, as where somebody clicked."""
+    """Return the x with a point that is nearest to a cell column of the plot, such as
+    a clicked column.
+    """
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 
 
 def read_out_line(chart: Chart, width: int) -> Line:
-    """The points at the cursor in words, or how to get one."""
+    """Return the points at the cursor as text, or how to move the cursor to a point."""
     found = chart.read_out()
     if not found:
         hint = "← → read the points" if chart.stops() else ""

@@ -1,5 +1,5 @@
-"""A training's ranks as rows, and what holds them up: silence, input, what lies between steps,
-waiting, neighbours.
+"""A training's ranks as rows, and what slows the training down: silence, input, work between steps,
+waiting, other processes on its devices.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ MOST_PASSES = 1000  # of a share; more are no training's, and would take long to
 ORDER: tuple[Doing, ...] = get_args(Doing)
 Work = Mapping[
     tuple[str, str], tuple[float, float]
-]  # of a device, by host and id: own work and waiting in seconds
-Placed = Mapping[tuple[str, str], DeviceSample]  # by host and id
+]  # by host and device id: own work and waiting in seconds
+Placed = Mapping[tuple[str, str], DeviceSample]  # by host and device id
 NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """A device of a training. Unknown figures are 0, unknown texts empty, an unknown rank is -1."""
+    """A device of a training. Unknown numbers are 0, unknown texts empty, an unknown rank is -1."""
 
     rank: int
     pid: int
@@ -41,26 +41,26 @@ class RankRow(msgspec.Struct, frozen=True):
     micro: int  # samples of a pass
     samples_per_second: float
     tokens_per_second: float
-    own_work_s: float  # of a step, until the last gradient is ready
-    waiting_s: float  # of a step, from there to the end of the backward pass
-    silent_s: float  # for which its next report has been due; 0 while it reports
-    doing: Doing  # in which it is silent; empty if unknown, as for a process that is stopped
-    batch: int  # the one in which it is silent
-    input_s: float  # of a step, waiting for data
+    own_work_s: float  # seconds of a step until the last gradient is ready
+    waiting_s: float  # seconds of a step from there to the end of the backward pass
+    silent_s: float  # seconds that its next report is overdue; 0 while it reports
+    doing: Doing  # part of the step where it is silent; empty if unknown (stopped process)
+    batch: int  # number of the batch in which it is silent
+    input_s: float  # seconds of a step waiting for data
     # of a step, between the backward pass and the next batch, without the optimizer
     between_s: float
     least_waiting_s: float  # the lowest tenth of waiting
     own_spread: float  # interquartile range of own work over its median
-    recent: StepSums = StepSums()  # of its last steps
-    step: RankStep = NO_STEP  # of them the mean, in its parts
+    recent: StepSums = StepSums()  # sums over its last steps
+    step: RankStep = NO_STEP  # mean over its last steps, by part
     last_steps: tuple[LastStep, ...] = ()
-    ended_s: float = 0.0  # since the training has ended; 0 while it goes on
+    ended_s: float = 0.0  # seconds since the training ended; 0 while it runs
 
 
-SILENT = "silent"  # the kind of a cause that is no limit of steps: there are none
+SILENT = "silent"  # the kind of a cause when there are no steps
 HOT = ("thermal", "temperature", "heat")  # words in reasons for low clocks
 
-DOING: dict[Doing, str] = {  # what a silent rank is at
+DOING: dict[Doing, str] = {  # what a silent rank is doing
     "": "silent",
     "own work": "in own work",
     "sum": "waiting in the all-reduce",
@@ -71,19 +71,21 @@ DOING: dict[Doing, str] = {  # what a silent rank is at
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """A cause that holds a training up, and its sentence; the figures in it are fields too."""
+    """A cause that slows a training down, and its description; the numbers in the text
+    are fields too.
+    """
 
-    kind: str  # that of a limit, or silent
+    kind: str  # the kind of a limit, or silent
     text: str
-    rank: str = ""  # or device that causes it; empty: all of them
-    seconds: float = 0.0  # of a step, or of silence
-    part: float = 0.0  # of a step, of the time (throttled) or of the device (neighbour)
-    others_wait: bool | None = False  # None: where the others are isn't known yet
+    rank: str = ""  # rank or device that is the cause; empty: all ranks
+    seconds: float = 0.0  # seconds of a step, or of silence
+    part: float = 0.0  # fraction of a step, of the time (throttled) or of the device (neighbour)
+    others_wait: bool | None = False  # None: the other ranks' progress is unknown
 
 
 class RankPlace(NamedTuple):
-    """A rank, what it says of its device, and the device's newest sample where the monitor sees
-    it.
+    """A rank, its report on its device, and the device's newest sample, None if the monitor doesn't
+    see the device.
     """
 
     row: RankRow
@@ -92,7 +94,9 @@ class RankPlace(NamedTuple):
 
 
 def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterator[RankPlace]:
-    """A row for each device of a process; one that names none is a row without a device."""
+    """Yield a row for each device of a process; a process that reports no device has one row
+    without a device.
+    """
     silent_s = silent_seconds(report, at_seconds)
     for live in report.devices or (LiveDevice("", -1, 0, report.samples_per_second),):
         sample = samples.get((live.host, live.id)) or samples.get(("", live.id))
@@ -125,22 +129,22 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
 
 
 def measure_place(place: RankPlace, rows: Sequence[RankRow], report: Training) -> MeasuredRank:
-    """A rank's figures, by which its training is judged."""
+    """Return a rank's measurements, from which its training's limits are derived."""
     row, name = place.row, _name_rank(place.row, rows)
     return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Seconds for which the next report of a rank that went silent has been due; 0 while it
-    reports.
+    """Return how many seconds the next report of a silent rank is overdue; 0 while
+    the rank reports.
     """
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Own work and waiting of a step on each device, by host and id, where a training that reports
-    tells them.
+    """Return the compute time (own work) and waiting of a step by host and device id, for all
+    devices whose training reports both.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
@@ -153,7 +157,7 @@ def work_by_device(snapshot: Snapshot) -> Work:
 
 
 def _name(live: LiveDevice) -> str:
-    """A device that the monitor doesn't see, as its training names it."""
+    """Return the training's name for a device that the monitor doesn't see."""
     name = live.id or (f"device {live.index}" if live.index >= 0 else "")
     return plain("/".join(part for part in (live.host, name) if part), 80)
 
@@ -164,8 +168,8 @@ def find_causes(
     processes: Sequence[ProcessSample],
     missing: int = 0,
 ) -> tuple[Cause, ...]:
-    """Causes that hold a training up: ranks that are silent, its limits, then what devices say;
-    `missing` ranks aren't seen.
+    """Return the causes that slow a training down: silent ranks, the training's limits, then device
+    problems. `missing` ranks have no report on this machine.
     """
     rows = [place.row for place in ranks]
     return (
@@ -177,14 +181,16 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """A rank's name: its device where no other rank is on it, else its number."""
+    """Return a rank's name: its device if no other rank uses that device, else its number."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """The ranks that others wait for: a stopped one says nothing; else those that are least far."""
+    """Yield the silent ranks that others wait for: ranks that are stopped, else the ranks with
+    the least progress.
+    """
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
     if _are_all_at_one(rows, holding):
@@ -198,7 +204,7 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
 
 
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Of the silent ranks those that the others wait for."""
+    """Return the silent ranks that the others wait for."""
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
         return stopped
@@ -207,7 +213,7 @@ def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
 
 
 def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool:
-    """True if several ranks are all silent in the same part of a step, which is known."""
+    """True if several ranks are all silent in the same, known part of a step."""
     at = {row.doing for row in rows}
     return len(rows) == len(holding) > 1 and len(at) == 1 and "" not in at
 
@@ -220,8 +226,8 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 
 
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
-    """A silent rank as a cause; `waits`: others are further in the step, `unknown`: some may be
-    anywhere.
+    """Return a silent rank as a cause. `waits`: other ranks have progressed further in the step;
+    `unknown`: the progress of some ranks is unknown.
     """
     if waits and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
@@ -235,7 +241,7 @@ def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cau
 
 
 def _at(row: RankRow) -> str:
-    """What a silent rank is at, and how long."""
+    """Return what a silent rank is doing, and for how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
 
@@ -245,19 +251,19 @@ def _waiting_for_it(others: bool) -> str:
 
 
 def _kind(row: RankRow) -> str:
-    """The kind of what a silent rank is at."""
+    """Return the kind of cause for what a silent rank is doing."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """A rank's progress in its step; a batch may be asked for before what lies between steps, or
-    after it.
+    """Return a rank's progress in its step. A batch may be requested before or after the work
+    between steps, so both count the same.
     """
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
 
-_WHAT = {  # takes its time of a step on all ranks, or on one
+_WHAT = {  # what takes time in a step: on all ranks, or on one
     LimitKind.INPUT: ("Input takes", "waits for data for"),
     LimitKind.RANK_INPUT: ("Input takes", "waits for data for"),
     LimitKind.OPTIMIZER: ("The optimizer takes", "is in the optimizer for"),
@@ -270,7 +276,7 @@ _WHAT = {  # takes its time of a step on all ranks, or on one
 def _describe_limit(
     limit: TrainingLimit, judged: TrainingFigures, rows: Sequence[RankRow]
 ) -> Cause:
-    """A limit as a cause, with its sentence."""
+    """Return a limit as a cause with its description."""
     seconds, part = limit.milliseconds / 1e3, limit.share
     named = [row for row in rows if limit.by and limit.by == _name_rank(row, rows)]
     waited_s, own_s = 0.0, 0.0
@@ -287,8 +293,8 @@ def _describe_limit(
 
 
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
-    """A limit as a sentence without its end; the other ranks wait up to `waited_s` for the one
-    that is named.
+    """Return a limit as a sentence without its end; the other ranks wait up to `waited_s` seconds
+    for the rank named in it.
     """
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:
