@@ -64,7 +64,8 @@ def result_lines(
     body += _remarks(finished, width)
     last = _keys_line(keys, width)
     room = max(0, height - 1)
-    return (*fit_rows(body, room, "Enter reads everything"), last)
+    hint = cut("Enter reads everything", max(1, width - 3))
+    return (*fit_rows(body, room, hint), last)
 
 
 def count_rows(state: SessionState, width: int) -> int:

@@ -262,12 +262,7 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     lines = [*_ended_lines(row, width)] if row.ended_s else []
     tone: Tone = "warn" if late else "text"
     lines += text_lines(_figures(row), width, 3, "dim" if row.ended_s else tone)
-    if row.ended_s and row.causes:
-        lines += text_lines("As it was in its last steps:", width, 1, "dim")
-    if late and not row.causes:
-        lines += text_lines(_exclude(row), width, 4)
-    for cause in row.causes:
-        lines += _marked(cause.text, "warn", Mark.ALARM, width)
+    lines += _cause_lines(row, late, width)
     for words in (*_advise(row), *_list_remedies(row)):
         lines += _marked(words, "good", Mark.CURSOR, width)
     if row.noise is not None:
@@ -279,6 +274,18 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
     for number, change in reversed([*enumerate(row.changes, 1)]):
         lines += _marked(_change_words(change, at_seconds), "dim", str(number)[-1], width)
     return tuple(lines)
+
+
+def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
+    """What holds a training up, or did in its last steps; of one that is late without a cause,
+    what isn't it.
+    """
+    if row.ended_s and row.causes:
+        yield from text_lines("As it was in its last steps:", width, 1, "dim")
+    if late and not row.causes:
+        yield from text_lines(_exclude(row), width, 4)
+    for cause in row.causes:
+        yield from _marked(cause.text, "warn", Mark.ALARM, width)
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
