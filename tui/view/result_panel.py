@@ -1,4 +1,6 @@
-"""The moment of result: what a search found, its gains as bars, and what to do with it."""
+"""The result panel of a search: what the search found, its gains as bars, and what to do
+with the result.
+"""
 
 from __future__ import annotations
 
@@ -41,19 +43,19 @@ PLAN_NAME = "this plan"
 
 
 class KeyHint(NamedTuple):
-    """A key that has an effect now, and what it does."""
+    """A key that works now, and what it does."""
 
     key: str
     words: str
-    shown: str = ""  # how the key is written, if not as itself
+    shown: str = ""  # the key's display name, if it differs from the key
 
 
 def result_lines(
     state: SessionState, width: int, height: int, keys: Sequence[KeyHint]
 ) -> tuple[Line, ...]:
-    """The verdict in at most `height` rows, with the keys in the last one.
+    """Return the verdict in at most `height` rows, with the keys in the last row.
 
-    What doesn't fit is left for the page that Enter opens, and the last row of text says so.
+    Text that doesn't fit is left for the page that Enter opens; the last row of text says so.
     """
     finished = state.finished
     if finished is None:
@@ -69,12 +71,14 @@ def result_lines(
 
 
 def count_rows(state: SessionState, width: int) -> int:
-    """The rows that the whole panel takes."""
+    """Return the number of rows that the whole panel needs."""
     return len(result_lines(state, width, 999, ()))
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """The shares as one bar with the rows of each device, for a layout over several devices."""
+    """Return the shares of a layout over several devices as one bar, with the
+    rows of each device.
+    """
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
@@ -82,8 +86,8 @@ def _shares(state: SessionState, width: int) -> list[Line]:
 
 
 def gain_bars(state: SessionState, width: int) -> list[Line]:
-    """A bar of samples/s for the plan and for each layout that it is compared with, and its gain
-    over that.
+    """Return a bar of samples/s for the plan and for each layout it is compared with, and the
+    plan's gain over each.
     """
     shown = [each for each in rivals(state) if each.kind != "sum"]
     if not shown:
@@ -113,13 +117,13 @@ def _gain_bar(
 
 
 def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
-    """A thick bar, which doesn't touch the one above it."""
+    """Return a thick bar that leaves a gap to the bar above it."""
     count = max(1, round(min(1.0, part) * width))
     return Span(BAR_SIGN * count, "speed" if first else "dim"), Span(" " * (width - count))
 
 
 def _remarks(finished: Finished, width: int) -> list[Line]:
-    """The doubts first, then the remarks, each on a few rows."""
+    """Return the doubts, then the remarks, each on a few rows."""
     written = _written(finished)
     doubts = written.doubts if written is not None else ()
     remarks = written.remarks if written is not None else ()
@@ -134,8 +138,8 @@ def _written(finished: Finished) -> Written | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """The keys with their words; a click on one presses it. The last ones are left out where they
-    don't fit.
+    """Return the keys with their labels; a click on a key presses it. The last keys are left out if
+    they don't fit.
     """
     spans: list[Span] = []
     for hint in keys:
@@ -151,7 +155,7 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 
 
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
-    """All that a search has come to, on a page: the verdict, the next steps, the tables, and every
+    """Return all results of a search as a page: the verdict, the next steps, the tables, and every
     measurement. `path` is the plan's file, if it was written.
     """
     finished = state.finished
@@ -185,7 +189,7 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """The gains and all remarks, without what the headline has."""
+    """Return the gains and all remarks that the headline doesn't contain."""
     written = _written(finished)
     if written is None:
         return []

@@ -1,4 +1,4 @@
-"""Two runs compared: what differs between their plans, and whether they can be compared at all."""
+"""Compares two runs: what differs between their plans, and whether the runs are comparable."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ MOST_CELLS = 44  # of a fact: figures that are compared aren't far from each oth
 
 
 class ComparedFact(NamedTuple):
-    """One fact of both runs, and by how much the second differs, where that can be said."""
+    """One fact of both runs, and the difference if it can be computed."""
 
     name: str
     before: str
@@ -30,12 +30,14 @@ class ComparedFact(NamedTuple):
 
     @property
     def differs(self) -> bool:
-        """True if the two aren't the same."""
+        """True if the two values differ."""
         return self.before != self.after
 
 
 def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
-    """The facts of both runs, side by side; those of plans only where both have one."""
+    """Return the facts of both runs side by side; facts of the plans only if both runs
+    have a plan.
+    """
     found = list(_compare_requests(one, other))
     if one.plan is not None and other.plan is not None:
         found += _compare_plans(one.plan, other.plan)
@@ -95,8 +97,8 @@ def _signed(change: float) -> str:
 
 
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
-    """What differs, a row each: the first run's value, the second's, and the change; a warning
-    where the runs answer different questions.
+    """Return the differences, a row each: the first run's value, the second run's, and the change;
+    a warning if the runs had different requests.
     """
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
@@ -111,7 +113,7 @@ def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line
 
 
 def _heading(one: str, other: str, cells: int) -> Line:
-    """The runs over their facts."""
+    """Return the heading line with the runs' names above their values."""
     runs = " ".join(fit(plain(run), cells) for run in (one, other))
     return line(Span(f" {'':<{LABEL_CELLS}}{runs} change", "title"))
 
@@ -128,7 +130,9 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """A text that fits; of a path the file, which says more than its folders."""
+    """Shorten a text to fit; of a path, keep the file name, which is more informative
+    than its folders.
+    """
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]
 

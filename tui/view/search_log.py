@@ -1,4 +1,6 @@
-"""The log of a search in words: a row for each measurement, and all that is known of one."""
+"""The log of a search as text: a row for each measurement, and all details of
+a single measurement.
+"""
 
 from __future__ import annotations
 
@@ -32,9 +34,9 @@ REASONS: dict[Stage, str] = {
 
 
 class LogRow(msgspec.Struct, frozen=True):
-    """A measurement, and what it says beside those before it."""
+    """A measurement, and what it adds to the measurements before it."""
 
-    number: int  # from 1, in the order in which they ended
+    number: int  # number of the measurement, from 1, in the order in which measurements ended
     entry: ObservationEntry
     labels: tuple[str, ...]
     news: str = ""
@@ -46,7 +48,7 @@ class LogRow(msgspec.Struct, frozen=True):
 
 
 def log_rows(state: SessionState) -> list[LogRow]:
-    """A row for each measurement that is kept, the newest first."""
+    """Return a row for each stored measurement, the newest first."""
     first = state.probes - len(state.seen) + 1
     fastest, alone = 0.0, dict[int, dict[int, float]]()
     rows: list[LogRow] = []
@@ -56,7 +58,7 @@ def log_rows(state: SessionState) -> list[LogRow]:
         if not isinstance(seen, Timed):
             continue
         layout = seen.probe.layout
-        if layout.length:  # rows of one length say nothing of a whole batch
+        if layout.length:  # a probe of rows of one length doesn't measure a whole batch
             continue
         fastest = max(fastest, seen.samples_per_second)
         if len(layout.active) == 1:
@@ -66,8 +68,8 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """What a measurement says beside those before it: the best, or its gain over a smaller
-    batch.
+    """Return what a measurement adds to the measurements before it: it is the best, or it gains
+    over a smaller batch.
     """
     if not isinstance(seen, Timed):
         return ""
@@ -153,7 +155,7 @@ LOG: Grid[LogRow] = Grid(
 
 
 def probe_lines(row: LogRow, width: int) -> tuple[Line, ...]:
-    """All that is known of one measurement."""
+    """Return all details of one measurement."""
     seen = row.seen
     layout, probe = seen.probe.layout, seen.probe
     head = f"Probe {row.number}, at {duration(row.entry.at_seconds)}: {STAGE_WORDS[probe.stage]}"
@@ -186,7 +188,7 @@ def _reason(seen: Observation, width: int) -> tuple[Line, ...]:
 
 
 def _device_line(row: LogRow, place: int) -> Line:
-    """A device's rows, its own work in a step, and the most memory that it held."""
+    """Return a device's rows, its compute time (own work) in a step, and its peak memory."""
     seen = row.seen
     spans = [
         Span(f"{plain(row.labels[place])}  ", "strong"),

@@ -1,5 +1,5 @@
-"""A running search as a story: its phases, what is measured now and why, and the best so far over
-time.
+"""Describes a running search: its phases, what is being measured and why, and the best throughput
+so far over time.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ PHASES: dict[Phase, tuple[Stage, ...]] = {
     "race": ("race", "pack", "knobs"),
     "check": ("check",),
 }
-LONE_PHASES: tuple[Phase, ...] = ("alone", "race", "check")  # of a search on one device
+LONE_PHASES: tuple[Phase, ...] = ("alone", "race", "check")  # the phases of a search on one device
 _PHASE_OF: dict[Stage, Phase] = {
     stage: phase for phase, stages in PHASES.items() for stage in stages
 }
-MOST_NAMED = 4  # devices of a layout that a sentence names
+MOST_NAMED = 4  # most devices of a layout that a sentence names
 BETWEEN_CELLS = 3  # of the line from one phase to the next
 
 
 def phase_of(stage: Stage) -> Phase:
-    """The phase that a probe of this stage belongs to."""
+    """Return the phase to which a probe of this stage belongs."""
     return _PHASE_OF[stage]
 
 
 def current_phase(state: SessionState) -> Phase:
-    """The phase of what is measured now, else of what was measured last."""
+    """Return the phase of the running measurement, else of the last measurement."""
     if state.running:
         return phase_of(state.running[-1].probe.stage)
     return phase_of(state.seen[-1].seen.probe.stage) if state.seen else "alone"
 
 
 class BestPoint(NamedTuple):
-    """The most samples/s of any layout until then; `together`: of several devices."""
+    """The highest samples/s of any layout up to a time; `together` is True if the layout
+    has several devices.
+    """
 
     at_seconds: float
     samples_per_second: float
@@ -55,7 +57,7 @@ class BestPoint(NamedTuple):
 
 
 def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
-    """A point for each measurement that was faster than all before it."""
+    """Return a point for each measurement that was faster than all earlier measurements."""
     found: list[BestPoint] = []
     for entry in state.seen:
         seen = entry.seen
@@ -69,7 +71,7 @@ def best_over_time(state: SessionState) -> tuple[BestPoint, ...]:
 
 
 def name_layout(layout: Layout, labels: Sequence[str]) -> str:
-    """A layout in a sentence: 820 + 568 rows on GPU:0 + GPU:1."""
+    """Return a layout as part of a sentence: 820 + 568 rows on GPU:0 + GPU:1."""
     active = layout.active
     if not layout.traits.by_shares and not layout.traits.alone:
         return f"{layout.kind} on {_name_devices(active, labels)}"
@@ -84,7 +86,9 @@ def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:
 
 
 def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """The phases with the time left, then what is measured now and why; a fault in its place."""
+    """Return the phases with the remaining time, then what is being measured and why; if the search
+    failed, its error instead.
+    """
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
     head = _phase_line(state, width)
@@ -98,7 +102,7 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_words(state: SessionState) -> str:
-    """Paused, or what is still running, as a pause waits for it."""
+    """Return "paused", or what is still running, because a pause waits for the running probe."""
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."
     busy = sorted({place for each in state.running for place in each.probe.layout.active})
@@ -109,7 +113,7 @@ def _pause_words(state: SessionState) -> str:
 
 
 def _now_words(state: SessionState) -> str:
-    """What runs on which devices, and in which phase of its work it is."""
+    """Return what runs on which devices, and the phase of its work."""
     if not state.running:
         return "the next measurement is being chosen."
     names = [name_layout(each.probe.layout, state.devices) for each in state.running]
@@ -121,7 +125,7 @@ def _now_words(state: SessionState) -> str:
 
 
 def _phase_line(state: SessionState, width: int) -> Line:
-    """The phases, each with a mark, and the time left at the right end."""
+    """Return the phases, each with a mark, and the remaining time at the right end."""
     now, marks = current_phase(state), _phase_marks(state)
     spans: list[Span] = [Span(" ")]
     for phase, (mark, tone) in marks.items():
@@ -137,8 +141,8 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Each phase's mark: done, going on, or to come; those that a single device has no use for are
-    left out.
+    """Return each phase's mark: done, running, or still to come. Phases that a search on one device
+    doesn't have are left out.
     """
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -154,7 +158,7 @@ def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
 
 
 def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
-    """The budget that is left, with a bar where there is room."""
+    """Return the remaining budget, with a bar if there is room."""
     left = seconds_left(state)
     if left is None:
         return (Span(f"{duration(state.at_seconds)} so far ", "dim"),)
@@ -168,8 +172,8 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 
 
 def best_words(state: SessionState) -> str:
-    """The fastest measurement so far in a few words; until a split was measured, of devices
-    alone.
+    """Return the fastest measurement so far as a short text; before a split was measured, the
+    fastest device alone.
     """
     points = best_over_time(state)
     if not points:
@@ -179,7 +183,9 @@ def best_words(state: SessionState) -> str:
 
 
 def best_chart(state: SessionState) -> Chart:
-    """The best so far over time, as steps: of devices alone, then of splits."""
+    """Return the chart of the best throughput so far over time, as steps: of devices alone,
+    then of splits.
+    """
     points = best_over_time(state)
     alone = [each for each in points if not each.together]
     together = [each for each in points if each.together]
@@ -204,7 +210,7 @@ def best_chart(state: SessionState) -> Chart:
 def _best_series(
     state: SessionState, label: str, tone: Tone, points: Sequence[BestPoint], end: float
 ) -> Series:
-    """A step for each point, up to `end`."""
+    """Return a series with a step at each point, up to the time `end`."""
     steps: list[tuple[float, float]] = []
     for place, each in enumerate(points):
         until = points[place + 1].at_seconds if place + 1 < len(points) else end
@@ -220,6 +226,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """What the cursor reads out at a point of the best so far."""
+    """Return the read-out of the cursor at a point of the best throughput."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

@@ -1,4 +1,4 @@
-"""The shares of a training over time: a lane for each device, and the changes by number."""
+"""The shares of a training over time: a lane for each device, and the numbered changes."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from .cells import Line, Mark, Span, Tone, cells, device_tone
 from .ranks import RankRow
 
 LEAST_LANE = 16  # cells
-MARGIN = 0.15  # of the time shown: before the first change
+MARGIN = 0.15  # fraction of the shown time that is before the first change
 HIGHEST = 7  # eighths of a cell, for the largest share: lanes don't touch
 
 
@@ -21,8 +21,10 @@ def share_lines(
     width: int,
     height: int,
 ) -> tuple[Line, ...]:
-    """Each rank's rows of a step from a while before the first change until now, with the changes'
-    numbers below; nothing where shares haven't changed, or ranks aren't those that changed.
+    """Return each rank's rows per step, from some time before the first change until now, with the
+    numbers of the changes below.
+
+    Empty if the shares haven't changed, or if the ranks aren't those whose shares changed.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
@@ -47,7 +49,7 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """A lane for each of the first ranks; `ends` are the cells in which shares changed."""
+    """Draw a lane for each of the first ranks; `ends` are the cells in which the shares changed."""
     most = max(max(*each.before, *each.after) for each in changes)
     for rank, row in enumerate(rows):
         shares = [*(each.before[rank] for each in changes), changes[-1].after[rank]]
@@ -56,7 +58,7 @@ def _draw_lanes(
 
 
 def _number_changes(ends: Sequence[int], room: int) -> str:
-    """The number of each change where it lies."""
+    """Return a row with the number of each change at its cell."""
     marks = [" "] * room
     for number, place in enumerate(ends, 1):
         for sign, where in zip(str(number), range(place, room), strict=False):
@@ -65,7 +67,7 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
 
 
 def _place(change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int) -> int:
-    """The cell in which a change lies."""
+    """Return the cell in which a change happened."""
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)
     part = MARGIN + (change.at - first) / whole
@@ -75,8 +77,8 @@ def _place(change: ShareChange, every: Sequence[ShareChange], at_seconds: float,
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """A share's level in each cell, 0 to the most of any device's; each begins with its figure,
-    where there is room for it.
+    """Draw the height of a share in each cell, from 0 to `most`, the largest share of all devices;
+    each share begins with its number if there is room.
     """
     starts = [0, *ends]
     behind = [*ends, room]

@@ -1,5 +1,5 @@
-"""A training's steps in their five parts: bars of mean steps, the last steps as lanes, and what the
-colours and fillings mean.
+"""Draws a training's steps in their five parts: bars of mean steps, the last steps as lanes,
+and the legend.
 """
 
 from __future__ import annotations
@@ -16,7 +16,9 @@ from .ranks import RankRow
 
 
 class PartStyle(NamedTuple):
-    """How a part of a step is drawn; without colours, and in ASCII, the fillings differ too."""
+    """The style of a part of a step; the fillings differ too, for terminals without colours
+    and for ASCII.
+    """
 
     name: str
     tone: Tone
@@ -36,8 +38,9 @@ LEAST_WITH_GAP = 4  # cells of a step in a lane, from which on a blank one ends 
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
-    """What the colours and fillings mean, in names as long as there is room for; without colours
-    below the bars of a training that has ended, which have none.
+    """Return what the colours and fillings mean, with names as long as there is room for.
+
+    The legend has no colours if the training has ended, like the bars above it.
     """
     spans: list[Span] = []
     for part in PARTS:
@@ -54,14 +57,14 @@ def legend_line(width: int, has_ended: bool = False) -> Line:
 
 
 def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
-    """A mean step in its parts; `width` cells are `longest_s`. Own work is visible if there is
-    any.
+    """Return a mean step as a bar of its parts; `width` cells are `longest_s` seconds. Compute time
+    (own work) gets at least one cell, unless it is 0.
     """
     return _stack(tuple(step), longest_s, width)
 
 
 def _stack(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
-    """Parts one behind the other, each with its cells; empty ones are left out."""
+    """Return the parts one after the other, each with its number of cells, without empty parts."""
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
     counts = _count_cells(seconds, longest_s, width)
@@ -74,7 +77,9 @@ def _stack(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """The cells of each part; own work has one at least where there is any."""
+    """Return the number of cells of each part; compute time (own work) gets at least one, unless
+    it is 0.
+    """
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
         so_far_s += part_s
@@ -88,18 +93,18 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
 
 
 def _give_one(counts: list[int], place: int, width: int) -> None:
-    """Give a part one cell, from the widest one where there is no other."""
+    """Give a part one cell, taken from the widest part if no cell is free."""
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
     counts[place] += 1
 
 
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
-    """The last steps of each rank from left to right, on one scale; nothing where no rank reports
-    them.
+    """Return the last steps of each rank from left to right, on one time scale; empty if no rank
+    reports its steps.
 
-    Ranks begin with the same step if their reports have enough steps in common, and each step
-    begins where the one before ended.
+    All ranks begin with the same step if their reports have enough steps in common, and each step
+    begins where the previous step ended.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -123,8 +128,8 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 
 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
-    """At most so many steps of each rank, and which they are: the same ones where reports have a
-    few in common, else the last ones of each.
+    """Return at most `most` steps of each rank, and a text that says which: the same steps if the
+    reports have enough in common, else each rank's last steps.
     """
     first = max(row.last_steps[0].number for row in lanes)
     last = min(row.last_steps[-1].number for row in lanes)
@@ -147,7 +152,9 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Some steps over `width` cells of `span_s`, each in its parts, with a blank between them."""
+    """Draw some steps over `width` cells, which are `span_s` seconds; each step in its parts, with
+    a blank between steps.
+    """
     if span_s <= 0:
         return [Span(" " * width)]
     spans: list[Span] = []
@@ -163,7 +170,7 @@ def _draw_lane(
 
 
 def _parts(step: LastStep, exchange_s: float) -> tuple[float, ...]:
-    """A step in the order of `PARTS`."""
+    """Return the seconds of a step's parts in the order of `PARTS`."""
     exchange_s = min(exchange_s, step.meeting_s)
     waiting_s = step.meeting_s - exchange_s
     return step.input_s, step.own_work_s, waiting_s, exchange_s, step.between_s

@@ -1,4 +1,6 @@
-"""Tables whose columns grow with the terminal; a narrow one has all of them, only narrower."""
+"""Tables whose columns grow with the terminal; a narrow table has the same
+columns, only narrower.
+"""
 
 from __future__ import annotations
 
@@ -13,14 +15,14 @@ from .teaching import Lesson, lesson_lines
 RowT = TypeVar("RowT")
 Cell = Callable[[RowT, int], tuple[Span, ...]]  # of a row, in at most this many terminal cells
 _BETWEEN = Span(" ")  # two columns
-ROWS_OF_NOTHING = 3  # for what a whole table without rows says
+ROWS_OF_NOTHING = 3  # for the message of a whole table without rows
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """A column; `draw` gives its cell for a row, in at most the given width."""
+    """A column of a table; `draw` returns the cell for a row, in at most the given width."""
 
     key: str
-    titles: tuple[str, ...]  # the widest that fits is shown
+    titles: tuple[str, ...]  # titles by length: the longest that fits is shown
     widths: tuple[
         int, ...
     ]  # cells, from the narrowest on; one that is there twice lets others grow first
@@ -29,8 +31,8 @@ class Column(NamedTuple, Generic[RowT]):
     # the sort key of a row; None: not sorted by this column
     value: Callable[[RowT], float | str] | None = None
     most: int = 0  # cells, of those that are left when all columns have their largest width
-    needs: int = 0  # cells of the table, with fewer of which it isn't drawn
-    there: Callable[[RowT], object] | None = None  # it is drawn if this is true for any row
+    needs: int = 0  # the column is hidden if the table has fewer cells
+    there: Callable[[RowT], object] | None = None  # the column is drawn if this is true for any row
 
 
 TAG: Column[Any] = Column(
@@ -41,21 +43,21 @@ TAG: Column[Any] = Column(
 class Grid(NamedTuple, Generic[RowT]):
     """The columns of a table.
 
-    `draw` replaces the usual row; it gets the row, the columns' widths, that of the table, and
-    whether the cursor is there.
+    `draw` replaces the usual drawing of a row; its arguments are the row, the widths of the
+    columns, the width of the table, and whether the cursor is on the row.
     """
 
     columns: tuple[Column[RowT], ...]
-    nothing: str | Lesson = ""  # is said where there are no rows
+    nothing: str | Lesson = ""  # message of a table without rows
     draw: Callable[[RowT, Mapping[str, int], int, bool], Line] | None = None
 
     def widths(self, width: int, rows: Sequence[RowT]) -> dict[str, int]:
-        """Cells for each column that is drawn in `width`, with the cursor's sign in front and one
-        blank between two.
+        """Return the width of each column that is drawn in `width` cells, which include the
+        cursor's sign and a blank between columns.
 
-        Columns start at their least widths. Where it fits, each takes its second one, from left to
-        right, then its third, and so on; then the rest goes to those with a limit, from right to
-        left.
+        Columns start at their smallest widths. From left to right, each column takes its second
+        width if it fits, then its third, and so on; the remaining cells go to the columns with a
+        limit, from right to left.
         """
         columns = [
             column
@@ -81,7 +83,7 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """The order of rows; a click on a title sorts by its column."""
+    """The order of the rows; a click on a title sorts by that column."""
 
     key: str = ""
     descending: bool = True
@@ -91,13 +93,13 @@ UNSORTED = Order()
 
 
 def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
-    """The columns that rows can be sorted by."""
+    """Return the keys of the columns that rows can be sorted by."""
     return tuple(column.key for column in columns if column.value is not None)
 
 
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
-    """The order by a column that was chosen: figures begin with the largest, and the same column
-    again reverses it.
+    """Return the order after the user has chosen a column: numbers begin with the largest, and
+    choosing the same column again reverses the order.
     """
     figures = any(column.key == key and column.align == "right" for column in columns)
     return Order(key, not before.descending if key == before.key else figures)
@@ -106,7 +108,7 @@ def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Or
 def sort_rows(
     columns: Sequence[Column[RowT]], rows: Sequence[RowT], order: Order
 ) -> tuple[RowT, ...]:
-    """The rows sorted by the order's column; equal ones stay in theirs."""
+    """Return the rows sorted by the order's column; the sort is stable."""
     value = next((column.value for column in columns if column.key == order.key), None)
     return (
         tuple(rows) if value is None else tuple(sorted(rows, key=value, reverse=order.descending))
@@ -114,12 +116,12 @@ def sort_rows(
 
 
 def matches(text: str, words: str) -> bool:
-    """True if every word is in the text; case is ignored."""
+    """True if the text contains every word, ignoring case."""
     return all(word in text.lower() for word in words.lower().split())
 
 
 def text_cell(text: Callable[[RowT], str], tone: Tone = "text") -> Cell[RowT]:
-    """A column's `draw` for plain text, cut to the width."""
+    """Return a column's `draw` function for plain text, truncated to the width."""
     return lambda row, width: (Span(cut(plain(text(row)), width), tone),)
 
 
@@ -134,7 +136,9 @@ def _heading(
     more: str,
     width: int,
 ) -> Line:
-    """The titles; `more` is at the right end of `width` cells, over the last ones."""
+    """Return the line of titles; `more` is written at the right end of `width` cells, over
+    the last titles.
+    """
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
         own = widths[column.key]
@@ -158,7 +162,9 @@ def _heading(
 def table_row(
     columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False
 ) -> Line:
-    """A row of a table; a sign in front marks the cursor, so that it is visible without colour."""
+    """Return a row of a table; a sign in front marks the cursor, so that it is
+    visible without colour.
+    """
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):
         width = widths[column.key]
@@ -168,8 +174,8 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """The first of `count` rows to show so that the cursor is visible in `height` rows; moves as
-    little as needed.
+    """Return the index of the first of `count` rows to show, so that the cursor is visible in
+    `height` rows; scrolls as little as possible.
     """
     if height <= 0 or count <= height:
         return 0
@@ -178,8 +184,8 @@ def window(count: int, cursor: int, height: int, top: int) -> int:
 
 
 class Position(NamedTuple):
-    """The position of a list: the row under the cursor, the first row shown, and whether the cursor
-    is drawn.
+    """The position in a list: the row under the cursor, the first visible row, and whether the
+    cursor is drawn.
     """
 
     cursor: int = 0
@@ -199,10 +205,10 @@ def table_lines(
     order: Order = UNSORTED,
     note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """The heading and the rows that fit below it in `height`, scrolled to the cursor, and the first
-    row shown.
+    """Return the heading and the rows that fit below it in `height`, scrolled to the cursor, and
+    the index of the first visible row.
 
-    The heading ends with `note` and the number of rows above and below those shown.
+    The heading ends with `note` and the number of rows above and below the visible rows.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)
@@ -223,7 +229,7 @@ def table_lines(
 
 
 def _hidden_rows(above: int, below: int) -> Iterator[str]:
-    """How many rows there are above and below those shown."""
+    """Yield the number of rows above and below the visible rows."""
     if above:
         yield f"{Mark.ASCENDING}{above}"
     if below:
@@ -237,5 +243,7 @@ def _nothing_lines(nothing: str | Lesson, width: int, height: int) -> tuple[Line
 
 
 def whole_table(grid: Grid[RowT], rows: Sequence[RowT], width: int) -> tuple[Line, ...]:
-    """The heading and every row; without rows, what the grid says instead, whole."""
+    """Return the heading and every row; without rows, the grid's whole message
+    for an empty table.
+    """
     return table_lines(grid, rows, width, 1 + (len(rows) or ROWS_OF_NOTHING))[0]

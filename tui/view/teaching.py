@@ -1,4 +1,4 @@
-"""What an empty list says: that there is nothing, and how to begin."""
+"""The contents of an empty list: a message that it is empty, and how to begin."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ from typing import NamedTuple
 
 from .cells import Line, Span, cells, line, text_lines
 
-BETWEEN_CELLS = 3  # from the longest command to the words
+BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A way to begin: a key or a command, and what it does; `action` is Textual's, of a click."""
+    """A way to begin: a key or a command, and what it does; `action` is Textual's action
+    for a click.
+    """
 
     does: str
     words: str
@@ -19,7 +21,7 @@ class Step(NamedTuple):
 
 
 class Lesson(NamedTuple):
-    """What isn't there, and the ways to have it."""
+    """What is missing, and the ways to create it."""
 
     nothing: str
     steps: tuple[Step, ...] = ()
@@ -57,7 +59,9 @@ SEARCH_WORDS = (
 
 
 def search_lesson(width: int, height: int) -> tuple[Line, ...]:
-    """What a search will do, for the rows that a form leaves; nothing where they are too few."""
+    """Return what a search will do, in the rows that a form leaves free; empty if they
+    are too few.
+    """
     rows = [line(Span(" What a search does", "title"))]
     for number, (phase, words) in enumerate(PHASES_IN_WORDS, start=1):
         before = f"  {number} {phase:<7}"
@@ -69,8 +73,8 @@ def search_lesson(width: int, height: int) -> tuple[Line, ...]:
 
 
 def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """A block in the middle, a row for each step; where it has no room, as many sentences as fit
-    whole.
+    """Return a centred block with a row for each step; if it doesn't fit, as many whole
+    sentences as fit.
     """
     block = _block(lesson.steps)
     widest = max((cells(each.text) for each in block), default=0)
@@ -84,7 +88,7 @@ def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _block(steps: Sequence[Step]) -> list[Line]:
-    """The steps below each other, their words aligned."""
+    """Return the steps one below the other, with their descriptions aligned."""
     longest = max((cells(step.does) for step in steps), default=0)
     rows = []
     for step in steps:
@@ -94,7 +98,7 @@ def _block(steps: Sequence[Step]) -> list[Line]:
 
 
 def _sentences(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """What isn't there, then the steps from the first on, as far as they fit."""
+    """Return what is missing, then as many of the steps as fit."""
     text, shown = lesson.nothing, text_lines(lesson.nothing, width, height, "dim")
     for step in lesson.steps:
         text += f" {step.does}: {step.words}."

@@ -1,7 +1,7 @@
-"""A graph over time in braille: columns of dots of the newest ticks, and the time axis below them.
+"""A graph over time in braille: the newest ticks as columns of dots, with the time axis below.
 
-A cell has two columns of dots; a column of dots is one tick, or several. Cells lie on fixed ticks,
-so a picture moves on by whole cells and doesn't flicker.
+A cell has two columns of dots; a column of dots is one tick, or several. Cells are aligned to fixed
+ticks, so that a graph scrolls by whole cells and doesn't flicker.
 """
 
 from __future__ import annotations
@@ -22,23 +22,23 @@ _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
 
 class PastTicks(Protocol):
-    """The readings of the last ticks, as a sampler keeps them."""
+    """The readings of the last ticks, which a sampler stores."""
 
     @property
     def ticks(self) -> int:
-        """How many ticks there were since the start."""
+        """The number of ticks since the start."""
 
     def history(self, key: str, metric: str, newest: int) -> tuple[float | None, ...]:
-        """A metric of a device, oldest first."""
+        """Return a device's values of a metric, the oldest first."""
 
     def times(self, newest: int) -> tuple[float, ...]:
-        """When these ticks were, oldest first."""
+        """Return the times of the newest ticks, the oldest first."""
 
 
 class TickWindow(NamedTuple):
-    """The ticks that graphs of `width` cells show; the last cell is the newest, perhaps half full.
+    """The ticks that graphs of `width` cells show; the last cell is the newest, possibly half full.
 
-    Only whole columns of dots are drawn, so that those that are there never change.
+    Only complete columns of dots are drawn, so that drawn columns never change.
     """
 
     width: int
@@ -48,28 +48,30 @@ class TickWindow(NamedTuple):
 
     @property
     def last_cell(self) -> int:
-        """The number of the newest cell since the start."""
+        """The number of the newest cell, counted from the start."""
         return max(0, self.ticks * self.stretch // self.per_dot - 1) // 2
 
     @property
     def first_cell(self) -> int:
-        """The number of the cell at the left end; below 0 there is nothing."""
+        """The number of the leftmost cell; cells with a negative number are empty."""
         return self.last_cell - self.width + 1
 
     @property
     def newest(self) -> int:
-        """How many of the newest ticks are shown."""
+        """The number of newest ticks that are shown."""
         if self.stretch > 1:
             return self.ticks
         return self.ticks - self.first_cell * 2 * self.per_dot
 
     @property
     def ticks_per_cell(self) -> float:
-        """The ticks that lie in a cell."""
+        """The number of ticks in a cell."""
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """The figure of each column of dots: the mean of its ticks, None where there is none."""
+        """Return the value of each column of dots: the mean of its ticks, None if it
+        has no values.
+        """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
             whole_dots = len(padded) - len(padded) % self.per_dot
@@ -82,24 +84,28 @@ class TickWindow(NamedTuple):
 
 
 def mean(values: Sequence[float | None]) -> float | None:
-    """The mean of the figures that there are, None without any."""
+    """Return the mean of the known values, None if there are none."""
     known = [number for number in values if number is not None]
     return sum(known) / len(known) if known else None
 
 
 def nearest_span(seconds: float) -> float:
-    """The one of `SPANS` that is nearest to so many seconds."""
+    """Return the item of `SPANS` that is nearest to this number of seconds."""
     return min(SPANS, key=lambda span: abs(span - seconds))
 
 
 def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """The ticks of a column of dots with which graphs of `width` cells show at least this time."""
+    """Return how many ticks a column of dots needs, so that `width` cells
+    show at least `span_seconds`.
+    """
     return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Ticks of a column of dots, and columns of dots of a tick, for a history that is too short to
-    fill `width` cells: it fills about half of them, in few steps as it grows.
+    """Return the ticks per column of dots and the columns of dots per tick for a history that is
+    too short to fill `width` cells.
+
+    The history fills about half of the cells, and the scale changes in few steps as it grows.
     """
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2
@@ -114,8 +120,8 @@ def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
 def draw_columns(
     dots: Sequence[float | None], low: float, top: float, rows: int
 ) -> tuple[str, ...]:
-    """The rows of a graph from the top down, filled from below up to each figure; what was read has
-    one dot at least.
+    """Return the rows of a graph from the top down, filled from below up to each value; a known
+    value has at least one dot.
     """
     steps = 4 * rows
     scale = steps / (top - low) if top > low else 0.0
@@ -127,13 +133,15 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """The height of a figure in dots; what was read has one at least."""
+    """Return the height of a value in dots; a known value has at least one."""
     return max(1, min(most, round(number * scale)))
 
 
 @lru_cache(maxsize=16384)
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
-    """The signs of one cell's column, from the top down, for two heights in dots."""
+    """Return the signs of one column of cells from the top down, for the heights of its two
+    columns of dots.
+    """
     signs = []
     for row in range(rows - 1, -1, -1):
         bits = _LEFT[max(0, min(4, left - 4 * row))] | _RIGHT[max(0, min(4, right - 4 * row))]
@@ -142,9 +150,10 @@ def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
 
 
 def shade_tone(tone: Tone, height: float) -> Tone:
-    """The tone of a row, brighter from below; `height` is that of its upper end, 1 at the top.
+    """Return the tone of a row of a graph, brighter towards the top; `height` is the row's upper
+    end, 1 at the top of the graph.
 
-    Only tones that have shades may be given.
+    `tone` must be a tone that has shades.
     """
     if height > 2 / 3:
         return tone
@@ -153,7 +162,7 @@ def shade_tone(tone: Tone, height: float) -> Tone:
 
 
 def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | None:
-    """When the first tick of a cell was."""
+    """Return the time of the first tick of a cell."""
     if window.stretch > 1:
         tick = (window.first_cell + column) * 2 // window.stretch
     else:
@@ -162,7 +171,7 @@ def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | 
 
 
 def axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """The axis with round times before now, each at its cell."""
+    """Return the axis with round times before now, each at its cell."""
     signs = list("─" * width)
     signs[-4:] = " now"
     if len(times) < 2:

@@ -1,5 +1,5 @@
-"""Graphs over time: a row for each device and a column for each metric, on one time axis, with one
-cursor.
+"""Graphs over time: a row for each device and a column for each metric, with a shared time axis
+and one cursor.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ METRICS = (
 
 
 class TimeView(NamedTuple):
-    """What of the past is drawn; `cursor` is the number of a cell, None without one."""
+    """What part of the past is drawn; `cursor` is the number of a cell, None without a cursor."""
 
     per_dot: int = 1
     cursor: int | None = None
@@ -66,8 +66,8 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """The place of everything: metrics side by side, rows of each device, cells of each graph and
-    of the label in front, which has what is left of the width.
+    """The arrangement of the graphs: the metrics side by side, the rows of each device, the cells
+    of each graph, and the cells of the label in front, which takes the remaining width.
     """
 
     metrics: tuple[GraphMetric, ...]
@@ -77,7 +77,7 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """The cell of its graph that a column of the terminal lies in, None beside the graphs."""
+        """Return the cell of a graph at a column of the terminal, None outside the graphs."""
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS
         inside = self.label <= x < self.label + each * len(self.metrics)
@@ -87,8 +87,10 @@ class GraphPlan(NamedTuple):
 def place_graphs(
     samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen: str = ""
 ) -> GraphPlan | None:
-    """The plan for so many cells; where not every device fits, those around the chosen one. None
-    without room, or where nothing was reported yet.
+    """Return the arrangement for `width` × `height` cells; if not all devices fit, it has those
+    around the chosen device.
+
+    None if there is no room, or if nothing was reported yet.
     """
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
     room = height - 2  # heading and axis
@@ -108,7 +110,7 @@ def place_graphs(
 
 
 def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> bool:
-    """True if a device reports a metric, or did in the ticks that are kept."""
+    """True if a device reports a metric, or reported it in the stored ticks."""
     value = getattr(sample, metric.field).value
     if value or (value is not None and metric.top(sample)):
         return True  # a figure without an upper end, as samples/s, shows nothing while it is 0
@@ -121,7 +123,7 @@ Histories = dict[tuple[str, str], tuple[float | None, ...]]  # by device and fie
 def draw_timelines(
     plan: GraphPlan, past: PastTicks, view: TimeView, width: int
 ) -> tuple[Line, ...]:
-    """The heading, each device's graphs, and the time axis."""
+    """Return the heading, each device's graphs, and the time axis."""
     window = TickWindow(plan.graph, view.per_dot, past.ticks, view.stretch)
     column = None if view.cursor is None else view.cursor - window.first_cell
     if column is not None and not 0 <= column < plan.graph:
@@ -140,7 +142,7 @@ def draw_timelines(
 
 
 def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
-    """The newest readings of everything that is drawn."""
+    """Return the newest readings of all drawn devices and metrics."""
     histories: Histories = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -150,13 +152,13 @@ def _read_past(plan: GraphPlan, past: PastTicks, newest: int) -> Histories:
 
 
 def _join_parts(parts: Sequence[Sequence[tuple[Span, ...]]], width: int) -> Iterator[Line]:
-    """Blocks of as many rows side by side."""
+    """Yield lines that join blocks of equal height side by side."""
     for row in zip(*parts, strict=True):
         yield Line(pad(tuple(span for part in row for span in part), width))
 
 
 def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
-    """For each metric one top, the highest of all devices."""
+    """Return the top of the axis for each metric: the highest of all devices."""
     tops: dict[str, float] = {}
     for sample in plan.devices:
         for metric in plan.metrics:
@@ -166,7 +168,7 @@ def _common_tops(plan: GraphPlan, histories: Histories) -> dict[str, float]:
 
 
 def _top(sample: DeviceSample, metric: GraphMetric, values: Sequence[float | None]) -> float:
-    """The upper end of an axis."""
+    """Return the upper end of an axis."""
     given = metric.top(sample)
     if given:
         return given
@@ -182,7 +184,7 @@ def _heading(plan: GraphPlan, width: int) -> Line:
 
 
 def _label(sample: DeviceSample, rows: int, width: int, chosen: bool) -> list[tuple[Span, ...]]:
-    """The device in front of its graphs, in as many rows."""
+    """Return the device's label in front of its graphs, in `rows` rows."""
     room = width - 2
     label = cut(sample.device.label.rpartition("/")[2], room)
     mark = Mark.CURSOR if chosen else " "
@@ -203,7 +205,7 @@ def _graph(
     rows: int,
     column: int | None,
 ) -> Iterator[tuple[Span, ...]]:
-    """A graph with its gutter, row by row from the top."""
+    """Yield the rows of a graph with its gutter, from the top down."""
     gutter = _gutter(sample, metric, top, dots, rows, column)
     for row, text in enumerate(draw_columns(dots, metric.low, top, rows)):
         tone = _row_tone(sample, metric, top, rows, row)
@@ -219,7 +221,9 @@ def _graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Brighter from below; temperatures by the heat that a row stands for."""
+    """Return the tone of a row: brighter towards the top; for temperatures, the tone of the
+    temperature at that height.
+    """
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
         heat = temperature_tone(sample)(metric.low + (top - metric.low) * (height - 0.5 / rows))
@@ -236,8 +240,8 @@ def _gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """The ends of the axis, and between them the newest figure, or that at the cursor; in a high
-    graph the middle of the axis too.
+    """Return the ends of the axis and, between them, the newest value or the value at the cursor;
+    in a high graph, also the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:
@@ -263,7 +267,7 @@ def _figure(reading: Reading, metric: GraphMetric, room: int) -> Span:
 def _axis(
     plan: GraphPlan, window: TickWindow, times: Sequence[float], column: int | None, width: int
 ) -> Line:
-    """The time axis below each column; at the cursor, the time there."""
+    """Return the time axis below each column of graphs, with the time at the cursor."""
     then = time_at(window, times, column) if column is not None else None
     if column is None or then is None:
         each: tuple[Span, ...] = (Span(axis_text(plan.graph, window, times), "dim"),)

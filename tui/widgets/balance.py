@@ -43,7 +43,7 @@ LEAST_LOG = 3  # rows of the log, its heading among them
 
 
 class LanePanel(ListPanel[Lane]):
-    """A panel with a row per device; they scroll where they don't fit."""
+    """A panel with a row for each device, which scrolls if the rows don't fit."""
 
     def __init__(self) -> None:
         super().__init__(id="lanes")
@@ -51,7 +51,7 @@ class LanePanel(ListPanel[Lane]):
         self._samples: Sequence[DeviceSample | None] = ()
 
     def grid(self) -> Grid[Lane]:
-        """The table of these rows."""
+        """Return the table of the device rows."""
         return LANES
 
     def take(
@@ -59,7 +59,7 @@ class LanePanel(ListPanel[Lane]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Show this state, and these readings of each device."""
+        """Show this state, and the newest reading of each device."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = lane_rows(state, self._samples)
@@ -71,7 +71,9 @@ class LanePanel(ListPanel[Lane]):
 
 
 class LogPanel(ListPanel[LogRow]):
-    """A row per measurement in words, the newest first; Enter opens one."""
+    """A panel with a row of text for each measurement, the newest first; Enter
+    opens a measurement.
+    """
 
     OPEN = "screen.open_probe"
 
@@ -80,15 +82,17 @@ class LogPanel(ListPanel[LogRow]):
         self._seen: tuple[ObservationEntry, ...] = ()
 
     def grid(self) -> Grid[LogRow]:
-        """The table of these rows."""
+        """Return the table of the measurements."""
         return LOG
 
     def identity(self, row: LogRow) -> int:
-        """The number of the measurement."""
+        """Return the number of the measurement."""
         return row.number
 
     def take(self, state: SessionState) -> None:
-        """Show these measurements; the cursor stays on its own, or on the newest."""
+        """Show the measurements of this state; the cursor stays on its measurement,
+        or on the newest.
+        """
         if state.seen is not self._seen:
             self._seen = state.seen
             follows = self.cursor == 0
@@ -101,7 +105,9 @@ class LogPanel(ListPanel[LogRow]):
 
 
 class ResultPanel(Lines):
-    """The verdict over the whole width, with the keys that lead on; Enter opens all of it."""
+    """The verdict over the whole width, with the keys for the next steps; Enter opens
+    the whole result.
+    """
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -117,13 +123,13 @@ class ResultPanel(Lines):
         self.show(result_lines(state, *self.size, keys))
 
     def click_row(self, row: int, clicks: int) -> None:
-        """A double click opens all of it."""
+        """Open the whole result on a double click."""
         if clicks >= 2:
             self.call_later(self.run_action, "screen.read_all")
 
 
 class BalanceView(UsesApp, Widget):
-    """Draws one state; on a small terminal charts are dropped before the text."""
+    """Draws one state; on a small terminal, charts are dropped before text."""
 
     def __init__(self, keys: Callable[[], Sequence[KeyHint]]) -> None:
         super().__init__(id="balance")
@@ -131,8 +137,8 @@ class BalanceView(UsesApp, Widget):
         self._keys = keys
 
     def compose(self) -> ComposeResult:
-        """What the search does, or its result; the devices; curves and the best so far; shares and
-        rivals; the log.
+        """Make the panels: what the search does, or its result; the devices; the curves and the
+        best throughput so far; shares and rivals; the log.
         """
         yield Lines("Search", id="story", classes="panel")
         yield ResultPanel()
@@ -201,7 +207,7 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#log").styles.height = max(0, left - charts - facts)
 
     def _top_rows(self, width: int, frame: int, most: int) -> int:
-        """Rows of the result, or of the story and its notes."""
+        """Return the rows of the result, or of the story and its notes."""
         if self.shows_result:
             with_charts = most - LEAST_CHART - frame - 2
             if with_charts >= LEAST_RESULT:
@@ -211,8 +217,8 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Rows of shares and rivals; none once the result has them, nor before there is anything to
-        compare.
+        """Return the rows of shares and rivals; 0 if the result shows them, or if there is nothing
+        to compare yet.
         """
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
@@ -222,8 +228,8 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """The bar, the global batch and the legend, and one more for a split that is being
-        measured.
+        """Return the rows of the bar, the global batch and the legend, plus one for a split that
+        is being measured.
         """
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

@@ -1,5 +1,5 @@
-"""A widget that draws lines, one per panel: Textual's table of cells and sparklines costs five
-times as much CPU.
+"""A widget that draws lines, one for each panel. Textual's own table and sparklines need five times
+as much CPU time.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """A widget as it was drawn last."""
+    """The result of a widget's last drawing, which is reused."""
 
     crop: Region
     rows: list[Strip]  # frame included
@@ -48,10 +48,10 @@ class _Drawn(NamedTuple):
 
 
 class Lines(UsesApp, Widget):
-    """Draws the lines it is given; only changed lines are redrawn."""
+    """Draws given lines; only changed lines are redrawn."""
 
     class Resized(Message):
-        """The widget has another size; its lines must be rebuilt."""
+        """The message that the widget's size has changed; its lines must be rebuilt."""
 
     def __init__(
         self,
@@ -71,7 +71,7 @@ class Lines(UsesApp, Widget):
 
     @property
     def lines(self) -> tuple[Line, ...]:
-        """The lines that are drawn."""
+        """The lines that are being drawn."""
         return self._lines
 
     @property
@@ -80,7 +80,7 @@ class Lines(UsesApp, Widget):
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
-        """Rebuild the lines, for a widget that makes its own."""
+        """Rebuild the lines; for a subclass that makes its own lines."""
 
     def show(self, lines: Sequence[Line]) -> None:
         """Draw these lines from now on."""
@@ -94,7 +94,7 @@ class Lines(UsesApp, Widget):
             self.refresh(*(Region(left, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
-        """Set the frame's texts, as plain text; only changes are redrawn."""
+        """Set the texts of the frame, as plain text; only changed texts are redrawn."""
         if title is not None and title != self._title:
             self._title = title
             self.border_title = Content(self.evener.shown(title))
@@ -109,8 +109,8 @@ class Lines(UsesApp, Widget):
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """The rows, frame included; where only lines have changed, Textual isn't asked: it looks up
-        styles for each.
+        """Return the rows, including the frame. If only lines have changed, Textual's own method
+        isn't called, because it looks up styles for each line.
         """
         drawn = self._drawn
         if drawn is None or drawn.crop != crop:
@@ -128,8 +128,8 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """The whole widget's strips to keep, unless a part of it is hidden, or filters change the
-        colours.
+        """Return the strips of the whole widget for reuse, or None if a part of the widget is
+        hidden, or if filters change the colours.
         """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
@@ -148,7 +148,7 @@ class Lines(UsesApp, Widget):
         return self._draw(y, self.size.width)
 
     def _draw(self, y: int, width: int) -> Strip:
-        """A line, cut or padded to the width."""
+        """Draw a line, truncated or padded to the width."""
         line = self._lines[y] if y < len(self._lines) else BLANK
         draws_ascii, cursor = self.evener.ascii, line.cursor
         styles = self._styles_by_tone
@@ -161,7 +161,9 @@ class Lines(UsesApp, Widget):
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """All but the one that replaces the terminal's own colours: no tone has one of them."""
+        """Return all filters except the one that replaces the terminal's own colours, which
+        no tone uses.
+        """
         return [
             each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)
         ]
@@ -191,7 +193,9 @@ class Lines(UsesApp, Widget):
         self.refresh()
 
     def on_resize(self) -> None:
-        """Fill the new size at once, so that no row stays empty, or ask for lines of that size."""
+        """Fill the new size at once, so that no row stays empty, or request lines for
+        the new size.
+        """
         self.redraw()
         self.post_message(self.Resized())
 
@@ -201,7 +205,7 @@ class Lines(UsesApp, Widget):
         self.redraw()
 
     def on_click(self, event: Click) -> None:
-        """Find out which row was clicked."""
+        """Find the clicked row and cell."""
         if "@click" in event.style.meta:
             return
         offset = event.get_content_offset(self)
@@ -210,9 +214,9 @@ class Lines(UsesApp, Widget):
             self.click_row(offset.y, event.chain)
 
     def click_cell(self, x: int, y: int) -> None:
-        """A cell was clicked; both count from the first cell of the first line."""
+        """Handle a click on a cell; `x` and `y` count from the first cell of the first line."""
 
     def click_row(self, row: int, clicks: int) -> None:
-        """A row was clicked, outside any span with its own action; `row` counts from the first
-        line.
+        """Handle a click on a row, outside any span with its own action; `row` counts from
+        the first line.
         """

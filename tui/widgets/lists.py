@@ -1,5 +1,5 @@
-"""Panels of rows with a cursor, which keys, wheel and clicks move; sorted, or with ticks; and a
-choice of words.
+"""Panels of rows with a cursor, which keys, wheel and clicks move: sorted lists, lists with check
+marks, and a choice among words.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from .lines import Lines
 
 
 class ListPanel(Lines, Generic[RowT]):
-    """Rows below a heading line; the cursor is a position among all rows, `top` the first one
-    shown.
+    """Rows below a heading line; the cursor is an index into all rows, `top` is the
+    first visible row.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -51,7 +51,7 @@ class ListPanel(Lines, Generic[RowT]):
     OPEN = ""  # the action that shows the row under the cursor in full; empty: rows have no details
 
     class Moved(Message):
-        """The cursor is on another row."""
+        """The message that the cursor has moved to another row."""
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id, classes="panel")
@@ -62,12 +62,12 @@ class ListPanel(Lines, Generic[RowT]):
 
     @property
     def position(self) -> Position:
-        """The cursor, drawn while the panel has the focus."""
+        """The cursor's position; the cursor is drawn while the panel has the focus."""
         return Position(self.cursor, self.top, self.has_focus)
 
     @property
     def count(self) -> int:
-        """The number of rows; with a filter, of those that match it."""
+        """The number of rows; with a filter, the number of matching rows."""
         return len(self.rows)
 
     @property
@@ -85,7 +85,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.post_message(self.Moved())
 
     def grid(self) -> Grid[RowT]:
-        """The table of its rows."""
+        """Return the table of the panel's rows."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -97,13 +97,13 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """The identity of a row, on which the cursor stays as others come and go; None: it stays in
-        its place.
+        """Return the identity of a row, which the cursor follows as rows are added or removed; if
+        None, the cursor keeps its index.
         """
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
-        """Take these rows, with the cursor on the one that it was on."""
+        """Replace the rows; the cursor stays on the same row."""
         was_empty, self.rows = not self.rows, rows
         if was_empty != (not rows):
             self.refresh_bindings()
@@ -115,21 +115,21 @@ class ListPanel(Lines, Generic[RowT]):
             self._note_cursor()
 
     def _note_cursor(self) -> None:
-        """Remember the row, not its place."""
+        """Remember the identity of the cursor's row, because its index may change."""
         self._under_cursor = self.identity(self.chosen) if self.chosen is not None else None
 
     def action_page(self, pages: int) -> None:
-        """Move by as many rows as are visible."""
+        """Move the cursor by `pages` times the number of visible rows."""
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only what a row can have done."""
+        """True for an action that is possible on the current row."""
         if action == "tag":
             return bool(self.count)
         return action != "open" or bool(self.OPEN and self.count)
 
     async def action_open(self) -> None:
-        """Show the row under the cursor in full."""
+        """Show all details of the row under the cursor."""
         if self.count and self.OPEN:
             await self.app.run_action(self.OPEN)
 
@@ -153,8 +153,8 @@ class ListPanel(Lines, Generic[RowT]):
 
 
 class SortedPanel(ListPanel[RowT]):
-    """A list that is sorted and filtered, in which rows are marked; the cursor stays on its row as
-    they move.
+    """A list that is sorted and filtered, in which rows can be marked; the cursor follows its row
+    as rows move.
     """
 
     COLUMNS: ClassVar[Sequence[Column[Any]]]
@@ -168,17 +168,17 @@ class SortedPanel(ListPanel[RowT]):
         super().__init__(title, id=id)
         self.order = order
         self.words = ""
-        self.found: Sequence[RowT] = ()  # those that the filter leaves out, too
+        self.found: Sequence[RowT] = ()  # including rows that the filter hides
         self.tagged: frozenset[Hashable] = frozenset()
 
     @property
     def chosen_rows(self) -> tuple[RowT, ...]:
-        """The marked rows; without any, the one under the cursor."""
+        """The marked rows; if no row is marked, the row under the cursor."""
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
     def words_of(self, row: RowT) -> str:
-        """The words of a row that the filter looks at."""
+        """Return the text of a row that the filter searches."""
         raise NotImplementedError
 
     def take(self, found: Sequence[RowT]) -> None:
@@ -187,7 +187,7 @@ class SortedPanel(ListPanel[RowT]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Sort, filter and draw the rows; the heading says what the filter leaves."""
+        """Sort, filter and draw the rows; the heading says how many rows match the filter."""
         kept = [row for row in self.found if matches(self.words_of(row), self.words)]
         self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
         total = len(self.found)
@@ -202,7 +202,7 @@ class SortedPanel(ListPanel[RowT]):
         return (Span(Mark.TAGGED if self.identity(row) in self.tagged else "", "speed"),)
 
     def action_tag(self) -> None:
-        """Mark the row under the cursor, or remove its mark, and go on to the next."""
+        """Mark the row under the cursor, or remove its mark, and move to the next row."""
         if self.chosen is not None:
             self.tagged ^= {self.identity(self.chosen)}
             self.action_move(1)
@@ -222,20 +222,18 @@ class SortedPanel(ListPanel[RowT]):
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by a column, as a click on its title does; the same column again reverses the
-        order.
-        """
+        """Sort by a column, like a click on its title; the same column again reverses the order."""
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
     def filter_by(self, words: str) -> None:
-        """Keep the rows that match every word."""
+        """Show only the rows that match every word."""
         self.words = words
         self.redraw()
 
 
 class Ticks(ListPanel[tuple[str, str]]):
-    """A list in which several entries, or exactly one, are ticked."""
+    """A list in which either several entries or exactly one entry can be ticked."""
 
     HEADING_ROWS = 0
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -244,7 +242,7 @@ class Ticks(ListPanel[tuple[str, str]]):
     ]
 
     class Ticked(Message):
-        """Other entries are ticked."""
+        """The message that the set of ticked entries has changed."""
 
     # Textual's name
     def __init__(self, *, id: str, title: str, single: bool = False) -> None:  # noqa: A002
@@ -253,13 +251,13 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.ticked: frozenset[int] = frozenset()
 
     def offer(self, entries: Sequence[tuple[str, str]], ticked: frozenset[int]) -> None:
-        """Set the name and note of each entry, and which ones are ticked."""
+        """Set the name and note of each entry, and which entries are ticked."""
         self.rows, self.ticked = entries, ticked
         self.cursor = min(ticked, default=0) if self._single else 0
         self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the rows; the first and the last one say how many more are hidden."""
+        """Rebuild the rows; the first and the last row say how many more entries are hidden."""
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
@@ -285,13 +283,15 @@ class Ticks(ListPanel[tuple[str, str]]):
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor; where one entry is ticked, it is the one under the cursor."""
+        """Move the cursor; if exactly one entry can be ticked, tick the entry under the cursor."""
         super().action_move(rows)
         if self._single and self.count and self.ticked != frozenset({self.cursor}):
             self.action_tick()
 
     def action_tick(self) -> None:
-        """Tick the entry under the cursor, or untick it where several may be ticked."""
+        """Tick the entry under the cursor; if several may be ticked, a second time
+        removes the tick.
+        """
         if not self.count:
             return
         here = frozenset({self.cursor})
@@ -300,26 +300,26 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.post_message(self.Ticked())
 
     def tick_only(self, place: int) -> None:
-        """Tick this entry and no other."""
+        """Tick the entry at this index and no other."""
         if 0 <= place < self.count and self.ticked != frozenset({place}):
             self.ticked = frozenset({place})
             self.cursor = place
             self.redraw()
 
     def click_row(self, row: int, clicks: int) -> None:
-        """A click ticks."""
+        """Tick the clicked entry."""
         if self.top + row < self.count:
             self.action_move(self.top + row - self.cursor)
             self.action_tick()
 
 
 class OneOf(Lines):
-    """A choice among a few words; left, right, Space or a click changes it."""
+    """A choice among a few words; the left and right keys, Space or a click change it."""
 
     can_focus = True
 
     class Changed(Message):
-        """Another word is chosen."""
+        """The message that another word was chosen."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("right,space,enter", "change(1)", "Next", show=False),
@@ -353,5 +353,5 @@ class OneOf(Lines):
         self.post_message(self.Changed())
 
     def click_row(self, row: int, clicks: int) -> None:
-        """A click goes to the next word."""
+        """Choose the next word on a click."""
         self.action_change(1)

@@ -1,4 +1,6 @@
-"""A panel with a chart: arrows, wheel or a click move its cursor, which reads out the points."""
+"""A panel with a chart; arrow keys, wheel or clicks move its cursor, and the points at the cursor
+are read out.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +15,7 @@ from .lines import Lines
 
 
 class ChartPanel(Lines):
-    """Draws a chart that it is given; the cursor stays where it was as points are added."""
+    """Draws a given chart; the cursor keeps its x as points are added."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "step(-1)", "Point before", show=False),
@@ -26,14 +28,14 @@ class ChartPanel(Lines):
     can_focus = True
 
     class Moved(Message):
-        """The cursor is on another point, or gone."""
+        """The message that the cursor has moved to another point, or is hidden."""
 
         def __init__(self, x: float | None) -> None:
             super().__init__()
             self.x = x
 
     class Scaled(Message):
-        """The axes are on another scale."""
+        """The message that the scale of the axes has changed."""
 
         def __init__(self, log2: bool) -> None:
             super().__init__()
@@ -45,24 +47,24 @@ class ChartPanel(Lines):
 
     @property
     def log2(self) -> bool:
-        """True on log-2 axes, as the settings say."""
+        """True if the settings ask for log2 axes."""
         return self.evener.settings.log_axes
 
     def take(self, chart: Chart) -> None:
-        """Draw this chart; the scale and the cursor stay the panel's own."""
+        """Draw this chart; the panel keeps its own scale and cursor."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
         self.chart = chart._replace(cursor=cursor)
         self.redraw()
 
     @property
     def shown_chart(self) -> Chart:
-        """The chart on the scale that was chosen; axes that are linear by themselves stay so."""
+        """The chart on the chosen scale; axes that are linear in the given chart stay linear."""
         if self.log2:
             return self.chart
         return self.chart._replace(log2_x=False, log2_y=False)
 
     def redraw(self) -> None:
-        """Draw the chart and what the cursor reads out in the current size."""
+        """Draw the chart and the read-out at the cursor in the current size."""
         width, height = self.size
         chart = self.shown_chart
         lines = draw_chart(chart, width, height - 1)
@@ -71,14 +73,16 @@ class ChartPanel(Lines):
         self.show(lines)
 
     def move_to(self, x: float | None) -> None:
-        """Put the cursor on this x, or take it away."""
+        """Move the cursor to this x, or hide it if `x` is None."""
         if x != self.chart.cursor:
             self.chart = self.chart._replace(cursor=x)
             self.redraw()
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by this many points; the first step shows it at the last point."""
+        """Move the cursor by this many points; the first step shows the cursor at
+        the last point.
+        """
         stops = self.chart.stops()
         if not stops:
             return
@@ -89,13 +93,13 @@ class ChartPanel(Lines):
         self.move_to(stops[max(0, min(place, len(stops) - 1))])
 
     def action_toggle_scale(self) -> None:
-        """Switch between log-2 and linear axes."""
+        """Switch between log2 and linear axes."""
         self.evener.keep(log_axes=not self.log2)
         self.redraw()
         self.post_message(self.Scaled(self.log2))
 
     def action_hide_cursor(self) -> None:
-        """Take the cursor away."""
+        """Hide the cursor."""
         self.move_to(None)
 
     def click_cell(self, x: int, y: int) -> None:
@@ -105,11 +109,11 @@ class ChartPanel(Lines):
             self.move_to(nearest(self.chart.stops(), frame, x - frame.left))
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Go to the next point."""
+        """Move the cursor to the next point."""
         event.stop()
         self.action_step(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Go to the point before."""
+        """Move the cursor to the previous point."""
         event.stop()
         self.action_step(-1)

@@ -1,4 +1,4 @@
-"""A panel of graphs over time, all with one cursor."""
+"""A panel of graphs over time that share one cursor."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .lines import Lines
 
 
 class TimelinePanel(Lines):
-    """Graphs of every device that has room, or of those around the chosen one."""
+    """Graphs of all devices that fit, or of the devices around the chosen device."""
 
     def __init__(self) -> None:
         super().__init__(id="graphs", classes="panel")
@@ -27,17 +27,17 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """Seconds that are shown at least: of those to choose from, the nearest to the setting."""
+        """The least seconds that are shown: the available span nearest to the setting."""
         return nearest_span(self.evener.settings.graph_seconds)
 
     @property
     def shows_all(self) -> bool:
-        """True where every device has its graphs."""
+        """True if the graphs of every device fit."""
         plan = self._plan
         return self.display and plan is not None and len(plan.devices) == len(self._samples)
 
     def take(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
-        """Draw these devices, whose past the app's sampler has."""
+        """Draw the graphs of these devices; the app's sampler stores their history."""
         self._samples, self._chosen = samples, chosen
         self.redraw()
 
@@ -57,7 +57,9 @@ class TimelinePanel(Lines):
         self._entitle(self._plan)
 
     def _settle_scale(self, plan: GraphPlan) -> None:
-        """Choose the scale of time; the cursor, which is a cell, means nothing in another one."""
+        """Choose the time scale; a change hides the cursor, because a cell stands
+        for another time.
+        """
         publisher = self.evener.publisher
         per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
         scale = scale_young(per_dot, publisher.ticks, plan.graph)
@@ -80,7 +82,7 @@ class TimelinePanel(Lines):
         return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
-        """Move the cursor by cells; the first step shows it at the newest."""
+        """Move the cursor by `cells`; the first step shows it at the newest cell."""
         window = self._window()
         if window is None:
             return
@@ -92,7 +94,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def hide_cursor(self) -> None:
-        """Take the cursor away."""
+        """Hide the cursor."""
         self.cursor = None
         self.redraw()
 
@@ -104,12 +106,12 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def toggle_scale(self) -> None:
-        """Draw all devices on one scale, or each on its own."""
+        """Switch between one scale for all devices and a scale for each device."""
         self.evener.keep(common_scale=not self.evener.settings.common_scale)
         self.redraw()
 
     def click_cell(self, x: int, y: int) -> None:
-        """Put the cursor on the time that was clicked."""
+        """Move the cursor to the clicked time."""
         window = self._window()
         if window is None or self._plan is None:
             return
