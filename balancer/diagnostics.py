@@ -50,7 +50,7 @@ from .store.links import save_links
 Level = Literal["ok", "note", "problem"]
 
 IMPORT_SECONDS = 120
-MUCH = 1.15  # times as fast: more than two measurements of a link differ by
+MUCH = 1.15  # the factor by which one link must be faster; measurements of one link differ by less
 _QUERIES = {
     "tensorflow": (
         "import tensorflow as m; print(m.__version__, len(m.config.list_physical_devices('GPU')))"
@@ -69,7 +69,7 @@ _INSTALL = {
     "tensorflow": "pip install 'evener[tensorflow]', or evener[tensorflow-cuda] with an NVIDIA GPU",
     "torch": "pip install 'evener[torch]'",
 }
-EXTRAS = {  # what each adds, and the modules that it brings
+EXTRAS = {  # what each extra adds, and its modules
     "app": ("the full-screen app", ("textual",)),
     "web": ("the app in a browser", ("textual_serve",)),
     "metrics": ("monitor --metrics", ("prometheus_client",)),
@@ -115,7 +115,7 @@ def check_links(
         remedy = f"To measure them: {_INSTALL['torch']}."
         return (Check("links", "note", "are measured by PyTorch, which isn't there", remedy),), ()
     figures = measure_links(devices, report)
-    with suppress(EvenerError):  # a folder that can't be written is a check of its own
+    with suppress(EvenerError):  # an unwritable folder has its own check
         save_links(devices, driver, figures)
     sets = dict.fromkeys(figure.devices for figure in figures)
     grouped = [[one for one in figures if one.devices == labels] for labels in sets]
@@ -386,7 +386,7 @@ def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
     """Merge equal results of several hosts, in the order of the first host's. Each names its hosts
     unless all hosts share it.
     """
-    hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and its result
+    hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():
         for check in checks:
             hosts.setdefault(check.name, {}).setdefault(check, []).append(host)

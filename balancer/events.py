@@ -35,7 +35,7 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
     """A measurement began. Several may run at the same time."""
 
     probe: Probe
-    at_seconds: float  # of the session's clock
+    at_seconds: float  # on the session's clock
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
@@ -46,13 +46,13 @@ class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     # preparing
     phase: str
     samples_per_second: float | None
-    relative_interval: float | None  # half-width of the 95 % interval / the figure
+    relative_interval: float | None  # half-width of the 95 % interval, relative to the value
     at_seconds: float
-    phase_seconds: float = 0.0  # how long it has been in this phase
+    phase_seconds: float = 0.0  # time spent in this phase so far
     where: str = ""  # "file.py:12": the user's own line at which it was stopped
 
 
-Report = Callable[[ProbeProgress], None]  # is called from any thread
+Report = Callable[[ProbeProgress], None]  # may be called from any thread
 
 
 class Observed(msgspec.Struct, frozen=True, tag=True):
@@ -79,10 +79,10 @@ class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
 
     plan: Plan
     results: tuple[Result, ...]  # every layout measured in the race, best first
-    verdict: str  # what to do and what it gains, then remarks, a line each
-    interrupted: bool  # by the user, with the best plan so far
+    verdict: str  # the recommendation and its gains, then remarks, one per line
+    interrupted: bool  # stopped by the user, with the best plan so far
     at_seconds: float
-    budget_seconds: float | None = None  # if it isn't that of the request any more
+    budget_seconds: float | None = None  # if it differs from the request's
     found: Verdict | None = None  # the verdict's fields; None in journals up to 0.2
 
 
@@ -156,7 +156,7 @@ class EventThread:
     def _next_event(self) -> Event | None:
         event = self._events.get()
         if event is None:
-            self._events.put(None)  # for a reader that goes on
+            self._events.put(None)  # for a reader that continues
         if isinstance(event, BaseException):
             raise event
         return event

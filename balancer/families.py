@@ -20,7 +20,7 @@ from .number_format import join_shares
 from .types import Layout
 
 PackMode = Literal["", "logical", "mps"]
-MOST_NAMED = 8  # devices in an answer; the table beside it has the shares of more
+MOST_NAMED = 8  # devices in a recommendation; the table beside it lists the shares of more devices
 MODES: dict[str, str] = {"": "", "logical": " with equal parts of the memory", "mps": " under MPS"}
 
 
@@ -28,7 +28,7 @@ class Placement(msgspec.Struct, frozen=True):
     """A workload's own way to place the parts of its model on devices."""
 
     name: str
-    devices: int = 2  # most that it uses
+    devices: int = 2  # the maximum number it uses
 
 
 class Offer(Protocol):
@@ -91,12 +91,12 @@ class Family(ABC):
     name: str
     kind: str
     fewest_devices = 1
-    simplicity = 0  # of layouts that tie, the one with the least is chosen
-    start_cost = 1.0  # to start one of its processes, as a multiple of that of a device alone
+    simplicity = 0  # of layouts that tie, the one with the lowest value is chosen
+    start_cost = 1.0  # of starting one of its processes, relative to a process on a single device
     more_children = False  # its layouts need processes that exploration doesn't start
-    in_balance = False  # `evener balance` looks at its layouts too
-    explored = False  # exploration measures its layouts, and costs that only they show
-    equal_shares = False  # what frameworks do by default: gains are said against it
+    in_balance = False  # `evener balance` also considers its layouts
+    explored = False  # exploration measures its layouts, and costs that only they reveal
+    equal_shares = False  # what frameworks do by default: gains are stated relative to it
     plural = ""  # the name of several layouts, for families that don't train by shares
 
     @property

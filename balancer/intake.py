@@ -37,7 +37,7 @@ SIMULATED = "Measured on simulated devices, whose speeds are written down, not o
 NOT_RUN = "simulated devices have the speeds of a model of their own."
 REAL_ALONE = {"precision": "--precision", "xla": "--xla", "input": "--input", "engine": "--engine"}
 LARGEST_BATCH = 1 << 30
-LARGEST_SEED = (1 << 63) - 1  # that a plan keeps
+LARGEST_SEED = (1 << 63) - 1  # the largest that a plan can store
 MOST_DEVICES = 1024
 
 
@@ -76,7 +76,7 @@ def read_job(header: Header) -> Job:
 
 
 def _check_fit(job: Job, settings: object) -> None:
-    """Raises RequestError for an option or a setting that the devices or the
+    """Raise RequestError for an option or a setting that the devices or the
     framework don't support.
     """
     request = job.request
@@ -96,7 +96,7 @@ def _check_fit(job: Job, settings: object) -> None:
 
 
 def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> None:
-    """Raises RequestError if the engine can't train in this framework on these devices."""
+    """Raise RequestError if the engine can't train in this framework on these devices."""
     if framework != "tensorflow":
         raise RequestError(
             f"--engine {engine} is TensorFlow's; {framework} has none.", "Leave --engine out."
@@ -118,7 +118,7 @@ def _check_engine(engine: str, framework: str, devices: Sequence[Device]) -> Non
 
 
 def _check_writable(settings: object) -> None:
-    """Raises RequestError for settings that a journal can't store."""
+    """Raise RequestError for settings that a journal can't store."""
     try:
         msgspec.json.encode(settings)
     except (TypeError, ValueError, OverflowError) as error:
@@ -128,7 +128,7 @@ def _check_writable(settings: object) -> None:
 
 
 def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
-    """Raises RequestError if a device can't report its energy."""
+    """Raise RequestError if a device can't report its energy."""
     for position, device in enumerate(devices):
         if device.on_cpu:
             raise RequestError(
@@ -205,7 +205,7 @@ def check_here(devices: tuple[Device, ...], framework: str) -> tuple[str, ...]:
 
 
 def check_request(request: Request) -> None:
-    """Raises RequestError for the first option whose value is out of range."""
+    """Raise RequestError for the first option whose value is out of range."""
     _check_batches(request)
     _check_numbers(request)
     for option, word, words in (
@@ -274,7 +274,7 @@ def _check_numbers(request: Request) -> None:
 
 
 def check_problem(problem: Problem) -> None:
-    """Raises RequestError for a problem that has no solution."""
+    """Raise RequestError for a problem that has no solution."""
     quantum = problem.multiple_of
     batch = problem.global_batch
     largest = problem.largest_share
@@ -301,8 +301,8 @@ def check_problem(problem: Problem) -> None:
 
 
 SINGLE = "single"  # a placement that is a solo layout
-WORKERS = "workers"  # the word for several numbers of a loader's worker processes
-KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by what --try calls them
+WORKERS = "workers"  # the name for trying several numbers of loader worker processes
+KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by their names in --try
     "xla": ("xla",),
     "mixed": ("mixed",),
     WORKERS: ("workers0", "workers2", "workers4", "workers8"),

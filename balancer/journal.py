@@ -32,7 +32,7 @@ from .types import (
     upgrade_probe,
 )
 
-SCHEMA = 2  # 1: before a share could be taken in passes
+SCHEMA = 2  # 1: before shares could be computed in passes
 LARGEST_FILE_BYTES = 256 << 20
 LONGEST_LINE_BYTES = 8 << 20
 MOST_DEVICES = 4096
@@ -54,7 +54,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     devices: tuple[Device, ...]
     workload: str
     framework: str
-    evener: str  # this program's version
+    evener: str  # evener's version
     largest_share: int | None = None  # the workload can't make a larger batch for one device
     notes: tuple[str, ...] = ()  # about the devices, for the plan
     schema: int = SCHEMA
@@ -76,7 +76,7 @@ class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
     """The search requested these probes, to be run at the same time."""
 
     probes: tuple[Probe, ...]
-    at_seconds: float  # of the session's clock
+    at_seconds: float  # on the session's clock
 
 
 class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry"):
@@ -95,7 +95,7 @@ class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
     """The session ended without a plan."""
 
-    message: str  # why, in a sentence
+    message: str  # why it failed, one sentence
     at_seconds: float
 
 
@@ -300,7 +300,7 @@ class _Stamp(msgspec.Struct):
 
 
 def _check_schema(text: bytes, path: Path) -> None:
-    """Raises RequestError if the first line was written by a newer evener, whatever
+    """Raise RequestError if the first line was written by a newer evener, whatever
     else it contains.
     """
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-ADAPTER_BYTES = 16 * 0.01  # whole on each device
+ADAPTER_BYTES = 16 * 0.01  # held whole on each device
 
 
 class TrainingWay(msgspec.Struct, frozen=True):
@@ -42,8 +42,8 @@ class TrainingWay(msgspec.Struct, frozen=True):
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)
 
 
-# itself, its gradient and two averages
+# the parameter, its gradient and two averages
 FULL = TrainingWay("full", "AdamW in float32", 16.0)
 LORA = TrainingWay("lora", "LoRA (r=16, bfloat16)", 2.0, ADAPTER_BYTES)
-# two parameters a byte, and statistics of 64 of them, which have statistics too
+# two parameters per byte, and statistics per 64 parameters, which have statistics too
 QLORA = TrainingWay("qlora", "QLoRA (r=16, 4 bits)", 0.5, 0.016 + ADAPTER_BYTES)

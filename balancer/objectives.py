@@ -23,12 +23,12 @@ class Objective(msgspec.Struct, frozen=True):
     """
 
     name: str  # on the command line, in journals and in JSON
-    summary: str  # for the help, behind the name
+    summary: str  # for the help text, after the name
     unit: str = "samples/s"
     trades_speed: bool = False
-    uses_lengths: bool = True  # rows are dealt by what their lengths cost, where they have any
-    needs_lengths: bool = False  # without lengths of rows it can't be counted
-    needs_energy: bool = False  # without the devices' power it can't be counted
+    uses_lengths: bool = True  # rows are assigned by their lengths' cost, if they have any
+    needs_lengths: bool = False  # can't be computed if rows have no lengths
+    needs_energy: bool = False  # can't be computed without the devices' power
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """Return the objective's value for a layout with this rate and these measurements; 0 if

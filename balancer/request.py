@@ -36,14 +36,14 @@ class Request(msgspec.Struct, frozen=True):
     global_batch: int | None = None  # fixed: the shares sum to it
     max_global_batch: int | None = None
     multiple_of: int = 1
-    objective: str = SPEED.name  # the name of what to have most of
-    # that an objective which trades speed may cost: a part of the fastest layout's
+    objective: str = SPEED.name  # the name of the metric to maximize
+    # the speed that an objective may trade away, as a fraction of the fastest layout's
     max_slowdown: float = 0.1
-    noise_scale: NoiseScale | None = None  # of the gradient, as a training has measured it
-    # rows of a step that the training script takes, or that the noise scale is of
+    noise_scale: NoiseScale | None = None  # of the gradient, as measured in a training
+    # rows per step of the training script, or the rows that the noise scale refers to
     own_batch: int | None = None
-    budget_seconds: float | None = 120.0  # None: until the evidence is enough
-    tolerance: float = 0.02  # within it of the best, the smallest global batch wins
+    budget_seconds: float | None = 120.0  # None: until the results are precise enough
+    tolerance: float = 0.02  # within this of the best layout, the smallest global batch wins
     seed: int = 0
     precision: str = "float32"
     xla: bool = False
@@ -52,7 +52,7 @@ class Request(msgspec.Struct, frozen=True):
     # a share that doesn't fit at once is computed in passes; off: each share is one pass
     micro: str = "auto"
     pace: float = 0.0  # simulated devices: 1 takes real time
-    share: bool = False  # run even if another session is using the devices
+    share: bool = False  # run even if another session uses the devices
     compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
 
 

@@ -26,7 +26,7 @@ CHANGEABLE = (
     "share",
     "compare",
     "ray_address",
-)  # without effect on earlier measurements
+)  # can change without affecting earlier measurements
 
 
 class Run(msgspec.Struct):
@@ -37,11 +37,11 @@ class Run(msgspec.Struct):
     job: Job
     began_with: Record
     journal: Journal
-    locks: ExitStack  # which close the journal too
-    replayed: int = 0  # observations that it had before
-    raised_budget: float | None = None  # the budget, if it isn't that with which the run began
+    locks: ExitStack  # closing them also closes the journal
+    replayed: int = 0  # observations from before it was resumed
+    raised_budget: float | None = None  # the budget, if it differs from the original one
     spend_all: bool = False  # it had ended, and was given more time
-    _written: list[LaterEntry] = []  # since it began
+    _written: list[LaterEntry] = []  # entries since it was opened
 
     @property
     def id(self) -> str:
@@ -169,7 +169,7 @@ def _read_budget(record: Record) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raises RequestError if an option differs from the run's own, as the earlier measurements
+    """Raise RequestError if an option differs from the run's own, as the earlier measurements
     would not apply.
     """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
@@ -185,7 +185,7 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_hope(record: Record) -> None:
-    """Raises RequestError if the workload's own code failed before anything ran, as there is no
+    """Raise RequestError if the workload's own code failed before anything ran, as there is no
     measurement to reuse.
     """
     seen = [entry.seen for entry in record.seen]

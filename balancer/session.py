@@ -28,8 +28,8 @@ from .store.links import note_link
 from .store.runs import make_search
 from .types import End, Facts, Failed, Observation, OutOfMemory, Probe, Stop, Timed
 
-GRACE_SECONDS = 2.0  # beyond the budget, for probes that still run when it ends;
-GRACE_SHARE = 0.1  # of the budget, if that is more and one of them makes steps
+GRACE_SECONDS = 2.0  # beyond the budget, for probes that are still running when it ends;
+GRACE_SHARE = 0.1  # or this fraction of the budget, if that is more and a probe is running steps
 STEPPING = ("warming up", "measuring")
 POLL_SECONDS = 0.1
 FIRST_SECONDS = {
@@ -58,7 +58,7 @@ class Session(EventThread):
         began, facts, seen = record.clock_seconds, record.facts, record.observations
         self._facts, self._seen = facts, list(seen)
         self._out_of_memory = sum(isinstance(one, OutOfMemory) for one in seen)
-        self._linked: set[tuple[Device, ...]] = set()  # whose link is kept
+        self._linked: set[tuple[Device, ...]] = set()  # devices whose link speed is saved
         try:
             errors = runs.errors_path(record.header.run)
             self._search: Search = make_search(run.job, facts, seen, run.spend_all)
@@ -161,7 +161,7 @@ class Session(EventThread):
                     return
             if (
                 measured < len(probes) and not self._halt.is_set()
-            ):  # a simulated prober ended with the budget
+            ):  # a simulated prober ended because of the budget
                 self._late = True
                 self._halt.set()
         finally:
@@ -210,7 +210,7 @@ class Session(EventThread):
             note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
-        """Raises RequestError if the objective needs energy and a device has trained twice
+        """Raise RequestError if the objective needs energy and a device has trained twice
         without reporting any.
         """
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
@@ -296,7 +296,7 @@ class Session(EventThread):
         """
         running = tuple(
             one
-            for one in tuple(self._running.values())  # probes still report, from their threads
+            for one in tuple(self._running.values())  # probes still report, from their own threads
             if one.phase_seconds >= 1 or self._interrupted
         )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
@@ -308,7 +308,7 @@ class Session(EventThread):
         if report is None:
             fault = explain_no_plan(record, self._search.belief(), end)
             if not self._interrupted:
-                with suppress(UnwrittenError):  # the fault says more
+                with suppress(UnwrittenError):  # the fault is more informative
                     run.write(FailedEntry(fault.message, at))
             raise fault
         cut = self._interrupted or self._unwritten is not None

@@ -163,8 +163,8 @@ class RivalRate(NamedTuple):
     batches: tuple[int, ...] = ()
     device: str = ""
     tie: bool = False  # with the plan
-    paired: float | None = None  # the gain of the plan over it, where that is one measured in turn
-    earlier: float = 0.0  # samples/s of one device at this batch, where they were higher before
+    paired: float | None = None  # the plan's gain over it, if measured in turns
+    earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RivalRate) -> float | None:
         """Return this layout's gain over another, from the printed rates or as measured in turn.

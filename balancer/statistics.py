@@ -14,14 +14,14 @@ from .number_format import relative_error
 from .types import Interval
 
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
-UNKNOWN = 0.25  # relative error of samples/s, beyond which they aren't compared
+UNKNOWN = 0.25  # relative error of samples/s above which they aren't compared
 # relative standard error of a lone step, whose probe can't show its noise: steps of seconds vary by
 # 1 or 2 %, and the first that is timed may still allocate
 LONE_ERROR = 0.03
-# steps that this assumption counts for, beside one that was seen: what two of them differ by may be
-# little by chance
+# steps that this assumption counts for, beside one measured difference of two steps, which may be
+# small by chance
 LONE_WEIGHT = 2
-# times the step after it: a first step that took longer traced or tuned kernels
+# relative to the step after it: a first step that took longer traced or tuned kernels
 USUAL = 1.2
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom

@@ -44,12 +44,12 @@ from .types import (
     layout_of,
 )
 
-DEFAULT_SECONDS = 10.0  # of a run; one with a number of steps may warm up for half of it
-ALONE_SECONDS = 3.0  # of each device by itself
-BATCHES = 2  # that a dry run steps: two points give a line
-PROBE_SECONDS = 0.5  # of each of them
-# of the bytes: where they rise by less from one batch to the other, an optimizer's peak hides the
-# rows'
+DEFAULT_SECONDS = 10.0  # per run; a run with a number of steps may warm up for half of it
+ALONE_SECONDS = 3.0  # for each device alone
+BATCHES = 2  # the batches that a dry run measures: two points give a line
+PROBE_SECONDS = 0.5  # per batch
+# relative rise of the bytes between the two batches: below it, an optimizer's peak hides the memory
+# of the rows
 TELLING = 0.02
 
 
@@ -70,14 +70,14 @@ class TimedRun(msgspec.Struct, frozen=True):
     samples: int
     samples_per_second: float
     own: tuple[float | None, ...]
-    alone: bool  # `own` was measured with each device by itself
-    steps: int  # timed in this run
-    # peak of each device in this run; None: unknown, or left out
+    alone: bool  # `own` was measured with each device alone
+    steps: int  # timed steps in this run
+    # peak of each device in this run; None: unknown or unused
     memory_bytes: tuple[int | None, ...]
     warnings: tuple[Warned, ...]  # doubts about this run
     this_run: Interval  # samples/s of this run alone
-    power: Power | None = None  # of this run; None: one of the devices doesn't report it
-    samples_per_joule: float | None = None  # of this run, by all devices of the request
+    power: Power | None = None  # in this run; None: a device doesn't report its power
+    samples_per_joule: float | None = None  # in this run, over all devices of the request
 
 
 def _count(number: int, thing: str) -> str:

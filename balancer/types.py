@@ -24,11 +24,10 @@ Count = Annotated[int, Meta(ge=0, le=10**15)]
 Position = Annotated[int, Meta(ge=0, lt=4096)]
 Stage = Literal[
     "solo", "rest", "split", "part", "shard", "pack", "race", "knobs", "check"
-    # rest: alone, the others idle; part: alone, on its rows of a sharded model; shard: a whole step
-    # of
-    # one
+    # rest: alone, the others idle; part: alone, on its rows of a sharded model;
+    # shard: a whole step of a sharded model
 ]
-# device: it or its driver has gone
+# device: the device or its driver was lost
 Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"]
 
 
@@ -42,14 +41,14 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     # pack: trainings side by side, each with the whole share
     processes: Annotated[int, Meta(ge=1, le=4096)] = 1
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
-    knobs: tuple[str, ...] = ()  # on top of what the request says: "xla", "mixed"
+    knobs: tuple[str, ...] = ()  # in addition to the request's settings: "xla", "mixed"
     # rows of one pass, for each device; empty: every share is one pass
     micro: tuple[Count, ...] = ()
-    # by which rows are dealt by their length; `shares` are then mean numbers
+    # rows are assigned by these costs of their lengths; `shares` are then mean row counts
     costs: tuple[Cost | None, ...] = ()
     tokens: tuple[Count, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
-    length: Count = 0  # of every row, where a probe is about one length
-    # of a sharded training: the part of the model's state that each device holds
+    length: Count = 0  # the length of every row, if the probe measures only one
+    # sharded training: the fraction of the model's state on each device
     state: tuple[float, ...] = ()
 
     def __post_init__(self) -> None:
@@ -135,14 +134,14 @@ class Probe(msgspec.Struct, frozen=True):
 
     layout: Layout
     stage: Stage
-    seconds: float  # to measure for at most, warm-up not counted
+    seconds: float  # maximum measuring time, without warm-up
     turn: int = 0
-    whole: bool = False  # measure for all of that time, however soon the figure is sure
+    whole: bool = False  # measure for the full time, even if the result is precise earlier
     steps: int = 0  # steps to measure instead of a time; `seconds` then bounds the warm-up alone
-    after: int = -1  # the turn of the last check that came before it; -1: there was none
+    after: int = -1  # the turn of the last check before this one; -1: none
 
 
-Doubt = Literal[  # in the order in which they are said
+Doubt = Literal[  # in the order in which they are reported
     "not_finite",
     "disturbed",
     "throttled",
@@ -163,16 +162,16 @@ class Warned(msgspec.Struct, frozen=True):
     """
 
     code: Doubt
-    value: float = 0.0  # as measured: a relative size, a share of time, or a step
-    device: int = -1  # position, -1: the whole step
-    taken: float = 0.0  # the part of the CPU time that other work took; 0: unknown
+    value: float = 0.0  # as measured: a relative size, a fraction of time, or a step number
+    device: int = -1  # position; -1: the whole step
+    taken: float = 0.0  # the fraction of the CPU time that other processes took; 0: unknown
 
 
 class Power(msgspec.Struct, frozen=True):
     """The power that the request's devices draw while a layout trains."""
 
-    active_watts: float  # devices that compute
-    idle_watts: float  # devices that are left out
+    active_watts: float  # of the devices that compute
+    idle_watts: float  # of unused devices
 
     @property
     def watts(self) -> float:
@@ -201,16 +200,16 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
     input_seconds: Amount | None = None  # waiting for the rows of a batch
     update_seconds: Amount | None = None  # the optimizer's own step
-    starved_seconds: Amount = 0.0  # its threads were ready to run and had no core
-    # neither the CPU, nor rows, nor other devices were at work; None where that can't be known
+    starved_seconds: Amount = 0.0  # its threads were ready to run but had no core
+    # neither CPU, input nor other devices were busy; None if that can't be measured
     idle_seconds: Amount | None = None
-    taken_by: str = ""  # the programs that had the cores meanwhile
-    # seconds of full work that a lower clock lost, by heat and by a power limit or brake
+    taken_by: str = ""  # the programs that used the cores meanwhile
+    # seconds of full-speed work lost to lower clocks: by heat, and by a power limit or brake
     heat_seconds: Amount = 0.0
     power_seconds: Amount = 0.0
-    # part of the time in which others' kernels ran while its own waited
+    # fraction of the time in which other processes' kernels ran while its own waited
     neighbour: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    neighbours: str = ""  # whose
+    neighbours: str = ""  # the names of those processes
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
@@ -228,25 +227,25 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     step_seconds: Annotated[float, Meta(gt=0, le=10**15)]
     low_seconds: Amount
     high_seconds: Amount
-    steps: int  # timed, warm-up not counted
-    # peak of each device of the request; None: unknown, or left out
+    steps: int  # timed steps, without warm-up
+    # peak of each device of the request; None: unknown or unused
     memory_bytes: tuple[Count | None, ...]
-    # own compute of each device in a step, without waiting; None: unknown
+    # compute time (own work) of each device per step, without waiting; None: unknown
     device_seconds: tuple[Amount | None, ...]
     first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
-    elapsed_seconds: Amount  # of the whole probe, with its start and warm-up
+    elapsed_seconds: Amount  # of the whole probe, including its start and warm-up
     warnings: tuple[Warned, ...] = ()
-    # part of it: starting and building new children, which later probes are spared
+    # included in it: starting and building new children, which later probes don't repeat
     start_seconds: float = 0.0
-    import_seconds: float = 0.0  # part of that: imports, which all later children are spared
-    # of each device's memory, what others held as it began; empty: unknown
+    import_seconds: float = 0.0  # included in that: imports, which no later child repeats
+    # bytes of each device that other processes held at the start; empty: unknown
     short_bytes: tuple[Count, ...] = ()
-    work: tuple[Work | None, ...] = ()  # of each device in a step, where rows have lengths
-    # mean power of each device of the request, idle ones too; None: unknown
+    work: tuple[Work | None, ...] = ()  # per device and step, if rows have lengths
+    # mean power of each device of the request, including idle ones; None: unknown
     watts: tuple[float | None, ...] = ()
-    parts: tuple[PartSeconds | None, ...] = ()  # of each device; empty: unknown
-    kept: KeptBatch | None = None  # the same step without input, where that takes a part of it
-    # a GPU's step whose kernels the host has enqueued before, on that batch; None: unknown
+    parts: tuple[PartSeconds | None, ...] = ()  # per device; empty: unknown
+    kept: KeptBatch | None = None  # the same step without input, if input takes a part of it
+    # a GPU's step on that batch with all kernels enqueued beforehand; None: unknown
     enqueued_seconds: Amount | None = None
     link_bytes_per_second: Amount | None = None  # of an all-reduce between the devices
     link_path: str = ""  # between them: NVLink; empty: unknown
@@ -313,7 +312,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     devices: tuple[Position, ...]
     detail: str
     elapsed_seconds: Amount
-    # of each device's memory, what others held then; empty: unknown
+    # bytes of each device that other processes held then; empty: unknown
     short_bytes: tuple[Count, ...] = ()
 
 
@@ -322,14 +321,14 @@ class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
 
     probe: Probe
     cause: Cause
-    detail: str  # one line, fit for a person
+    detail: str  # one line, readable for users
     devices: tuple[Position, ...]
     elapsed_seconds: Amount
-    user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
+    user_code: bool = False  # the workload's own code or settings are wrong, on any device
 
 
 Observation = Timed | OutOfMemory | Failed
-KNOBS_BEGAN_AT = 1000  # journals up to 0.1: turns of the race from here on were about knobs
+KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on compared knobs
 
 
 def upgrade_probe(probe: Probe) -> Probe:
@@ -369,9 +368,9 @@ class CurveSketch(msgspec.Struct, frozen=True):
     """The search's model of one device, for plotting; batches in samples."""
 
     device: int
-    # (batch, seconds) believed for plotting, increasing in batch
+    # (batch, seconds) that the search expects, for plotting, in increasing order of batch
     points: tuple[tuple[int, float], ...]
-    largest_batch: int | None  # fits in memory: the largest that ran or is predicted to
+    largest_batch: int | None  # the largest batch that ran or is predicted to fit in memory
     smallest_failed: int | None  # the smallest batch that ran out of memory
 
 
@@ -379,10 +378,10 @@ class Belief(msgspec.Struct, frozen=True):
     """The search's beliefs between two probes."""
 
     curves: tuple[CurveSketch, ...]
-    doing: str  # one sentence: what is measured now and why
+    doing: str  # one sentence: what is being measured and why
 
 
-# of the state, that a device holds which is measured alone: what else it takes shows beside it
+# the fraction of the state on a device that is measured alone, so that its other memory shows
 MEASURED_PART = 1 / 64
 
 
@@ -393,9 +392,9 @@ class ModelState(msgspec.Struct, frozen=True):
 
     state_bytes: int  # parameters, gradients and the optimizer's state
     gathered_bytes: int  # the model's own parameters and two units, whole, with their gradients
-    step_bytes: int = 0  # what the optimizer's step takes for a moment, for all of the model
+    step_bytes: int = 0  # temporary memory of the optimizer's step, for the whole model
     parameters: int = 0  # of the model; 0: unknown
-    trained: int = 0  # of them: few where adapters are trained beside a frozen model
+    trained: int = 0  # trained parameters: few if adapters are trained beside a frozen model
 
 
 class Problem(msgspec.Struct, frozen=True):
@@ -408,24 +407,24 @@ class Problem(msgspec.Struct, frozen=True):
     global_batch: int | None = None  # fixed: the shares sum to it
     max_global_batch: int | None = None
     multiple_of: int = 1  # each share, and so the global batch, is a multiple of it
-    tolerance: float = 0.02  # within it of the best, the smallest global batch wins
-    budget_seconds: float | None = None  # of probing; None: until the evidence is enough
+    tolerance: float = 0.02  # within this of the best layout, the smallest global batch wins
+    budget_seconds: float | None = None  # for probing; None: until the results are precise enough
     largest_share: int | None = None  # the workload can't make a larger batch for one device
-    # the best layouts are measured until the budget is spent, however sure the plan is
+    # measure the best layouts until the budget is spent, however certain the plan is
     spend_all: bool = False
-    micro: bool = True  # a share may be taken in several passes; False: it must fit in one
-    hosts: tuple[int, ...] = ()  # the number of each device's host; empty: all are on one
-    # a number for the part of each device that the training has; empty: equal parts
+    micro: bool = True  # a share may be computed in several passes; False: it must fit in one
+    hosts: tuple[int, ...] = ()  # index of each device's host; empty: all are on one host
+    # a number for the fraction of each device that the training has; empty: equal fractions
     limits: tuple[int, ...] = ()
-    # of rows, in tokens, rising, an even sample; empty: shares are by rows
+    # row lengths in tokens, an even sample in increasing order; empty: shares count rows
     lengths: tuple[int, ...] = ()
-    longest_row: int = -1  # the number of the longest one in the data; -1: unknown
-    objective: str = "throughput"  # the name of what to have most of
-    # that an objective which trades speed may cost: a part of the fastest layout's
+    longest_row: int = -1  # the index of the longest row in the data; -1: unknown
+    objective: str = "throughput"  # the name of the metric to maximize
+    # the speed that an objective may trade away, as a fraction of the fastest layout's
     max_slowdown: float = 0.0
     shards: bool = False  # the workload can be trained in shards
-    state: ModelState | None = None  # of the workload, once a sharded one was built
-    # all devices take part in any layout, as each holds a part of the model
+    state: ModelState | None = None  # of the workload, once a sharded one was built; None: unknown
+    # every layout uses all devices, as each holds a part of the model
     all_together: bool = False
 
 
@@ -438,13 +437,13 @@ class Facts(msgspec.Struct, frozen=True):
     driver: str = ""
     engine: str = ""  # how split layouts were kept in step: towers | multiworker | ddp | simulated
     workload_digest: str = ""
-    # a layer that takes statistics over the rows of a pass, as batch normalization does
+    # a layer that computes statistics over the rows of a pass, such as batch normalization
     batch_statistics: str = ""
-    bfloat16: bool = False  # the workload is known to compute in this type
-    rows: int = 0  # of the training data; 0: unknown, or made for the measurement
-    # of rows, in tokens, rising: an even sample; empty: rows have none, or one for all
+    bfloat16: bool = False  # the workload is known to compute in bfloat16
+    rows: int = 0  # in the training data; 0: unknown, or generated for the measurement
+    # row lengths in tokens, an even sample in increasing order; empty: none, or all equal
     lengths: tuple[int, ...] = ()
-    longest_row: int = -1  # the number of the longest row in the data; -1: unknown
+    longest_row: int = -1  # the index of the longest row in the data; -1: unknown
     state: ModelState | None = None  # what a sharded training divides, once one was built
 
 

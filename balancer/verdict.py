@@ -43,15 +43,15 @@ LayoutKind = Literal[
 RivalKind = (
     LayoutKind
     | Literal[
-        "knobs"  # the plan's layout without its knobs, or with others
+        "knobs"  # the plan's layout with other knobs, or none
     ]
 )
 WhyNot = Literal[  # a layout with more samples/s isn't the plan
-    "tolerance",  # it takes a larger batch, and the plan is within --tolerance of it
+    "tolerance",  # it needs a larger batch, and the plan is within --tolerance of it
     "tie",  # the difference is within the error, and the plan is simpler
-    "in_turn",  # measured one right after the other, the plan was faster
-    "objective",  # something other than speed decides
-    "measured_again",  # the plan's figure is of later measurements, by which none was chosen
+    "in_turn",  # measured in alternating turns, the plan was faster
+    "objective",  # the objective is something other than speed
+    "measured_again",  # the plan's rate is from later measurements, after the choice
 ]
 
 
@@ -64,7 +64,7 @@ class Figure(msgspec.Struct, frozen=True):
     low: float
     high: float
     known: bool = True
-    tokens_per_second: float = 0.0  # without padding; these two where rows have lengths
+    tokens_per_second: float = 0.0  # without padding; these two only if rows have lengths
     padding: float = 0.0
 
 
@@ -84,10 +84,10 @@ class RateGap(msgspec.Struct, frozen=True):
 
 Action = Literal[
     "one_device",  # train on one device; no plan is needed
-    "plain_parallel",  # equal shares, as frameworks give them by themselves; no plan is needed
+    "plain_parallel",  # equal shares, the default of frameworks; no plan is needed
     "plan",  # train by the plan
     "measure_again",
-    "fix_code",  # the loss isn't finite
+    "fix_code",  # the loss is NaN or infinite
 ]
 
 
@@ -97,7 +97,7 @@ class Recommendation(msgspec.Struct, frozen=True):
     action: Action
     devices: tuple[str, ...]
     batches: tuple[int, ...]
-    answer: str  # the layout in words
+    answer: str  # a description of the layout
     # why to measure again: the code of a doubt, `uncertain` or `uncompared`
     reason: str = ""
 
@@ -116,7 +116,7 @@ class Chosen(msgspec.Struct, frozen=True):
     global_batch: int
     trainings: int = 1  # side by side
     knobs: tuple[str, ...] = ()
-    own_work_gap: float | None = None  # between the devices' own work; None: unknown
+    own_work_gap: float | None = None  # between the devices' compute times; None: unknown
 
 
 class Rival(msgspec.Struct, frozen=True):
@@ -128,14 +128,14 @@ class Rival(msgspec.Struct, frozen=True):
     batches: tuple[int, ...]
     global_batch: int
     figure: Figure
-    gain: float | None = None  # of the plan over it; None: they aren't compared
+    gain: float | None = None  # of the plan over this rival; None: they aren't compared
     tie: bool = False  # neither is surely faster
     unclear: bool = False  # a tie that may hide a large difference
-    paired: bool = False  # the gain was measured in turn, and the figures alone say another
+    paired: bool = False  # the gain was measured in turns; the two rates give another
     trainings: int = 1
     knobs: tuple[str, ...] = ()
-    why_not: WhyNot | None = None  # its figure is above the plan's
-    # samples/s of one device at this batch as measured before, if they are above the figure
+    why_not: WhyNot | None = None  # set if its samples/s exceed the plan's
+    # earlier samples/s of one device at this batch, if they exceed those of `figure`
     earlier: float = 0.0
     difference: RateGap | None = None  # None: they aren't compared
 
@@ -159,9 +159,9 @@ class SumLoss(msgspec.Struct, frozen=True):
     `lost_seconds`: how much longer a step takes than a step at the sum's speed.
     """
 
-    # both: the two together explain it, and neither does alone
+    # both: the two causes together explain it, and neither does alone
     cause: Literal["longest_part", "exchange", "both", "unexplained"]
-    part: float  # of the sum
+    part: float  # fraction of the sum
     lost_seconds: float
     longest_seconds: float | None = None  # of its longest share, alone
     exchange_seconds: float | None = None
@@ -182,9 +182,9 @@ class DoubtFound(msgspec.Struct, frozen=True):
     """A doubt about the measurements of the plan."""
 
     code: Doubt
-    device: str = ""  # label; empty: all of them
-    value: float = 0.0  # a relative size, a share of time, or a step
-    taken: float = 0.0  # the part of the CPU time that other work took; 0: unknown
+    device: str = ""  # label; empty: all devices
+    value: float = 0.0  # a relative size, a fraction of time, or a step number
+    taken: float = 0.0  # the fraction of the CPU time that other processes took; 0: unknown
 
 
 class LeftOut(msgspec.Struct, frozen=True):
@@ -196,20 +196,20 @@ class LeftOut(msgspec.Struct, frozen=True):
         "nothing_ran",
         "nothing_fits",
         "failed",
-        "gone",  # worked at first and can't be used now; still a part of the plan
+        "gone",  # ran at first and can't be used now; still a part of the plan
         "out_of_memory",
         "no_time",
-        "packs_growing",  # no time for more, though they still gained
-        "by_rows",  # shares are assigned by what rows cost
+        "packs_growing",  # no time for larger packs, though packs still gained
+        "by_rows",  # shares are assigned by the cost of rows
         "slower",
-        "not_faster",  # a device: a split with it was measured, and is as fast at the most
+        "not_faster",  # a device: a split with it was measured, and is no faster
         "not_tried",  # a device: no split with it was measured near the plan's batch
         "impossible",
     ]
     why: str = ""
-    rows: int = 0  # that didn't fit
-    enough_seconds: int = 0  # of a budget that should do
-    loss: float = 0.0  # with it
+    rows: int = 0  # rows that didn't fit
+    enough_seconds: int = 0  # a budget that should suffice
+    loss: float = 0.0  # the loss if it is used
     samples_per_second: float = 0.0
     hosts: int = 0
     global_batch: int = 0
@@ -244,8 +244,8 @@ class TakenMemory(msgspec.Struct, frozen=True):
 class CodeLimit(msgspec.Struct, frozen=True):
     """The user's code fails above a number of rows, though memory suffices."""
 
-    rows: int  # the most that ran below it
-    failed_rows: int  # the fewest that failed
+    rows: int  # the most rows that ran below the limit
+    failed_rows: int  # the fewest rows that failed
     error: str
 
 
@@ -262,7 +262,7 @@ class ShortBudget(msgspec.Struct, frozen=True):
     """The budget was over before any split was measured."""
 
     budget_seconds: float
-    start_seconds: float  # of it, to start processes
+    start_seconds: float  # the part of the budget spent on starting processes
     enough_seconds: int
 
 
@@ -291,9 +291,11 @@ class Learning(msgspec.Struct, frozen=True):
     # measured batches that are faster than all smaller ones: batch, samples/s, their worth
     frontier: tuple[tuple[int, float, float], ...] = ()
     own_batch: int | None = None
-    speed: float | None = None  # times the samples/s of the script's own batch
-    extra: tuple[float, float, float] | None = None  # times the samples for the same loss
-    adam_rate: float | None = None  # times the learning rate of the own batch
+    speed: float | None = None  # relative to the samples/s of the script's own batch
+    extra: tuple[float, float, float] | None = (
+        None  # factor on the samples needed for the same loss
+    )
+    adam_rate: float | None = None  # factor on the own batch's learning rate
     sgd_rate: float | None = None
     sgd_rule: Literal["linear", "adascale"] = "linear"
 
@@ -315,9 +317,9 @@ class StateMemory(msgspec.Struct, frozen=True):
     """
 
     state_bytes: int
-    whole_on: tuple[str, ...]  # devices that hold it alone
-    held: tuple[tuple[str, int], ...]  # the part of each device, where the plan is in shards
-    adapters: tuple[AdapterMemory, ...] = ()  # none where adapters are what is trained
+    whole_on: tuple[str, ...]  # devices that can hold it alone
+    held: tuple[tuple[str, int], ...]  # the fraction on each device, if the plan is sharded
+    adapters: tuple[AdapterMemory, ...] = ()  # empty if adapters are what is trained
 
 
 class Verdict(msgspec.Struct, frozen=True, kw_only=True):
@@ -326,18 +328,18 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     chosen: Chosen
     figure: Figure
     advice: Recommendation | None = None  # None: a verdict of an older version
-    equal_shares: bool = False  # are right: frameworks' own data parallelism is as fast
+    equal_shares: bool = False  # equal shares are right: plain data parallelism is as fast
     simulated: bool = False
     rivals: tuple[Rival, ...] = ()
     split_loss: SplitLoss | None = None
     split_unmeasured: bool = False  # one device was chosen, and no split near its batch ran
     tolerance: float = 0.0
     framework: str = "none"
-    batch_given: bool = False  # by the user
+    batch_given: bool = False  # the user set the batch
     doubts: tuple[DoubtFound, ...] = ()
-    on_gpus: bool = False  # which may be hot
+    on_gpus: bool = False  # GPUs may be throttled by heat
     left_out: tuple[LeftOut, ...] = ()
-    notes: tuple[str, ...] = ()  # on the devices and the request
+    notes: tuple[str, ...] = ()  # about the devices and the request
     short_budget: ShortBudget | None = None
     retreats: tuple[ReplacedLayout, ...] = ()
     unfinished: tuple[Unfinished, ...] = ()
@@ -345,14 +347,14 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     code_limit: CodeLimit | None = None
     few_steps: FewSteps | None = None
     pass_statistics: PassStatistics | None = None
-    slow_bfloat16: tuple[str, ...] = ()  # devices without hardware for it, beside others with it
+    slow_bfloat16: tuple[str, ...] = ()  # devices without hardware for it, beside ones that have it
     objective: ObjectiveReached | None = None
     learning: Learning | None = None
     state: StateMemory | None = None  # None: the model wasn't tried in shards
     stopped: StopCode = "settled"
     stopped_detail: str = ""
     failed: int = 0  # measurements that failed, besides those that ran out of memory
-    sum_loss: SumLoss | None = None  # None: the plan reaches nearly the sum, or is one device
+    sum_loss: SumLoss | None = None  # None: the plan nearly reaches the sum, or is one device
     unequal_twins: UnequalTwins | None = None
     link: Link | None = None  # between the chosen devices; None: it wasn't measured
-    limits: tuple[TrainingLimit, ...] = ()  # what the training's time goes to, the largest first
+    limits: tuple[TrainingLimit, ...] = ()  # what takes the training's time, the largest first

@@ -34,21 +34,21 @@ class Place(msgspec.Struct, frozen=True):
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
     devices: tuple[str, ...]
-    # the framework's cap for each, where it can set one
+    # the framework's memory cap for each, if it can set one
     memory_limit_bytes: tuple[int | None, ...] = ()
     rank: int = 0
     # where each rank is met, this one too: "127.0.0.1:port"; of PyTorch on one host the path of a
     # file that all have in common; empty: no group
     peers: tuple[str, ...] = ()
-    trainings: int = 1  # of their own side by side: a pack
+    trainings: int = 1  # separate trainings side by side: a pack
     threads: int | None = None  # compute threads; None: the framework's own choice
     precision: Precision = "float32"
     xla: bool = False
     input: Input = "host"  # host: batches come from host memory each step, as in training
-    # worker processes of the loader of the user's data; None: as the user's code says
+    # worker processes of the loader for the user's data; None: as in the user's code
     loader_workers: int | None = None
     placement: str = ""  # place layouts: the workload's own name for it
-    # of a sharded model: the part of each rank; alone, of a rank measured by itself
+    # sharded model: the fraction of each rank; for a rank measured alone, only its own
     state: tuple[float, ...] = ()
 
     @property
@@ -185,12 +185,12 @@ class Entry(msgspec.Struct, frozen=True):
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
-    # its data can't make, or its kernels can't take, a larger batch
+    # a larger batch isn't possible with its data or its kernels
     largest_share: int | None = None
-    least: Mapping[str, int] = {}  # of settings
+    least: Mapping[str, int] = {}  # minimum values of settings
     # place layouts that it has; "single" is one device, as in a solo layout
     placements: tuple[str, ...] = ()
-    placement_devices: int = 2  # most devices that a placement uses
+    placement_devices: int = 2  # the maximum number of devices in a placement
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:

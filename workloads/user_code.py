@@ -31,22 +31,20 @@ _PACKAGES = {
     "tensorflow": {"keras", "tensorflow"},
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
-LIBRARIES = (
-    frozenset(  # known to start neither CUDA nor threads of their own when they are imported
-        (
-            "accelerate",
-            "datasets",
-            "lightning",
-            "peft",
-            "pytorch_lightning",
-            "timm",
-            "torchvision",
-            "transformers",
-            "trl",
-        )
+LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own on import
+    (
+        "accelerate",
+        "datasets",
+        "lightning",
+        "peft",
+        "pytorch_lightning",
+        "timm",
+        "torchvision",
+        "transformers",
+        "trl",
     )
 )
-# a script that does this does it before it imports what reads them
+# a script that sets these does so before it imports what reads them
 _SETS_VARIABLES = ("environ", "putenv")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -107,7 +105,7 @@ def guess_framework(name: str) -> str:
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
         return "tensorflow"
-    _parsed(Path(home))  # says what is wrong with it
+    _parsed(Path(home))  # raises an error that says what is wrong with it
     return script_framework(Path(home)) or "tensorflow"
 
 
@@ -258,8 +256,8 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """The words to write instead of a file alone, with its functions that could return the
-    model.
+    """Return the error for a file named without a function; it lists the functions that could
+    return the model.
     """
     functions = [node for node in _functions(path) if _could_build(node)]
     free = [node for node in functions if not _required(node)]
@@ -268,14 +266,14 @@ def _without_function(name: str, path: Path) -> RequestError:
     return RequestError(f"{name} doesn't name a function.", f"Write {path}:FUNCTION; {could}.")
 
 
-MOST_FILES = 100  # that are looked through for models
+MOST_FILES = 100  # maximum number of files searched for models
 MOST_FILE_BYTES = 1 << 20
 _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 
 
 def find_models(folder: Path) -> tuple[str, ...]:
-    """The functions in a folder's Python files that could build a model, as `train.py:build`: those
-    whose name says so first, then by file, the newest first.
+    """Return the functions in a folder's Python files that could build a model, such as
+    `train.py:build`. Functions whose names suggest it come first, then by file, newest first.
 
     Files that can't be parsed, or that import no framework, are left out. No code is run.
     """
@@ -292,7 +290,7 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """The functions of one file that could be called for a model."""
+    """Return the functions of one file that could be called to get a model."""
     if not script_framework(path):
         return []
     functions = [node for node in _functions(path) if _could_build(node)]
@@ -301,7 +299,7 @@ def _list_models(path: Path) -> list[str]:
 
 
 def _functions(path: Path) -> list[ast.FunctionDef]:
-    """The functions of a file that stand at its top."""
+    """Return the top-level functions of a file."""
     return [node for node in _parsed(path).body if isinstance(node, ast.FunctionDef)]
 
 
@@ -313,14 +311,14 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """Public, makes no data, and returns something."""
+    """True if a function is public, makes no data, and returns something."""
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
     return any(node.value is not None for node in _own_returns(function))
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """The return statements of a function, without those of functions and classes inside."""
+    """Yield the return statements of a function, except those of nested functions and classes."""
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()

@@ -22,17 +22,17 @@ from ..statistics import NORMAL_95, lone_error, relative_half_width, student
 from ..types import Interval, PartSeconds, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
-HOPELESS_FROM = 0.5  # of the time: then a probe also ends
-HOPELESS = 0.015  # if the same would be above this at the end
+HOPELESS_FROM = 0.5  # the fraction of the time after which a probe also ends
+HOPELESS = 0.015  # if its error would still exceed this at the end
 AGREE = 0.05  # two warm-up windows that differ by less are steady
-WARM_UP_SHARE = 0.5  # of the probe's seconds; warm-up that is not steady by then is a slow start
-WARM_UP_WINDOWS = 24  # at most
+WARM_UP_SHARE = 0.5  # of the probe's seconds; a warm-up that isn't steady by then is a slow start
+WARM_UP_WINDOWS = 24  # maximum
 FEWEST_BLOCKS = 3  # even when they take longer than the probe's seconds
-ENOUGH_BLOCKS = 5  # before an interval is believed to be tight
+ENOUGH_BLOCKS = 5  # before an interval is trusted as tight
 MOST_BLOCKS = 400
-# in a whole run, which may be long, each block takes at least 1 / this of the steps before it
+# in a whole run, which may be long, each block has at least 1 / this of the steps before it
 FINEST = 200
-BLOCKS_PER_PROBE = 16  # a block is meant to take the probe's seconds / this,
+BLOCKS_PER_PROBE = 16  # a block should take the probe's seconds / this,
 # within these
 SHORTEST_BLOCK_SECONDS = 0.02
 LONGEST_BLOCK_SECONDS = 0.5
@@ -40,10 +40,10 @@ LONGEST_BLOCK_SECONDS = 0.5
 NOISY = 0.03  # half-width / mean
 DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
 DRIFT_ERRORS = 4.0
-# gap between the mean and the median block, or share of the time in which a device was held back
+# gap between the mean and median block, or fraction of the time in which a device was throttled
 THROTTLED = 0.05
-CAPPED = 0.2  # share of the time at the power limit that is worth a warning
-STALLED = 3.0  # times the median: a block that took longer
+CAPPED = 0.2  # fraction of the time at the power limit that is worth a warning
+STALLED = 3.0  # relative to the median: a block that took longer
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # of the blocks
 GREW = 1.01  # a device's peak memory after a block / before it
@@ -59,15 +59,15 @@ class Block(msgspec.Struct, frozen=True):
 
     steps: int
     wall_seconds: float
-    # part of the time in which a process that owns its cores had those that it wanted
+    # fraction of the time in which a process with its own cores had the cores it wanted
     cpu_share: float | None = None
     own_seconds: tuple[float | None, ...] = ()
-    # share of the block in which a device held itself back (heat, a power brake, a fault)
+    # fraction of the block in which a device throttled itself (heat, a power brake, a fault)
     slowed: float = 0.0
-    capped: float = 0.0  # share of it in which one was at its power limit
-    slowest: int = -1  # position of the device that was slowed most; -1: none, or unknown
-    parts: tuple[PartSeconds, ...] = ()  # of each rank, of the whole block; empty: unknown
-    # True if processes took new memory in the block: a training does so in its first steps only
+    capped: float = 0.0  # fraction of the block in which a device was at its power limit
+    slowest: int = -1  # position of the most throttled device; -1: none, or unknown
+    parts: tuple[PartSeconds, ...] = ()  # of each rank, over the whole block; empty: unknown
+    # True if processes allocated new memory: a training does so only in its first steps
     grew: bool = False
 
     @property
@@ -102,8 +102,8 @@ class BlockTimer:
         self, seconds: float, whole: bool = False, steps: int = 0, first_seconds: float = 0.0
     ) -> None:
         self._first_seconds = first_seconds
-        self._whole = whole or steps > 0  # it lasts as long as it was asked to
-        self._steps_asked = steps  # 0: it lasts by its seconds
+        self._whole = whole or steps > 0  # it lasts for the requested time or steps
+        self._steps_asked = steps  # 0: it lasts for its seconds
         self._seconds = max(seconds, SHORTEST_BLOCK_SECONDS)
         self._block_seconds = min(
             max(self._seconds / BLOCKS_PER_PROBE, SHORTEST_BLOCK_SECONDS), LONGEST_BLOCK_SECONDS

@@ -49,11 +49,11 @@ from .measurement import Measurement, ProgressReporter, Timeouts
 from .protocol import Built, LinkMeasured, MeasureLink, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
 
-WARM_UP_SHARE = 16  # at most: any other size will do, and a small one is made at once
-REPEAT_SECONDS = 0.5  # between two reports on a probe that is silent
-GO_ON = RunSteps(1, 0.05)  # seconds, between two looks at whether others still run
+WARM_UP_SHARE = 16  # maximum: any other size works, and a small one is made quickly
+REPEAT_SECONDS = 0.5  # between two reports on a silent probe
+GO_ON = RunSteps(1, 0.05)  # seconds between two checks whether other probes still run
 LINK_SECONDS = 20.0  # for a few all-reduces, which take a second
-PORT_TRIES = 3  # a port may be taken between its choice and its use
+PORT_TRIES = 3  # a port may be taken between being chosen and being used
 LARGEST_ERROR_FILE_BYTES = 4 << 20
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
@@ -79,15 +79,15 @@ class ChildProber:
         self._error_file = error_file
         self._began = time.monotonic() - start_seconds
         self._idle: dict[Layout, ChildGroup] = {}
-        self._running: set[Probe] = set()  # of this round, until they are timed
+        self._running: set[Probe] = set()  # in this round, until they are timed
         self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
-        self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
+        self._busy_cores: dict[int, float] = {}  # position -> cores kept busy by a step alone
         self._facts = Facts(driver=resolved.driver)
-        self._looked_at: set[Layout] = set()  # for what limits them
-        # positions of devices that have been in a probe, and so are watched
+        self._looked_at: set[Layout] = set()  # layouts whose limits were measured
+        # positions of devices that took part in a probe, and so are watched
         self._used: set[int] = set()
-        self._unused: tuple[int, ...] = ()  # those of them that none of the running probes uses
+        self._unused: tuple[int, ...] = ()  # of those, devices that no running probe uses
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -270,7 +270,7 @@ class ChildProber:
         layout = seen.probe.layout
         group.fresh = False
         try:
-            # devices that share cores or caches slow each other: to the end of the round
+            # devices that share cores or caches slow each other: keep stepping until the round ends
             while self._running:
                 group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
             kept = group.rest(self._timeouts.prepare, self._closed)
@@ -295,7 +295,7 @@ class ChildProber:
         `clean`: no child of this layout runs.
         """
         if key.traits.side_by_side:
-            return ()  # under MPS, memory is in the daemon's name
+            return ()  # under MPS, the memory is attributed to the daemon
         with self._lock:
             taken = {position for other in self._idle for position in other.active}
         short = self._hosts.measure_short(key.active, set(key.active) - taken if clean else set())
@@ -374,7 +374,7 @@ class ChildProber:
 
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
         """Return a child's environment. Raises GroupError if its devices can't have one."""
-        if key.traits.side_by_side and key.placement == "mps":  # an older run that goes on
+        if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
             environment: ChildEnvironment = self._hosts.find(devices[0]).ask(

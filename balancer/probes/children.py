@@ -49,11 +49,11 @@ from .protocol import (
 )
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
-DRAIN_SECONDS = 0.2  # for the rest of standard error, which what it started may keep open
+DRAIN_SECONDS = 0.2  # for the rest of standard error, which the child's own children may keep open
 STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # for the answer to a signal
 _READ_BYTES = 64 << 10
 TICK_SECONDS = 0.05
-GRACE_SECONDS = 1.0  # for the others to say why they stopped, once one has failed
+GRACE_SECONDS = 1.0  # for the other ranks to report why they stopped, once one has failed
 
 
 Inbox = queue.Queue[tuple[int, Message]]
@@ -63,7 +63,7 @@ class RunningChild(ABC):
     """The interface of a child on any host, as a group uses it."""
 
     rank: int
-    alive: bool  # until it has ended
+    alive: bool  # False once it has ended
 
     @abstractmethod
     def send(self, command: Command) -> None:
@@ -100,11 +100,11 @@ class Child(RunningChild):
         cap_bytes: int | None,
     ) -> None:
         self.rank, self.alive = rank, True
-        self.pid = 0  # until it runs
+        self.pid = 0  # until it is running
         self._server, self._inbox, self._cap_bytes = server, inbox, cap_bytes
         self._stderr = b""
         self._kills_before = _kernel_kills()
-        self._exit = Exited(0)  # once it has ended
+        self._exit = Exited(0)  # set once it has ended
         self._ended = threading.Event()
         (stdin, write), (read, stdout), (errors, stderr) = (os.pipe() for _ in range(3))
         own = self._stdin, replies, output = (
@@ -221,12 +221,12 @@ class ChildGroup:
 
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
-        self.fresh = True  # it has not measured anything yet
+        self.fresh = True  # it hasn't measured anything yet
         # that its children waited for the process that they are forked from
         self.link_speed = 0.0  # bytes per second of an all-reduce between its ranks; 0: unknown
         self.link_path = ""  # between their devices; empty: unknown
         self.import_seconds = 0.0
-        self.held_bytes: dict[int, int] = {}  # position -> what it keeps there while it rests
+        self.held_bytes: dict[int, int] = {}  # position -> bytes that it keeps there while it rests
         self._inbox = inbox
 
     def call(

@@ -45,9 +45,9 @@ _OWN_WORDS = (
     "UserCodeError",
     "RequestError",
     "EvenerError",
-)  # their text says what kind of error it is
+)  # their text tells which kind of error it is
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
-_NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted of a message that is too long
+_NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted if a message is too long
 _TEXT = (
     "out of memory",
     "out_of_memory",
@@ -61,7 +61,7 @@ _TEXT = (
     "could not create a primitive",
 )
 _HARDWARE = ("gpu", "driver", "device-side")
-_AT_CAP = 0.7  # of the cap at the most: the allocation that fails isn't in it
+_AT_CAP = 0.7  # peak as a fraction of the cap: it excludes the allocation that fails
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
@@ -94,7 +94,7 @@ class RankFailure(msgspec.Struct, frozen=True):
     gpu: int | None = None
     output: str = ""  # the whole traceback, or the end of standard error
     user_code: bool = False  # the workload's own code or settings are wrong, whatever the device
-    recovered: bool = False  # memory ran out in a step, and its child goes on
+    recovered: bool = False  # memory ran out in a step, and its child can continue
 
     @property
     def lost_a_peer(self) -> bool:

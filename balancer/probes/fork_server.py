@@ -44,8 +44,8 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     with the message.
     """
 
-    key: int  # by which both sides know it
-    folder: str  # in which it runs
+    key: int  # identifies the child on both sides
+    folder: str  # its working folder
     variables: dict[str, str]
     cores: tuple[int, ...] = ()  # empty: all
 
@@ -70,7 +70,7 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
 
     key: int
     code: int
-    peak_bytes: int = 0  # the most memory that it held
+    peak_bytes: int = 0  # its peak memory
 
 
 _decoder: msgspec.json.Decoder[Start | Signal] = msgspec.json.Decoder(Start | Signal)
@@ -177,7 +177,7 @@ def import_first(names: Sequence[str]) -> None:
     except Exception:
         forkable = False  # a child imports it again, and reports the error
     if names and not forkable:
-        # until the program that starts now can answer it
+        # until the program that starts now can handle the signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
         os.execv(sys.executable, sys.orig_argv[: -len(names)])
     # all children share these objects: their collections need not visit, and so copy, them

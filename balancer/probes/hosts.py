@@ -36,7 +36,7 @@ from .launch_plan import LOOPBACK, find_free_ports
 from .protocol import Build, ChildError, Command, Exited, HostLost, Message, Stack
 from .script_copy import ScriptCopy, WrittenScript, copy_workload
 
-RECEIVE_SECONDS = 2.0  # without a message, after which the caller hears that there is none
+RECEIVE_SECONDS = 2.0  # without a message, after which the caller is told that there is none
 INBOX = 10_000
 SILENT_SECONDS = 15.0  # a host that is silent for longer has gone;
 ANSWER_SECONDS = 3.0  # or for longer than this, when a rank elsewhere has failed
@@ -94,7 +94,7 @@ class LocalHost:
                 raise RuntimeError("this session has ended")
             child = Child(rank, inbox, self._find_server(environment), environment, cap_bytes)
             ended = {other for other in self._running if not other.alive}
-            for other in ended:  # perhaps while it rested, and nobody has missed it yet
+            for other in ended:  # perhaps while it rested, and nobody has noticed yet
                 other.end()
             self._running = {child, *self._running - ended}
             return child
@@ -215,7 +215,7 @@ class RemoteChild(RunningChild):
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
         self.rank = rank
         self._inbox = inbox
-        self.alive = True  # by its last message
+        self.alive = True  # according to its last message
         self._host = host
         self._key = key
         self.generation = host.servant.generation  # of the actor that it runs in

@@ -28,17 +28,17 @@ from ..types import PartSeconds
 from .block_timing import Block
 from .failures import GroupError, RankFailure, StoppedError
 
-READ_SECONDS = 0.05  # a reading takes a millisecond or two; a slower one is not waited for
+READ_SECONDS = 0.05  # a reading takes a millisecond or two; slower readings aren't waited for
 RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again
-SILENT_SECONDS = 5.0  # a driver that takes longer for one answer can't be trained on
-# times SILENT_SECONDS: how long a busy machine may take until it asks the driver at all
+SILENT_SECONDS = 5.0  # a device whose driver takes longer to answer can't be used for training
+# relative to SILENT_SECONDS: how long a busy machine may take to query the driver at all
 PATIENCE = 3.0
-# of a GPU's memory: use that may be the driver's own, at most this part of a small GPU
+# fraction of a GPU's memory in use that may be the driver's own; SPREAD_SMALL at most on small GPUs
 SPREAD = 0.02
 SPREAD_BYTES = 1 << 30
 SPREAD_SMALL = 0.1
-# of a device's memory: bytes that others hold are rounded up to this, so small changes are not
-# reported
+# fraction of a device's memory to which others' bytes are rounded up, so that small changes aren't
+# reported again
 STEP = 0.01
 CLOSE_SECONDS = 0.2  # for all watches together
 
@@ -64,8 +64,8 @@ class InterferenceMonitor:
         self._devices = devices
         self._host = host
         self._silent_seconds = silent_seconds
-        self._watches: dict[int, VitalsWatch | None] = {}  # None: nothing is known of such a device
-        self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
+        self._watches: dict[int, VitalsWatch | None] = {}  # None: the device reports nothing
+        self._short: dict[int, int] = {}  # position -> bytes others hold, as last reported
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
         """Wait for each driver's answer. Raises GroupError, which names a device that is gone
@@ -120,7 +120,7 @@ class InterferenceMonitor:
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
             if not vitals.busy.keys() & own:
-                continue  # they may have other numbers there than here
+                continue  # the processes may have other pids in the driver than here
             busy = {pid: part for pid, part in vitals.busy.items() if part}
             others = {pid: part for pid, part in busy.items() if pid not in own}
             mine = sum(part for pid, part in busy.items() if pid in own)

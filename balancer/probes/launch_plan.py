@@ -25,14 +25,14 @@ from ..types import MEASURED_PART, Layout, Probe
 from .protocol import Build
 
 MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
-WORKERS = "workers"  # how knobs of that kind begin
+WORKERS = "workers"  # the prefix of knobs that set the loader workers
 LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
 OPEN_SERVERS = (
     "TensorFlow's engine multiworker listens on all network addresses of this machine. Anyone who "
     "can connect to its ports can run code as you: see docs/security.md."
 )
-MOST_HELD = 256  # ports that were found
+MOST_HELD = 256  # sockets
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
@@ -197,8 +197,8 @@ class RankMap(msgspec.Struct, frozen=True):
 
     # in rank order; of one child over several devices, in its own order of devices
     positions: tuple[int, ...]
-    one_process: bool = False  # one child over all positions
-    own_cores: bool = False  # CPU slices: a rank's own compute is known from its CPU time
+    one_process: bool = False  # a single child for all positions
+    own_cores: bool = False  # CPU slices: a rank's compute time is known from its CPU time
     threads: int = 1  # of each rank
     busy_cores: tuple[float, ...] = ()  # cores that each rank's step keeps busy
 
@@ -208,10 +208,10 @@ class RankMap(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(self.positions))
 
 
-USED = 0.92  # of a GPU's memory, for all children that hold some
+USED = 0.92  # fraction of a GPU's memory for all children that hold some
 # of a GPU, for each process: what its driver's context takes beside the allocator
 CONTEXT_BYTES = 600 << 20
-KEPT = 1.4  # times the peak in use: what an allocator was seen to keep, its free pieces included
+KEPT = 1.4  # relative to the peak in use: what an allocator keeps, including its free pieces
 LOW_HOST_BYTES = 1 << 30  # all other idle children end when the host has less memory left
 
 HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak bytes
@@ -291,7 +291,7 @@ class MemoryBudget:
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:
-            return False  # each slice has its own cap
+            return False  # each slice has its own memory cap
         usable = device.usable_memory_bytes
         if need is None or usable is None:
             return True

@@ -28,7 +28,7 @@ from evener.system.memory_files import make_memory_file
 from .link_rank import Join, Joined, LinkCommand, LinkReply, RankFailed, RankReady, Sum, Summed
 
 START_SECONDS = 120.0  # for the first rank to import its framework
-LATE_SECONDS = 15.0  # for the others after it
+LATE_SECONDS = 15.0  # for the other ranks after it
 JOIN_SECONDS = 15.0  # for all ranks to meet
 SUM_SECONDS = 15.0  # for the sums of one measurement; they take a second or two
 LONGEST_LINE = 1 << 16
@@ -54,7 +54,7 @@ class LinkFigure(msgspec.Struct, frozen=True):
     latency_seconds: float = 0.0
     detail: str = ""
     met: bool = True  # the ranks had met; False: the fault isn't one of a link
-    cure: str = ""  # the variables with which it works, as NCCL_P2P_DISABLE=1
+    cure: str = ""  # the variables with which it works, such as NCCL_P2P_DISABLE=1
     path: str = ""  # between the devices: NVLink; empty: unknown
 
 

@@ -39,19 +39,19 @@ from .protocol import (
 
 _T = TypeVar("_T")
 REPORT_SECONDS = 0.2  # between two reports on one probe
-BLOCK_SLACK = 20.0  # times the expected seconds of a block: its limit
-CLOSER_SHARE = 0.2  # of a probe's seconds, to measure what holds its step up
-CHUNKS = 8  # per block of a pack: how often each training looks at the clock
-PACK_STEPS = 4  # of each training in a block, as they don't end together,
-LONGEST_PACK_SECONDS = 2.0  # as far as there is that much time
+BLOCK_SLACK = 20.0  # a block's time limit, relative to its expected seconds
+CLOSER_SHARE = 0.2  # fraction of a probe's seconds for measuring the limits of its step
+CHUNKS = 8  # per block of a pack: how often each training checks the clock
+PACK_STEPS = 4  # of each training in a block, as trainings don't end together,
+LONGEST_PACK_SECONDS = 2.0  # if there is that much time
 
 
 class Timeouts(msgspec.Struct, frozen=True):
     """The seconds that each phase may take before the child is considered hung."""
 
-    build: float = 600.0  # each of both: imports of a framework on a slow disk, and the model
+    build: float = 600.0  # for each: imports of a framework from a slow disk, and the model
     prepare: float = 600.0  # tracing, autotuning, compiling
-    block: float = 60.0  # or BLOCK_SLACK times what it should take, if that is more
+    block: float = 60.0  # or BLOCK_SLACK times the expected time, if that is more
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
@@ -129,10 +129,10 @@ class Measurement:
         closer: bool = False,
     ) -> None:
         self._probe, self._group, self._ranks = probe, group, group.ranks
-        self._row_tokens = row_tokens  # of a row on average, where rows have lengths
+        self._row_tokens = row_tokens  # per row on average, if rows have lengths
         self._work: list[tuple[Work, ...]] = []  # of each rank in a step, by block
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
-        self._idle = idle  # readings of devices that are left out
+        self._idle = idle  # readings of unused devices
         self._watts: dict[int, float] = {}
         self._memory_bytes: Sequence[
             int | None
@@ -168,7 +168,7 @@ class Measurement:
         start_seconds = time.monotonic() - started if self._group.fresh else 0.0
         timing = self._time_blocks(first, stop)
         if self._closer and self._probe.layout.processes == 1:
-            with suppress(GroupError, StoppedError):  # the step's own figure stays valid
+            with suppress(GroupError, StoppedError):  # the step's own measurement stays valid
                 self._look_closer(timing, stop)
         return Timed(
             probe=self._probe,

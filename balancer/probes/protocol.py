@@ -118,14 +118,14 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     ]  # the most that each of its devices held
     # by which the loss was NaN; 0: it wasn't
     not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
-    work: Work | None = None  # of all its steps, where rows have lengths
+    work: Work | None = None  # of all its steps, if rows have lengths
     # of its device, for other ranks' gradients and the sum; None: unknown
     waited_seconds: Seconds | None = None
     input_seconds: Seconds | None = None  # waiting for rows; None: unknown
     update_seconds: Seconds | None = None  # the optimizer's own step; None: unknown
-    # its threads were ready to run and had no core; None: the kernel doesn't say
+    # its threads were ready to run but had no core; None: not reported by the kernel
     starved_seconds: Seconds | None = None
-    taken_by: str = ""  # the programs that had the cores meanwhile
+    taken_by: str = ""  # the programs that used the cores meanwhile
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):

@@ -90,7 +90,7 @@ class SimulatedProber:
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
         if shards is None:
-            del machine["shards"]  # the digest of a machine is that of its older files
+            del machine["shards"]  # the digest must equal that of older files
         digest = blake2b(msgspec.json.encode(machine), digest_size=8).hexdigest()
         sizes = (
             (round(size * MIB) for size in (shards.state_mib, shards.gathered_mib))
@@ -144,7 +144,7 @@ class _SimulatedProbe:
             blake2b(f"{seed}:".encode() + msgspec.json.encode(drawn), digest_size=8).digest()
         )
         self._busy = busy
-        self.reports: list[tuple[float, ProbeProgress]] = []  # with seconds from the start
+        self.reports: list[tuple[float, ProbeProgress]] = []  # with seconds since the start
         self.seen = self._measure()
 
     def _measure(self) -> Observation:
@@ -259,7 +259,7 @@ class _SimulatedProbe:
         """
         layout = self._probe.layout
         found = list[float | None]()
-        if layout.traits.placed:  # how busy its parts are isn't written down either
+        if layout.traits.placed:  # how busy its parts are isn't specified either
             return ()
         for position, device in enumerate(self._machine.devices):
             rate = layout.shares[position] * layout.processes / step

@@ -44,7 +44,7 @@ from . import protocol
 from .failures import error_is_memory
 from .fork_server import ForkServer, die_with_parent, import_first
 
-NAMED_FROM = 0.05  # of a block's time without a core: who had it is looked up
+NAMED_FROM = 0.05  # fraction of a block's time without a core: the takers are looked up
 LOOK_SECONDS = 0.5  # between two looks at all processes
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
 
@@ -84,7 +84,7 @@ def run_child(parent: int) -> None:
         replies.write(protocol.encode_line(reply))
         replies.flush()
         if isinstance(reply, protocol.ChildError) and not reply.recovered:
-            break  # a child that failed otherwise is never used again
+            break  # a child that failed otherwise is never reused
     _exit_now()
 
 
@@ -94,7 +94,7 @@ class Worker:
     def __init__(self) -> None:
         self._workload: Workload | None = None
         self._build: protocol.Build | None = None
-        self._busy_seconds = 0.0  # of the last step: what a slowed process spins by
+        self._busy_seconds = 0.0  # of the last step: the basis of a slowed process's spinning
         self._shares: tuple[int, ...] = ()  # of this process' devices
         self._steps = 0  # since the workload was built
         self._not_finite_step = 0

@@ -12,8 +12,8 @@ from ..search.ranking import UNCLEAR
 from ..types import Doubt
 from ..verdict import Action, Recommendation, Rival, Verdict
 
-MOSTLY = 0.5  # of the blocks of steps, beyond which other work has disturbed a measurement
-# relative: measurements of one layout that differ by more say little
+MOSTLY = 0.5  # fraction of the blocks above which other processes have disturbed a measurement
+# relative: measurements of one layout that differ by more are unreliable
 DOUBTFUL = 0.5
 REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", DOUBTFUL))
 

@@ -56,10 +56,10 @@ from .rivals import (
 from .state_memory import find_state_memory
 from .training_limits import find_link, find_training_limits
 
-MARGIN = 1.3  # on top of a budget that would just have been enough: starts of children are guessed
-STEP_SECONDS = 10  # to which it is rounded up
-USUAL_ROWS = 8  # of a pass
-COVERS = 0.8  # of a loss: what is named as its cause
+MARGIN = 1.3  # factor on a just sufficient budget: start times are estimates
+STEP_SECONDS = 10  # the budget is rounded up to a multiple of it
+USUAL_ROWS = 8  # in a pass
+COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
 class RunEnd(msgspec.Struct, frozen=True):
@@ -297,7 +297,7 @@ def _name_rivals(
     single = _choose_single(chosen, rivals, list_alone(report))
     if single in alone and single not in further:
         further.append(single)
-    found = sorted((*rivals, *further), key=lambda one: one != single)  # it comes first
+    found = sorted((*rivals, *further), key=lambda one: one != single)  # `single` comes first
     names = name_rivals(chosen, found, len(labels))
     return tuple(
         _describe_rival(report, one, name, labels, alone)
@@ -427,7 +427,7 @@ def _loses(split: ComparedLayout) -> bool:
     return not split.tie and split.gain >= 0
 
 
-NEARLY = 0.9  # of the sum of all devices alone: what is less is explained
+NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is explained
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:

@@ -64,7 +64,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
     """Return each measured batch that is faster than all smaller ones, in increasing order."""
     chosen = report.chosen
-    # the chosen layout counts with the figure that the verdict has
+    # the chosen layout has the same samples/s as in the verdict
     results = [chosen if one.layout == chosen.layout else one for one in report.results]
     shared = [one for one in results if one.layout.traits.by_shares]
     shared.sort(key=lambda one: (one.layout.global_batch, -one.throughput.value))

@@ -24,9 +24,9 @@ from ..verdict import (
 )
 
 ORDER = get_args(Doubt)
-# of a rival's blocks, from which other work is said to have slowed the chosen layout too
+# fraction of a rival's blocks from which other processes have slowed the chosen layout too
 MOSTLY = 0.5
-FEW_STEPS = 100  # of an epoch: with fewer, little is learnt
+FEW_STEPS = 100  # per epoch: with fewer, the model learns little
 CHANGED = 0.1  # relative difference of two measurements of one layout
 
 
@@ -158,7 +158,7 @@ def cut_place(detail: str) -> str:
     return error
 
 
-TWIN_TIMES = 1.25  # devices of one product differ by less, unless something is wrong
+TWIN_TIMES = 1.25  # devices of the same product differ by less, unless something is wrong
 
 
 def find_unequal_twins(

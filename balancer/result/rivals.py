@@ -61,9 +61,9 @@ def list_samples(layout: Layout) -> str:
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.active])
 
 
-COARSE = 0.02  # relative error, beyond which a gain has whole percents
+COARSE = 0.02  # relative error above which a gain is given in whole percents
 SURELY = 0.01  # relative, beyond both intervals: faster in a split than alone
-NEAR = 2  # times a split's global batch: the most that a plan may have to be compared with it
+NEAR = 2  # relative to a split's batch: the largest plan batch that is compared with it
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
@@ -77,7 +77,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
     tie: bool = False
     unclear: bool = False
     paired: bool = False
-    # False: its samples/s or the plan's aren't known, or its batch is too far from the plan's
+    # False: its samples/s or the plan's are unknown, or its batch is too far from the plan's
     compared: bool = True
     difference: RateGap | None = None  # None: it isn't compared
 

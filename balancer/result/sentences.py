@@ -48,8 +48,8 @@ from .advice import find_single
 from .rivals import KNOBS, is_rough, printed_gain
 from .state_memory import write_state_memory
 
-BETWEEN = "   "  # the parts of the headline
-EXACT = 0.0005  # a relative error that isn't written, as it rounds to 0.0 %
+BETWEEN = "   "  # between the parts of the headline
+EXACT = 0.0005  # a relative error that isn't printed, as it rounds to 0.0 %
 ALTERNATELY = "measured alternately"
 SIMULATED = "simulated: "
 MOST_NAMED = 3  # layouts in a sentence
@@ -69,8 +69,8 @@ class Written(msgspec.Struct, frozen=True):
     gains: str
     advice: str = ""  # what to do, in one sentence; empty for verdicts of older versions
     remarks: tuple[str, ...] = ()
-    warnings: tuple[str, ...] = ()  # reasons not to trust the figures, and what was left out
-    doubts: tuple[str, ...] = ()  # those of the warnings that are about the measurements
+    warnings: tuple[str, ...] = ()  # reasons not to trust the measurements, and what was left out
+    doubts: tuple[str, ...] = ()  # the warnings that are about the measurements
 
     @property
     def headline(self) -> str:
@@ -342,7 +342,7 @@ def _write_why_equal(gap: RateGap) -> str:
 def _say_limits(verdict: Verdict) -> Iterator[str]:
     """Yield what takes the training's time, the largest limit first, with a remedy for each."""
     for limit in verdict.limits:
-        if limit.taken_away:  # the plan's gain says it
+        if limit.taken_away:  # the plan's gain already shows it
             continue
         took = f"{milliseconds(limit.milliseconds / 1e3)} of a step, {percent(limit.share)}"
         by = f" Cause: {limit.by}." if limit.by else ""
@@ -380,7 +380,7 @@ LIMITS = {
 }
 
 
-MUCH_MORE = 3.0  # times a gain: an upper bound beyond it says nothing
+MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
@@ -576,7 +576,7 @@ def _write_more(verdict: Verdict, one: Rival) -> str:
     gap = one.difference
     if gap is None or not one.tie:
         return words
-    # the rival over the plan, where the difference is of the plan over the rival
+    # the gap of the rival over the plan; `difference` is of the plan over the rival
     value, low = 1 / (1 + gap.value) - 1, 1 / (1 + gap.high) - 1
     error = f"± {write_half(max(value - low, _half(gap)))}"
     close = "too close to call" if gap.low <= 0 <= gap.high else f"under {percent(TIE)}"

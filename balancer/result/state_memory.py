@@ -14,7 +14,7 @@ from ..search.observations import SHARDED
 from ..types import Facts, Layout, Observation, Timed
 from ..verdict import AdapterMemory, StateMemory
 
-FEW = 0.1  # of a model's parameters: if no more are trained, adapters are what is trained
+FEW = 0.1  # of a model's parameters: if no more are trained, only adapters are trained
 
 
 def find_state_memory(

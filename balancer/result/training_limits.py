@@ -19,14 +19,14 @@ from evener.training.limits import LimitKind, StepPart, TrainingLimit, find_limi
 from ..search.report import SearchReport
 from ..types import Layout, Observation, PartSeconds, Timed
 
-TWICE = 0.5  # of a part that doesn't grow with the batch: what twice the batch spares of it
-STARVED_ERROR = 0.3  # relative: cores that are taken now may be free in the next minute
-FIXED_ERROR = 0.5  # relative: of a line through two points
-SLOWED_ERROR = 0.5  # relative: not all kernels go by the clock
-NEIGHBOUR_ERROR = 0.9  # relative: slices of time are as long as each process's kernels
-LAUNCH_ERROR = 0.15  # relative, of a step of twice the batch
+TWICE = 0.5  # the fraction that twice the batch saves of a part that doesn't grow with the batch
+STARVED_ERROR = 0.3  # relative: cores that are busy now may be free in the next minute
+FIXED_ERROR = 0.5  # relative, for a line through two points
+SLOWED_ERROR = 0.5  # relative: not all kernels depend on the clock
+NEIGHBOUR_ERROR = 0.9  # relative: time slices are as long as each process's kernels
+LAUNCH_ERROR = 0.15  # relative, for a step of twice the batch
 TWICE_BATCH = "Take a batch twice as large, or compile the model (torch.compile)."
-LONGEST = 0.9  # of the longest own work: the others wait for such a device
+LONGEST = 0.9  # of the longest compute time (own work): the other devices wait for such a device
 LARGER_BATCH = "A larger batch: twice as many samples a step halve its part."
 TRY_WORKERS = (
     "Load rows in worker processes (num_workers): evener balance --try workers measures how many "

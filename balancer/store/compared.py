@@ -23,11 +23,11 @@ from evener.training.step_sums import StepSums
 
 from ..statistics import student
 
-WARM_PART = 0.1  # of a training's windows, which are left out: the machine warms up
+WARM_PART = 0.1  # fraction of a training's windows that is left out, as the machine warms up
 MOST_BLOCKS = 12
 FEWEST_WINDOWS = 5  # without the warm-up
-MOST_ALIKE = 0.8  # a correlation of blocks in a row above can't be known from so few
-LEAST_ERROR = 1e-3  # relative: clocks
+MOST_ALIKE = 0.8  # a higher correlation of consecutive blocks can't be estimated from so few blocks
+LEAST_ERROR = 1e-3  # relative: of clocks
 
 PHASES = {
     "input": "input_s",
@@ -47,7 +47,7 @@ class PhaseDifference(msgspec.Struct, frozen=True):
     name: str
     before_s: float
     after_s: float
-    low_s: float  # 95 % interval of what it takes longer in the second
+    low_s: float  # 95 % interval of the additional time in the second training
     high_s: float
 
 
@@ -57,7 +57,7 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     """
 
     kind: Literal["training", "search"]
-    before: str  # runs
+    before: str  # run names
     after: str
     before_samples_per_second: float
     after_samples_per_second: float
@@ -65,7 +65,7 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     low: float  # 95 % interval
     high: float
     phases: tuple[PhaseDifference, ...] = ()
-    other_batch: bool = False  # steps of the two have different numbers of rows
+    other_batch: bool = False  # the two trainings have different numbers of rows per step
 
     def is_beyond(self, most: float) -> bool:
         """True if the second run is surely slower, and its estimated slowdown exceeds `most`."""

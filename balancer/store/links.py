@@ -21,7 +21,7 @@ from evener.system.files import make_private, state_folder, write_atomically
 from ..probes.links import LinkFigure, Way
 
 OWN: Way = "as it is"
-MOST_RECORDS = 256  # that are looked through
+MOST_RECORDS = 256  # maximum number of records that are searched
 
 
 class LinkRecord(msgspec.Struct, frozen=True):
@@ -31,7 +31,7 @@ class LinkRecord(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]  # ids, in order
     measured_at: float  # seconds since the epoch
     figures: tuple[LinkFigure, ...]
-    labels: tuple[str, ...] = ()  # of the devices, as figures name them
+    labels: tuple[str, ...] = ()  # of the devices, as used in `figures`
 
 
 def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkFigure]) -> Path:

@@ -30,8 +30,8 @@ SYS = Path("/sys")
 LOCKS = Path("/proc/locks")
 LARGEST_LOCKS_BYTES = 4 << 20
 LARGEST_NOTE_BYTES = 4096
-TRIES = 3  # at a lock whose holder is gone when it is looked up
-PAUSE_SECONDS = 0.01  # between two tries at a file of this user's
+TRIES = 3  # for a lock whose holder is gone when it is looked up
+PAUSE_SECONDS = 0.01  # between two tries to lock one of this user's files
 REMEDY = "Wait for it, or use --share to run beside it."
 Note = dict[str, object]  # who holds a lock: pid and run
 

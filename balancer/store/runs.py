@@ -70,8 +70,8 @@ class RunSummary(msgspec.Struct, frozen=True):
     probes: int
     samples_per_second: float | None
     ratios: tuple[float, ...] = ()
-    trouble: str = ""  # why it failed, or can't be read
-    seconds: float = 0.0  # of measuring, by the session's clock
+    trouble: str = ""  # why it failed or can't be read
+    seconds: float = 0.0  # measuring time, on the session's clock
     budget_seconds: float | None = None
     kind: Literal["search", "training"] = "search"
     trained: Trained | None = None  # what trainings by its plan have reached
@@ -193,7 +193,7 @@ def load_noise(name: str) -> NoiseEntry:
     that has a noise scale. Raises RequestError if there is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
-        # as of a training whose journal is broken
+        # for example, a training's journal is broken
         with suppress(RequestError) if name == "last" else nullcontext():
             training = load_training(run)
             for entry in reversed(training.entries) if training is not None else ():
@@ -247,7 +247,7 @@ def find_trained_by(run: str, plan: Plan) -> Trained | None:
     for newer in reversed(_list_ids()):
         if newer <= run:
             break
-        with suppress(RequestError):  # of a journal that is broken
+        with suppress(RequestError):  # a training's journal may be broken
             training = load_training(newer) if _has_begun(newer) else None
             if training is not None:
                 trainings.append(training)
@@ -322,7 +322,7 @@ def _has_begun(run: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # whoever reads it says what is wrong with it
+        return True  # the reader of the journal reports what is wrong with it
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return True

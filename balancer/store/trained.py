@@ -19,9 +19,9 @@ from evener.plan.file import Plan
 
 from ..number_format import percent
 
-SHORT = 0.05  # of the plan's samples/s, from which a training falls short
-WORTH_NAMING = 0.05  # of a step, from which what it was spent on is named
-SAME = 1e-6  # between two figures of one plan, relative
+SHORT = 0.05  # relative to the plan's samples/s, from which a training falls short
+WORTH_NAMING = 0.05  # fraction of a step from which what took the time is named
+SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
@@ -30,7 +30,7 @@ class Trained(msgspec.Struct, frozen=True):
     trainings: int
     samples_per_second: float  # median
     part: float  # of the plan's samples/s
-    why: tuple[str, ...] = ()  # it fell short, as far as its journal says
+    why: tuple[str, ...] = ()  # why it fell short, as far as its journal shows
 
     @property
     def falls_short(self) -> bool:

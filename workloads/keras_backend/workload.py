@@ -314,7 +314,7 @@ def largest_rows(model: Any) -> int | None:
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """Raises TooManyElementsError for more rows on one GPU than TensorFlow's kernels support."""
+    """Raise TooManyElementsError for more rows on one GPU than TensorFlow's kernels support."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(

@@ -341,7 +341,7 @@ def as_pair(batch: Any) -> tuple[Any, Any]:
 
 
 def check_rows(batch: Any, rows: int) -> None:
-    """Raises RequestError unless every tensor has this number of rows."""
+    """Raise RequestError unless every tensor has this number of rows."""
     tensors: list[Any] = []
     each_tensor(tensors.append, batch)
     counts = {len(tensor) if tensor.ndim else 0 for tensor in tensors}

@@ -466,7 +466,7 @@ class GpuMemory(MemoryMeter):
 
 
 def check_place(place: Place, placed: bool = False) -> None:
-    """Raises RequestError for a place that PyTorch doesn't support. `placed`: the workload places
+    """Raise RequestError for a place that PyTorch doesn't support. `placed`: the workload places
     its own parts on several devices.
     """
     if place.xla:
