@@ -19,9 +19,7 @@ CLOSE_SECONDS = 5.0
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The session began. `replayed` observations came from the journal and were not measured
-    again.
-    """
+    """The session began. `replayed` observations were read from the journal instead of measured."""
 
     run: str
     devices: tuple[str, ...]  # labels, in the order of the request

@@ -208,7 +208,9 @@ class EvenFamily(Family):
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the even split, with its number of devices if there are several."""
+        """Return the name of the even split, with its number of devices unless it uses
+        all of them.
+        """
         count = len(layout.active)
         name = EVEN_SPLIT if count == devices else f"even over {count}"
         return f"another {name}" if another else name
@@ -293,9 +295,7 @@ def pack_on(
 
 
 class PackFamily(Family):
-    """Several trainings side by side on one device, as many as give the
-    highest total throughput.
-    """
+    """As many trainings side by side on one device as give the highest total throughput."""
 
     name = kind = "pack"
     simplicity = 4
@@ -308,7 +308,7 @@ class PackFamily(Family):
         return view.packs
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a pack: Pack of 5 under MPS."""
+        """Return the name of a pack: pack of 5 under MPS."""
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
         return f"another {name}" if another else name
 
@@ -320,7 +320,7 @@ class PackFamily(Family):
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
     """Place the model's parts on the first devices. The shares only mark which devices take part.
-    None if there are too few devices.
+    None if there are too few devices or samples.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
@@ -344,7 +344,7 @@ class PlaceFamily(Family):
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a placement: Place towers."""
+        """Return the name of a placement: place towers."""
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 

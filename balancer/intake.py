@@ -76,9 +76,7 @@ def read_job(header: Header) -> Job:
 
 
 def _check_fit(job: Job, settings: object) -> None:
-    """Raise RequestError for an option or a setting that the devices or the
-    framework don't support.
-    """
+    """Raise RequestError for options that the devices or the framework don't support."""
     request = job.request
     devices = job.devices
     if job.machine is not None:

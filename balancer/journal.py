@@ -181,9 +181,7 @@ class Journal:
         self._stream = stream
 
     def append(self, entry: Entry) -> None:
-        """Append one line. Raises UnwrittenError if that fails; earlier lines
-        are then unchanged.
-        """
+        """Append one line. Raises UnwrittenError if that fails, leaving earlier lines unchanged."""
         descriptor = self._stream.fileno()
         content = msgspec.json.encode(entry) + b"\n"
         before = os.lseek(descriptor, 0, os.SEEK_END)

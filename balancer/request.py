@@ -107,8 +107,8 @@ def _number(values: Iterable[object]) -> tuple[int, ...]:
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """True if a share may be computed in passes: the request allows it, and the
-    engine supports it.
+    """True if a share may be computed in passes: the request allows it, and neither XLA nor
+    TensorFlow's input from the device rules it out.
     """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)

@@ -185,8 +185,8 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_hope(record: Record) -> None:
-    """Raise RequestError if the workload's own code failed before anything ran, as there is no
-    measurement to reuse.
+    """Raise RequestError if the user's code failed and nothing was measured, as a resumed run would
+    have nothing to reuse.
     """
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)

@@ -267,8 +267,7 @@ class Session(EventThread):
         return alarms
 
     def _ring(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop the probes because the time is over, unless a probe is in one of
-        the `spared` phases.
+        """Stop the probes at the end of the time, unless one is in a `spared` phase.
 
         If no probe has ended yet, waits until the workload is built, so that errors in the user's
         code are reported.

@@ -226,9 +226,7 @@ class MemoryMeter:
         return (max(0, peak - self._before),)
 
     def release(self) -> tuple[int | None, ...]:
-        """Release unused memory. Returns the bytes kept on each device; None if
-        they are unknown.
-        """
+        """Release unused memory. Returns the bytes kept on each device; None if unknown."""
         return (None,) * self._devices
 
     def held(self) -> int:

@@ -146,7 +146,7 @@ class ChildProber:
         return self._facts
 
     def close(self) -> None:
-        """Kill every child at once. May be called twice, from any thread, and
+        """Kill every child at once. Safe to call twice, from any thread, and
         while `measure` runs.
         """
         self._closed.set()

@@ -274,8 +274,7 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to slow the step to the device's limit, then step. Returns the
-        seconds spent spinning.
+        """Spin to slow the step to the device's limit, then step. Returns the seconds spun.
 
         It spins before the step, for a time based on the previous step, so the other ranks of a
         group wait for it as for a slow device. Alone, the wall time is slowed; in a group only the

@@ -45,9 +45,7 @@ def advise(verdict: Verdict) -> Recommendation:
 
 
 def _find_reason(verdict: Verdict) -> str:
-    """Return why to measure again before anything else is done; empty if
-    the measurements suffice.
-    """
+    """Return why to measure again first; empty if the measurements suffice."""
     for code, most in REASONS:
         if any(one.code == code and one.value >= most for one in verdict.doubts):
             return code

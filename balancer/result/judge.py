@@ -467,7 +467,7 @@ def _find_cause(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Return each working device that has no part in the plan, with the fastest split
+    """Yield each working device that has no part in the plan, with the fastest split
     that uses it.
     """
     chosen = report.chosen
@@ -553,7 +553,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
-    """Return each layout of the race that did not run."""
+    """Yield each layout of the race that did not run."""
     for candidate, seen in report.broken:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
@@ -563,7 +563,7 @@ def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
 
 
 def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
-    """Return families that were requested but aren't compared because rows are assigned by cost."""
+    """Yield families that were requested but aren't compared because rows are assigned by cost."""
     if not report.mean_length:
         return
     for family in report.options.wanted:
@@ -572,7 +572,7 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: RunEnd) -> Iterator[LeftOut]:
-    """Return layouts that the budget left no time for, with a budget that should suffice."""
+    """Yield layouts that the budget left no time for, with a budget that should suffice."""
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
         return
@@ -628,7 +628,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Return the hosts that a chosen split doesn't use and why, if a split over more hosts was
+    """Yield the hosts that a chosen split doesn't use and why, if a split over more hosts was
     measured to be slower.
     """
 

@@ -78,9 +78,7 @@ class KerasSteps:
         return split
 
     def attach(self, model: Any) -> None:
-        """Attach the split to the model's training; a group starts from the
-        first rank's weights.
-        """
+        """Attach the split to the model; a group starts from the first rank's weights."""
         self.model = model
         model.jit_compile = self.place.xla
         self._take(self._devices, passes=False)

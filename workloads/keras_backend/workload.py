@@ -256,9 +256,7 @@ class KerasWorkload(Workload):
 
 
 class AllocatorMemory(MemoryMeter):
-    """Measures TensorFlow's allocator on its GPUs GPU:0, ...; the allocator
-    never releases memory.
-    """
+    """Measures TensorFlow's allocator on GPU:0, ...; it never releases memory."""
 
     def __init__(self, gpus: Sequence[str]) -> None:
         super().__init__(len(gpus))
@@ -277,9 +275,7 @@ class AllocatorMemory(MemoryMeter):
 
 
 def configure(place: Place) -> None:
-    """Configure precision, threads and each GPU's memory. Must run before
-    TensorFlow's first operation.
-    """
+    """Set precision, threads and each GPU's memory, before TensorFlow's first operation."""
     keras.config.set_dtype_policy(place.precision)
     if place.threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(place.threads)

@@ -247,8 +247,7 @@ class Batches:
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
-        """Load a sampler's rows for this rank. Raises RequestError if the data
-        return something else.
+        """Load a sampler's rows for this rank. Raises RequestError if the data are unusable.
 
         `on_host`: the batches stay in host memory, so that parts of them can be sent.
         """

@@ -82,8 +82,8 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """`layers` GRUs of `units`, then a dense layer and logits; its step time is flat up to large
-    batches.
+    """`layers` GRUs of `units`, then a dense layer and logits. The step time hardly grows up
+    to large batches.
     """
 
     def __init__(self, features: int, units: int, layers: int, dense: int, classes: int) -> None:
@@ -108,8 +108,8 @@ class DepthNet(nn.Module):  # type: ignore[misc]
     then a linear head.
 
     Input (samples, 3, side, side) with a side of 32 or more, output (samples, classes). `norm` is
-    "group", which looks at one sample at a time, or the slides' "batch", which makes micro-batches
-    another model.
+    "group", which normalises each sample by itself, or "batch" as in the slides, with which
+    micro-batches would train a different model.
     """
 
     def __init__(self, classes: int = 10, norm: str = "group") -> None:
@@ -128,8 +128,8 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         self._micro_batches = 1
 
     def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
-        """Move the halves to the first two of `devices`. Raises RequestError if the model can't be
-        split over the devices.
+        """Move the halves to the first two of `devices`. Raises RequestError for micro-batches with
+        batch normalisation, which would compute another result.
         """
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(

@@ -189,11 +189,11 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2 with 16 and 32 channels, the mean over
-    pixels, a linear head.
+    """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2 with 16 and 32 channels, then the mean over
+    pixels and a linear head.
 
-    Input (samples, 3, height, width), both 8 or more; output (samples, classes), on the first
-    device.
+    Input (samples, 3, height, width), both at least 8; output (samples, classes) on
+    the first device.
     """
 
     def __init__(self, classes: int = 10) -> None:

@@ -397,9 +397,7 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Set the weight of this rank's gradients as a step begins; `sizes` has
-        each rank's rows.
-        """
+        """Weigh this rank's gradients as a step begins; `sizes` has each rank's rows."""
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
