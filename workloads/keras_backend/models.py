@@ -26,7 +26,7 @@ DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 CUDNN = {"auto": "auto", "true": True, "false": False}
 SPARSE = "sparse_categorical_crossentropy"
 TOWERS = ("user", "item")
-TOWER = ("conv", "pool", "flat", "dense")  # of each, after the words
+TOWER = ("conv", "pool", "flat", "dense")  # the operations of each tower, after the lookup of words
 
 
 def maxer(learning_rate: float = 0.001) -> Any:

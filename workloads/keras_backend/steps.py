@@ -71,8 +71,8 @@ class KerasSteps:
         if len(self._devices) > 1:
             engine = self.engine
         split = Split(devices=devices, engine=engine)
-        split.survives = False  # a probe finds what fits
-        split.audited = False  # and measures steps alone
+        split.survives = False  # a probe has to find out what fits
+        split.audited = False  # and measures only steps
         if split.engine != "solo":
             split.cut = ChangingCut(shares, micro)
         return split
@@ -92,7 +92,7 @@ class KerasSteps:
             if self._placed is not None:
                 model.train_step = partial(self._placed, model)
             model.make_train_function(force=True)
-            # without a look at the first batch, which towers have in pieces
+            # without inspecting the first batch, which towers have in pieces
             if self.place.input == "device":
                 if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))

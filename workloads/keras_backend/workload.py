@@ -40,7 +40,7 @@ class KerasData(NamedTuple):
     """
 
     batches: Callable[[Split, int], Any]
-    rows: int = 0  # of an epoch; 0: unknown
+    rows: int = 0  # rows per epoch; 0: unknown
 
 
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
@@ -206,7 +206,7 @@ class KerasWorkload(Workload):
     def step(self) -> None:
         """Take an optimizer step on the next batch, including what `fit` does around a step."""
         if self._position == 1 and self._on_gpus:
-            self.memory.reset()  # the first step tried kernels out, which takes what is free
+            self.memory.reset()  # the first step tried out kernels, which uses all free memory
         self._callbacks.on_train_batch_begin(self._position)
         self._logs = self.model.train_function(self._batches)
         self._callbacks.on_train_batch_end(self._position, self._logs)

@@ -26,9 +26,9 @@ from evener.torch.rows.sampler import LengthSampler, UnevenBatchSampler
 from evener.torch.rows.structure import DealtBatch, each_item, each_tensor
 from evener.training.dealing import Dealer
 
-# options of a DataLoader that it takes only with workers
+# options that a DataLoader only accepts with workers
 OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
-SAMPLED = 256  # lengths that stand for those of all rows
+SAMPLED = 256  # the number of lengths that represent those of all rows
 ENDLESS_STEPS = 1 << 40
 
 
@@ -134,10 +134,10 @@ def read_lengths(given: Any, rows: int) -> Lengths | None:
 
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
-SAMPLE_ROWS = 8  # that say how large a row is
-POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the device that is fed
-POOL_ROWS = 1 << 16  # at most
-SLOW_ROW_SECONDS = 2e-4  # to make; of slower ones a pool has
+SAMPLE_ROWS = 8  # rows from which the size of a row is estimated
+POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the type of the device that is fed
+POOL_ROWS = 1 << 16  # maximum
+SLOW_ROW_SECONDS = 2e-4  # per row; if rows take longer to make, a pool has only:
 SLOW_POOL_ROWS = 1024
 
 

@@ -160,9 +160,9 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         return logits
 
 
-PADDING = 0  # the token that is none
-IGNORED = -100  # the target that cross-entropy leaves out
-EXPANSION = 4  # of the width, in a block's dense layer
+PADDING = 0  # the padding token
+IGNORED = -100  # the target that cross-entropy ignores
+EXPANSION = 4  # relative to the width, in a block's dense layer
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
@@ -278,4 +278,4 @@ MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., Any], Mapping
         {"halves": lambda net, to: net.lay(to), "halves-micro": DepthNet.lay},
     ),
     "torch_tiles": (TilesNet, stripes, {"tiles": TilesNet.lay}),
-}  # with what makes their batches, and their placements
+}  # each with the function that makes its batches, and its placements

@@ -7,8 +7,8 @@ from typing import Any, Literal
 import torch
 
 Phase = Literal["input", "update"]
-MOST_MARKED = 512  # phases between two readings: of more, these stand for all
-HIGHEST_CLOCK_HZ = 2e9  # of a GPU: a pause may only be longer than asked for
+MOST_MARKED = 512  # phases between two readings; if there are more, these represent all of them
+HIGHEST_CLOCK_HZ = 2e9  # upper bound for a GPU, so that a pause is never shorter than requested
 LONGEST_PAUSE_SECONDS = 2.0
 
 

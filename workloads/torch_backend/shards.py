@@ -42,7 +42,7 @@ class RecipeShards:
         units, replaced = choose_units(module, None), list(module.parameters())
         casts = recipe.casts
         self._gathered = count_gathered(module, units, None, casts)
-        # packed ones are two a byte
+        # packed parameters are two per byte
         sizes = [(2 * each.nbytes if is_packed(each) else each.numel()) for each in replaced]
         self._parameters = sum(sizes)
         self._trained = sum(each.numel() for each in replaced if each.requires_grad)

@@ -149,7 +149,7 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
         variance = (
             _total(tiles.map(lambda part: (part - _as_channels(mean, part)).square()), home) / count
         )
-        # the running statistics move as BatchNorm2d's: with the unbiased variance
+        # update the running statistics as BatchNorm2d does: with the unbiased variance
         layer.running_mean.lerp_(mean.detach(), layer.momentum)
         layer.running_var.lerp_(variance.detach() * count / max(1, count - 1), layer.momentum)
         layer.num_batches_tracked.add_(1)

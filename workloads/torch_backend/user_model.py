@@ -1,17 +1,17 @@
-"""The user's own torch module as a workload: a function that gives the module, its optimizer and its loss.
+"""The user's own torch module as a workload: a function that returns the module, its optimizer and its loss.
 
 def build():
     module = Net()
     return module, torch.optim.Adam(module.parameters()), torch.nn.CrossEntropyLoss(), training_data()
 
-def training_data():                  # fourth in what `build` returns, or beside it:
-    return dataset                    # what the training gives to `split.loader`; (dataset, {"num_workers": 4}) also
+def training_data():                  # the fourth value that `build` returns, or a function beside it
+    return dataset                    # as passed to `split.loader`; or (dataset, {"num_workers": 4})
 
-def sample_batch(n):                  # where there is no data set, fourth or beside it too
+def sample_batch(n):                  # instead, if there is no data set
     return inputs, targets            # n rows each, on the host
 
-A transformers Trainer, and a LightningModule with its data, are taken as they are:
-a probe computes the trainer's own loss on its own collated batches, clips as it does and steps its optimizer.
+A transformers Trainer, and a LightningModule with its data, need no changes: a probe computes the
+trainer's own loss on its own collated batches, clips gradients as it does and steps its optimizer.
 
 def build():
     return Trainer(model=..., args=..., train_dataset=...)  # or an SFTTrainer, or your own subclass

@@ -44,9 +44,9 @@ from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .phases import PhaseClock, enqueue_pause
 from .shards import RecipeShards, leave_trainers_on_host
 
-MEETING_TIME = timedelta(seconds=300)  # in which the ranks of a group come
-NOTED_STEPS = 2  # the optimizer makes its state in the first
-LEFT_BYTES = 128 << 20  # that libraries keep for themselves from their first use on
+MEETING_TIME = timedelta(seconds=300)  # in which the ranks of a group must meet
+NOTED_STEPS = 2  # the optimizer creates its state in the first step
+LEFT_BYTES = 128 << 20  # kept by libraries from their first use on
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
@@ -60,11 +60,11 @@ class Recipe(msgspec.Struct, frozen=True):
     loss: (
         Callable[..., Any] | None
     )  # (outputs, targets) -> mean over the rows; None: the module returns its loss
-    data: Data | None = None  # to train on; None: rows that `sample_batch` makes
+    data: Data | None = None  # training data; None: rows that `sample_batch` makes
     sample_batch: SampleBatch | None = None
-    mixed_precision: str = ""  # of a Trainer, as accelerate names it: no | fp16 | bf16
+    mixed_precision: str = ""  # a Trainer's, as accelerate names it: no | fp16 | bf16
     casts: Any = None  # the type of an autocast around the module's forward pass, if it is known
-    # called once with True if the model will be cut into shards, before it is
+    # called once before any sharding, with True if the model will be sharded
     prepare: Callable[[bool], None] = lambda _: None
 
 
@@ -119,7 +119,7 @@ class TorchWorkload(Workload, StepListener):
             GpuMemory(self.devices) if _on_gpu(self.device) else MemoryMeter(len(self.devices))
         )
         self._group = join(place, self.device)
-        torch.manual_seed(0)  # every rank starts alike
+        torch.manual_seed(0)  # every rank starts with the same weights
         if place.state:
             leave_trainers_on_host()
         self.recipe = build_recipe()
@@ -132,22 +132,22 @@ class TorchWorkload(Workload, StepListener):
         self._shards = RecipeShards(self.recipe, place, self.device) if place.state else None
         if self._shards is None:
             module.to(self.device)
-        self._equal_passes = 0  # of each rank; 0: of each its own
+        self._equal_passes = 0  # of each rank; 0: each rank has its own number
         self._batches: Batches | None = None
         self._loss: Any = None
         self._scaler = torch.amp.GradScaler(
             self.device.type, enabled=place.precision == "mixed_float16"
         )
         self._members: tuple[int, ...] = ()
-        self._micro = 0  # the most rows of a pass
+        self._micro = 0  # the maximum rows per pass
         self._passes = Passes(place.rank, self.device, lambda _: None)
-        self._updates = False  # the optimizer's step runs
-        # what was allocated as a step began, and how many steps were looked at since `prepare`
+        self._updates = False  # the optimizer's step is running
+        # bytes allocated as a step began, and the number of steps recorded since `prepare`
         self._held = self._noted = 0
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._waits: Waits | None = None
         self._phases = PhaseClock(GpuClock() if _on_gpu(self.device) else HostClock())
-        self._dealt: Counter[Dealer] = Counter()  # how often rows were dealt so
+        self._dealt: Counter[Dealer] = Counter()  # how often rows were assigned by each dealer
         self._model: Any = (
             self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
         )
@@ -180,7 +180,7 @@ class TorchWorkload(Workload, StepListener):
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
         epoch = self._dealt[
             dealer
-        ]  # other batches than before: those have shapes that the framework knows
+        ]  # other batches than before, whose shapes the framework already knows
         self._dealt[dealer] += 1
         self._prepare(
             shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True
@@ -225,7 +225,7 @@ class TorchWorkload(Workload, StepListener):
             passes = len(parts)
             for part in self._passes.take(
                 parts, [self._model], ()
-            ):  # as in a training, which survives
+            ):  # as in a training, which survives running out of memory
                 part.backward(self._scaled_loss(*as_pair(part.batch)))
         self._phases.enter("update")
         self._updates = True
@@ -309,7 +309,7 @@ class TorchWorkload(Workload, StepListener):
         batch is then a different amount of work.
         """
         if self._batches is None or not self._batches.rows:
-            return True  # a rank without rows has none to keep
+            return True  # a rank without rows has no batch to keep
         return self._batches.keep(kept)
 
     def measure_link(self) -> LinkSpeed | None:
@@ -362,7 +362,7 @@ class TorchWorkload(Workload, StepListener):
             "batch_statistics": next(
                 (type(each).__name__ for each in modules if isinstance(each, _BatchNorm)), None
             ),
-            "hip": torch.version.hip,  # None but in PyTorch for AMD's GPUs
+            "hip": torch.version.hip,  # None except in PyTorch for AMD GPUs
             **cuda,
         }
         data = self.recipe.data
@@ -411,7 +411,7 @@ class TorchWorkload(Workload, StepListener):
 
     def _autocast(self) -> AbstractContextManager[None]:
         half = _HALVES.get(self.place.precision)
-        kept = self._shards is None  # its cache would keep every unit
+        kept = self._shards is None  # autocast's cache would keep every gathered unit
         context: AbstractContextManager[None] = (
             torch.autocast(self.device.type, half, cache_enabled=kept) if half else nullcontext()
         )
@@ -425,7 +425,7 @@ class TorchWorkload(Workload, StepListener):
         elif members != self._members:
             group = dist.new_group(list(members))
             if not set(members) <= set(self._members):
-                # who comes back has other momentum than the others
+                # a rank that returns has other momentum than the other ranks
                 self.recipe.optimizer.state.clear()
             self._members, self._model, self._waits = members, self.recipe.module, None
             if self.place.rank in members:
@@ -520,7 +520,7 @@ def join(place: Place, device: torch.device) -> bool:
 def own_share(place: Place, shares: Sequence[int]) -> int:
     """Return this process's samples. Raises RequestError if the shares don't match its place."""
     if len(place.devices) > 1:
-        return sum(shares)  # its parts lie on several devices, and see every sample
+        return sum(shares)  # the model's parts are on several devices, and process every sample
     expected = place.world
     if len(shares) != expected or min(shares) < 0 or not any(shares):
         raise RequestError(
