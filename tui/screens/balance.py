@@ -1,6 +1,4 @@
-"""The Balance screen: a form that says what to search for, then the running search, then its
-result.
-"""
+"""The Balance screen: a form that defines a search, then the running search, then its result."""
 
 from __future__ import annotations
 
@@ -46,17 +44,17 @@ class BalanceScreen(RunActions, PanelScreen):
 
     @property
     def chosen_run(self) -> str:
-        """The run of the session; empty without one."""
+        """The id of the session's run; empty if there is none."""
         return self.evener.balance.run
 
     def panels(self) -> Iterable[Widget]:
-        """The form, and the search."""
+        """Return the form and the view of the search."""
         with ContentSwitcher(initial="setup", id="switch"):
             yield Setup(id="setup")
             yield BalanceView(self.result_keys)
 
     def on_mount(self) -> None:
-        """Follow the session."""
+        """Redraw whenever the session changes."""
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
         self.watch(self.app, "start_fault", self.query_one(Setup).complain, init=False)
@@ -64,7 +62,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """The keys that lead on from a result, those that have an effect here."""
+        """The keys for the next steps after a result, only those that work now."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),
@@ -95,7 +93,7 @@ class BalanceScreen(RunActions, PanelScreen):
         self.refresh_bindings()
 
     def _sampled(self) -> None:
-        """Update the device rows, and nothing else."""
+        """Update only the device rows."""
         if self.is_current and self.evener.balance != SessionState():
             self.query_one(LanePanel).take(samples=self.evener.session_samples())
 
@@ -107,11 +105,11 @@ class BalanceScreen(RunActions, PanelScreen):
         self.query_one(Setup).redraw()
 
     def on_resize(self) -> None:
-        """Add or remove frames, by the new size."""
+        """Add or remove frames to suit the new size."""
         self.redraw()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only the keys that have an effect now."""
+        """Offer only the keys that work now."""
         if self.evener.replays and action in NOT_IN_REPLAYS:
             return False
         if action in ("pause", "stop"):
@@ -127,19 +125,19 @@ class BalanceScreen(RunActions, PanelScreen):
 
     @property
     def _goes_on(self) -> bool:
-        """True while a search measures."""
+        """True while a search is measuring."""
         state = self.evener.balance
         return state.active and state.finished is None
 
     def _begins_again(self, action: str) -> bool:
-        """True if the form can be shown, or the run can be continued."""
+        """True if the form can be shown, or the run can be resumed."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
     def _leads_on(self, action: str) -> bool:
-        """True if a result can be read, written, or trained by."""
+        """True if a result can be read or written, or a training can use it."""
         finished = self.evener.balance.finished
         if finished is None:
             return False
@@ -155,7 +153,7 @@ class BalanceScreen(RunActions, PanelScreen):
         self.evener.pause_session(paused)
 
     def action_stop(self) -> None:
-        """End the search after asking; the best plan so far is kept."""
+        """End the search after a confirmation; the best plan so far is kept."""
         question = "Stop the search? The best plan so far is kept."
         confirm(self.evener, "Stop", question, self.evener.stop_session)
 
@@ -167,13 +165,13 @@ class BalanceScreen(RunActions, PanelScreen):
             self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
-        """Write the plan and start the script by it, in this app."""
+        """Write the plan and start its script with the plan from this app."""
         finished = self.evener.balance.finished
         if finished is not None:
             ask_to_train(self.evener, finished.plan, self.chosen_run)
 
     def action_read_all(self) -> None:
-        """Show everything that the search has come to, on a page."""
+        """Show all results of the search as a page."""
 
         def draw(width: int) -> tuple[Line, ...]:
             state = self.evener.balance
@@ -182,7 +180,7 @@ class BalanceScreen(RunActions, PanelScreen):
         self.open_details("Result", draw, wide=True)
 
     def action_open_probe(self) -> None:
-        """Show all that is known of the measurement under the cursor."""
+        """Show all details of the measurement under the cursor."""
         row = self.query_one(LogPanel).chosen
         if row is not None:
             self.open_details("Measurement", lambda width: probe_lines(row, width))

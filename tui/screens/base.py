@@ -1,4 +1,6 @@
-"""The base of all screens: the bar on top, the keys below, and their panels between them."""
+"""The base classes of all screens: the bar on top, the keys at the bottom, and the screen's
+panels between them.
+"""
 
 from __future__ import annotations
 
@@ -20,10 +22,10 @@ from ..view.monitor import status_texts, top_line
 from ..widgets.lines import Lines
 from ..widgets.lists import ListPanel, SortedPanel
 
-NARROW = 100  # columns of the terminal, below which panels are stacked
-LOW = 30  # rows, below which they have no frames
+NARROW = 100  # least columns of the terminal for panels side by side
+LOW = 30  # least rows of the terminal for frames
 ALWAYS = 3  # keys, the last ones, that are shown at any width
-WHERE_WIDE = (  # actions whose keys are shown where there is room behind all others
+WHERE_WIDE = (  # actions whose keys are shown last, if there is room
     "next_sort",
     "common_scale",
     "toggle_scale",
@@ -35,19 +37,19 @@ WHERE_WIDE = (  # actions whose keys are shown where there is room behind all ot
 
 
 class PanelScreen(UsesApp, Screen[None]):
-    """A screen of the app; `NAME` is its mode, and panels are redrawn when their size changes."""
+    """A screen of the app; `NAME` is its mode. Panels are redrawn when their size changes."""
 
     NAME = ""
     BLANK = True  # all of it is covered
 
     def compose(self) -> ComposeResult:
-        """The bar, the screen's own panels, the keys."""
+        """Make the top bar, the screen's own panels, and the bar of keys."""
         yield TopBar(self.NAME)
         yield from self.panels()
         yield KeysBar()
 
     def panels(self) -> Iterable[Widget]:
-        """The panels between the bar and the keys."""
+        """Return the panels between the bar and the keys."""
         raise NotImplementedError
 
     def redraw(self) -> None:
@@ -55,8 +57,8 @@ class PanelScreen(UsesApp, Screen[None]):
         raise NotImplementedError
 
     def settle_frames(self) -> int:
-        """Give the panels frames where there is room, and stack them where it is narrow; the rows
-        of a frame.
+        """Give the panels frames if there is room, and stack them on a narrow terminal. Return the
+        rows that a frame takes.
         """
         width, height = self.app.size
         self.set_class(width < NARROW or height < LOW, "-bare")
@@ -64,28 +66,30 @@ class PanelScreen(UsesApp, Screen[None]):
         return 0 if self.has_class("-bare") else 2
 
     def on_lines_resized(self, event: Lines.Resized) -> None:
-        """Fill the new size, once for all panels that changed together."""
+        """Redraw for the new size, once for all panels that changed together."""
         event.stop()
         self.call_after_refresh(self.redraw)
 
     def open_details(
         self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False
     ) -> None:
-        """A page of text over the screen; what dialogs need is imported when the first one
-        opens.
+        """Open a page of text over the screen. The modules that dialogs need are imported when the
+        first dialog opens.
         """
         from .dialogs import DetailsDialog
 
         self.app.push_screen(DetailsDialog(title, draw, wide=wide))
 
     async def on_screen_resume(self) -> None:
-        """Show what happened while another screen was in front."""
+        """Redraw what has changed while another screen was open."""
         self.query_one(TopBar).redraw()
         self.redraw()
 
 
 class SnapshotScreen(PanelScreen):
-    """A screen that shows the newest snapshot, or the one at which it was paused."""
+    """A screen that shows the newest snapshot or, while paused, the snapshot at which
+    it was paused.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause(True)", "Pause"),
@@ -102,16 +106,16 @@ class SnapshotScreen(PanelScreen):
 
     @property
     def shown(self) -> Snapshot | None:
-        """The snapshot on the screen; None before the first."""
+        """The snapshot on the screen; None before the first snapshot."""
         return self._paused_at or self.evener.snapshot
 
     @property
     def state(self) -> str:
-        """The screen's state: paused, or empty."""
+        """The text for the screen's state: "paused", or empty."""
         return "paused" if self._paused_at is not None else ""
 
     def on_mount(self) -> None:
-        """Follow the newest snapshot."""
+        """Redraw at each new snapshot."""
         self.query_one(ListPanel).focus()
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
@@ -120,8 +124,8 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Give each panel its rows, borders included; 0 hides it. Nothing is laid out again that
-        hasn't changed.
+        """Set the height of each panel in rows, borders included; 0 hides the panel. The layout is
+        computed again only for heights that have changed.
         """
         placed = (self.app.size, rows)
         if self._placed == placed:
@@ -133,11 +137,11 @@ class SnapshotScreen(PanelScreen):
             panel.styles.height = count
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer to pause or to resume."""
+        """Offer pause while running, and resume while paused."""
         return action != "pause" or parameters[0] is (self._paused_at is None)
 
     def action_pause(self, paused: bool) -> None:
-        """Freeze the picture, or resume; sampling continues either way."""
+        """Freeze the screen, or resume; sampling continues either way."""
         self._paused_at = self.evener.snapshot if paused else None
         self.refresh_bindings()
         self.redraw()
@@ -154,36 +158,36 @@ class SnapshotScreen(PanelScreen):
 
 
 class SortedScreen(PanelScreen):
-    """A screen with one sorted list and a field that filters it."""
+    """A screen with one sorted list and a filter field."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("escape", "end_filter", "End the filter", show=False),
     ]
-    FILTERED = ""  # the columns whose text a filter looks at
+    FILTERED = ""  # keys of the columns that a filter searches
 
     def filter_field(self) -> Input:
-        """The field, hidden until it is asked for."""
+        """The filter field, hidden until the user opens it."""
         return Input(placeholder=f"words in {self.FILTERED}", id="filter", compact=True)
 
     @property
     def sorted_panel(self) -> SortedPanel[Any]:
-        """The list."""
+        """The screen's sorted list."""
         return self.query_one(SortedPanel)
 
     def action_filter(self) -> None:
-        """Ask for the words that rows must match."""
+        """Open the filter field for the words that rows must match."""
         field = self.query_one("#filter", Input)
         field.add_class("-open")
         field.focus()
         self.redraw()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Filter while typing."""
+        """Filter the list while the user types."""
         self.sorted_panel.filter_by(event.value)
 
     def on_input_submitted(self) -> None:
-        """Keep the filter and go to the list."""
+        """Keep the filter and focus the list."""
         self._close_filter()
 
     def action_end_filter(self) -> None:
@@ -202,14 +206,14 @@ SCREENS = {"monitor": "Monitor", "balance": "Balance", "runs": "Runs", "training
 
 
 class TopBar(Lines):
-    """Names the screens with their keys; a click on one opens it."""
+    """Shows the names of the screens with their keys; a click on a name opens that screen."""
 
     def __init__(self, shown: str) -> None:
         super().__init__(id="top")
         self.shown = shown
 
     def on_mount(self) -> None:
-        """Follow the newest snapshot, which has the clock and the host."""
+        """Redraw at each new snapshot, which has the time and the host."""
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
     def _sampled(self) -> None:
@@ -227,17 +231,17 @@ class TopBar(Lines):
 
 
 class KeysBar(Lines):
-    """The keys that have an effect now; a click on one presses it.
+    """Shows the keys that work now; a click on a key presses it.
 
-    Textual's footer makes a widget for each key whenever the focus moves, and keeps a thousand of
-    them.
+    Textual's footer creates a widget for each key whenever the focus moves, and keeps up to a
+    thousand of these widgets.
     """
 
     def __init__(self) -> None:
         super().__init__(id="keys", classes="bar")
 
     def on_mount(self) -> None:
-        """Follow the focus, and what its keys do."""
+        """Redraw when the focus or its key bindings change."""
         self.screen.bindings_updated_signal.subscribe(self, lambda _: self.redraw())
 
     def redraw(self) -> None:
@@ -245,7 +249,7 @@ class KeysBar(Lines):
         active = [each.binding for each in self.screen.active_bindings.values()]
         by_action: dict[str, Binding] = {}
         more: dict[str, Binding] = {}
-        for each in reversed(active):  # of several keys, the first
+        for each in reversed(active):  # the first of several keys
             if each.show:
                 by_action[each.action] = each
             elif each.action.partition("(")[0].rpartition(".")[2] in WHERE_WIDE:
@@ -256,14 +260,14 @@ class KeysBar(Lines):
         self.show([Line(tuple(span for hint in hints for span in hint))])
 
     def _hint(self, binding: Binding) -> tuple[Span, ...]:
-        """A key with its words; a click on it presses it."""
+        """Return a key with its label; a click on it presses the key."""
         action = f"app.simulate_key('{binding.key}')"
         key = Span(f" {self.app.get_key_display(binding)}", "key", action)
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """The hints that fit, each whole: keys, help and quit stay, and those before them go
-        first.
+        """Return the hints that fit, none truncated. The hints for keys, help and quit always stay;
+        the hints just before them are dropped first.
         """
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
@@ -273,7 +277,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """The hints with as many others as fit, in front of the last ones."""
+        """Return the hints with as many hints of `more` as fit, inserted before the last ones."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

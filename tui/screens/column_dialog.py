@@ -1,4 +1,4 @@
-"""The dialog that chooses the columns of the devices' table."""
+"""The dialog for choosing the columns of the device table."""
 
 from __future__ import annotations
 
@@ -10,11 +10,11 @@ from ..view.devices import DEVICES
 from ..widgets.lists import Ticks
 from .dialogs import Dialog
 
-ALWAYS = ("id",)  # without which nobody knows whose row it is
+ALWAYS = ("id",)  # columns that identify a row and can't be hidden
 
 
 class ColumnDialog(Dialog[None]):
-    """Ticks the columns that are shown; the choice is kept."""
+    """A list of columns with ticks; the ticked columns are shown, and the choice is saved."""
 
     def __init__(self) -> None:
         super().__init__("Columns of the devices")
@@ -22,11 +22,11 @@ class ColumnDialog(Dialog[None]):
         self._titles = {each.key: each.titles[0] for each in DEVICES.columns}
 
     def content(self) -> Iterable[Widget]:
-        """A tick for each column."""
+        """Return the list with an entry for each column."""
         yield Ticks(id="columns", title="")
 
     def on_mount(self) -> None:
-        """Tick those that are shown now."""
+        """Tick the columns that are currently shown."""
         hidden = self.evener.settings.hidden_columns
         shown = frozenset(place for place, key in enumerate(self._keys) if key not in hidden)
         ticks = self.query_one(Ticks)
@@ -35,7 +35,7 @@ class ColumnDialog(Dialog[None]):
         ticks.focus()
 
     async def action_dismiss(self, result: None = None) -> None:
-        """Keep the choice, and close."""
+        """Save the choice, and close the dialog."""
         ticked = self.query_one(Ticks).ticked
         hidden = tuple(key for place, key in enumerate(self._keys) if place not in ticked)
         self.evener.keep(hidden_columns=hidden)

@@ -1,5 +1,5 @@
-"""Dialogs over a screen: a page of text, such as the help; a question with its answers, a line to
-type.
+"""Dialogs over a screen: a page of text, such as the help; a question with its answers; a field
+to type in.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ WIDEST = 116  # cells of a wide dialog's text
 
 
 class Text(Lines):
-    """Lines that take as many rows as there are."""
+    """A widget whose height is the number of its lines."""
 
     def show(self, lines: Iterable[Line]) -> None:
-        """Draw these lines, on exactly as many rows."""
+        """Draw these lines, and set the height to their number."""
         kept = tuple(lines)
         self.styles.height = max(1, len(kept))
         super().show(kept)
@@ -48,25 +48,25 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
         self._box_title = title
 
     def compose(self) -> ComposeResult:
-        """The frame and its content."""
+        """Make the frame and its content."""
         with Vertical(classes="box") as box:
             box.border_title = self._box_title
             box.border_subtitle = "Esc closes"
             yield from self.content()
 
     def content(self) -> Iterable[Widget]:
-        """The widgets inside the frame."""
+        """Return the widgets inside the frame."""
         raise NotImplementedError
 
     @property
     def text_width(self) -> int:
-        """Cells for text inside the frame."""
+        """The number of cells for text inside the frame."""
         return max(1, min(WIDEST if self.has_class("-wide") else 72, self.app.size.width - 4))
 
 
 class DetailsDialog(Dialog[None]):
-    """A page of text, scrolled where it doesn't fit; `draw(width)` gives its lines, again at each
-    new snapshot.
+    """A page of text, scrolled if it doesn't fit. `draw(width)` returns its lines, and is called
+    again at each new snapshot.
     """
 
     def __init__(
@@ -77,12 +77,12 @@ class DetailsDialog(Dialog[None]):
         self.set_class(wide, "-wide")
 
     def content(self) -> Iterable[Widget]:
-        """The page."""
+        """Return the widget of the page."""
         with VerticalScroll(id="scroll"):
             yield Text()
 
     def on_mount(self) -> None:
-        """Follow the newest snapshot."""
+        """Redraw at each new snapshot."""
         self.watch(self.app, "snapshot", self.redraw)
 
     def on_resize(self) -> None:
@@ -90,13 +90,13 @@ class DetailsDialog(Dialog[None]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the page, leaving a column for the scroll bar."""
+        """Rebuild the page, with one column left for the scroll bar."""
         self.query_one(Text).show(self._draw(max(1, self.text_width - 1)))
 
 
 class ChoiceDialog(Dialog[str]):
-    """Asks for one of a few answers, by its key or its button; the button in focus is the first,
-    which is harmless.
+    """Asks for one of a few answers, by key or by button. The first button has the focus at first;
+    its answer must be harmless.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -109,10 +109,10 @@ class ChoiceDialog(Dialog[str]):
     ) -> None:
         super().__init__(title)
         self._draw = draw
-        self.answers = answers  # by their keys
+        self.answers = answers  # answers by their keys
 
     def content(self) -> Iterable[Widget]:
-        """The question, and a button for each answer."""
+        """Return the question, and a button for each answer."""
         yield Text(id="question")
         with Horizontal():
             for key, label in self.answers.items():
@@ -129,20 +129,20 @@ class ChoiceDialog(Dialog[str]):
         self.query(Button).first().focus()
 
     def on_key(self, event: Key) -> None:
-        """Answer by key."""
+        """Close with the answer that has this key."""
         if event.key in self.answers:
             self.dismiss(event.key)
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Answer by button."""
+        """Close with the answer of the pressed button."""
         self.dismiss((event.button.id or "")[-1])
 
 
 def confirm(
     app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask before what can't be undone, and call `then` if the answer is yes; `action` is its
-    button.
+    """Ask before an action that can't be undone, and call `then` if the answer is yes; `action` is
+    the label of the confirming button.
     """
 
     def draw(width: int) -> Iterable[Line]:
@@ -155,31 +155,31 @@ def confirm(
 
 
 class FieldDialog(Dialog[bool]):
-    """Asks for one line; what is wrong with it is said below."""
+    """Asks for one line of text; an error in it is shown below the field."""
 
     def __init__(self, title: str, field: Input, hint: str) -> None:
         super().__init__(title)
         self._field, self._hint = field, hint
 
     def content(self) -> Iterable[Widget]:
-        """The line, and the hint."""
+        """Return the field, and the hint below it."""
         yield self._field
         yield Text(id="hint")
 
     def on_mount(self) -> None:
-        """Focus the line."""
+        """Focus the field."""
         self.tell(self._hint)
         self._field.focus()
 
     def tell(self, text: str, *, bad: bool = False) -> None:
-        """Say this below the line."""
+        """Show this text below the field."""
         rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show(
             [line(Span(row, "bad" if bad else "dim")) for row in rows]
         )
 
     async def on_input_submitted(self, event: Input.Submitted) -> None:
-        """Do it, or say why not."""
+        """Take the typed line, or show why it is refused."""
         event.stop()
         try:
             done = await self.take(event.value.strip())
@@ -190,13 +190,13 @@ class FieldDialog(Dialog[bool]):
                 self.dismiss(True)
 
     async def take(self, text: str) -> bool:
-        """Do what the line says, and whether that is all; EvenerError says what is wrong with
-        it.
+        """Act on the line; return True if the dialog is finished. Raises EvenerError that says what
+        is wrong with the line.
         """
         raise NotImplementedError
 
 
-MOST_NAMED = 8  # processes; the others are counted
+MOST_NAMED = 8  # most processes listed; the others are counted
 _MEANINGS = {
     "INT": "like Ctrl-C: most trainings save and stop",
     "TERM": "asks the process to end",
@@ -205,10 +205,10 @@ _MEANINGS = {
 
 
 def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
-    """Ask which signal to send to these processes, and whether to."""
+    """Ask which signal to send to these processes, then ask for confirmation and send it."""
     once = tuple(
         {(each.pid, each.start_time): each for each in chosen}.values()
-    )  # each may be on several devices
+    )  # a process may be on several devices
 
     def draw(width: int) -> Iterable[Line]:
         yield from (_process_line(row, width) for row in once[:MOST_NAMED])
@@ -305,7 +305,7 @@ _KEYS = {
 
 
 def help_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """The whole page in lines of `width` cells."""
+    """Return the whole help page in lines of `width` cells."""
     lines: list[Line] = []
     for title, keys in _KEYS.items():
         lines.append(line(Span(title, "strong")))

@@ -1,4 +1,6 @@
-"""A dry run from the form: the model is built, a few steps are taken, and a page says what fits."""
+"""A dry run from the form: builds the model, runs a few steps, and shows a page on what
+fits in memory.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +27,9 @@ from .dialogs import Dialog, Text
 
 
 class DryRunDialog(Dialog[bool]):
-    """Says what is going on, then what fits; it ends with True where the search is to start."""
+    """Shows the progress, then what fits in memory; its result is True if the search
+    is to start.
+    """
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("ctrl+s", "start", "Start the search", key_display="Ctrl-S"),
@@ -38,20 +42,20 @@ class DryRunDialog(Dialog[bool]):
         self._stop = threading.Event()
 
     def content(self) -> Iterable[Widget]:
-        """What is found, and the way on."""
+        """Return the page of findings, and the buttons."""
         yield Text(id="outlook")
         with Horizontal():
             yield Button("Close", id="close", compact=True)
             yield Button("Start the search", id="begin", variant="success", compact=True)
 
     def on_mount(self) -> None:
-        """Begin."""
+        """Start the measurement."""
         self.query_one("#begin").display = False
         self._say("The model is being built, and takes a few steps on one device.")
         self.run_worker(self._try())
 
     def on_unmount(self) -> None:
-        """End the measurement with the dialog."""
+        """Stop the measurement when the dialog closes."""
         self._stop.set()
 
     async def _try(self) -> None:
@@ -74,7 +78,7 @@ class DryRunDialog(Dialog[bool]):
         return dry_run(take_in(self._request), self._report, self._stop)
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Show the phase; called from the thread that measures."""
+        """Show the phase; called from the measuring thread."""
         if not self._stop.is_set():
             words = f"{progress.phase}, {duration(progress.at_seconds)}"
             self.app.call_later(self._say, f"The model on one device: {words}.")
@@ -84,10 +88,10 @@ class DryRunDialog(Dialog[bool]):
             self.query_one(Text).show([*text_lines(text, self.text_width, 12, tone, 0), line()])
 
     def on_button_pressed(self, event: Button.Pressed) -> None:
-        """Start the search, or close."""
+        """Start the search, or close the dialog."""
         event.stop()
         self.dismiss(event.button.id == "begin")
 
     def action_start(self) -> None:
-        """Start the search."""
+        """Close the dialog and start the search."""
         self.dismiss(True)

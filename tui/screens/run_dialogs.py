@@ -1,6 +1,4 @@
-"""Dialogs for one run: its plan and report are written to files; it is continued, and its errors
-shown.
-"""
+"""Dialogs for one run: write its plan or report to a file, resume the run, and show its errors."""
 
 from __future__ import annotations
 
@@ -43,7 +41,7 @@ _FOREIGN = re.compile(
 
 
 class ContinueDialog(FieldDialog):
-    """Asks how long to go on with a run, and starts that."""
+    """Asks how long a run is to be resumed, and resumes it."""
 
     def __init__(self, run: StoredRun) -> None:
         budget = run.header.request.budget_seconds
@@ -58,7 +56,7 @@ class ContinueDialog(FieldDialog):
         self._run = run
 
     async def take(self, text: str) -> bool:
-        """Start the session."""
+        """Start the session that resumes the run."""
         header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
         self.evener.start_session(
@@ -68,8 +66,8 @@ class ContinueDialog(FieldDialog):
 
 
 def errors_file(run: str) -> Path | None:
-    """The errors that children of a run wrote, without a run those of the last probe; None if there
-    are none.
+    """Return the file with the errors that a run's child processes wrote, or None if there are
+    none. Without a run, the errors are those of the last probe.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
@@ -78,8 +76,8 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """The frames of tracebacks that are neither in evener nor in Python's or installed packages,
-    each once.
+    """Return the traceback frames that are outside evener, the standard library and installed
+    packages, without duplicates.
     """
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
@@ -88,7 +86,7 @@ def own_frames(text: str) -> str:
 
 
 def errors_dialog(run: str) -> DetailsDialog:
-    """The tracebacks of a run, whole."""
+    """Return a dialog with a run's complete tracebacks."""
     path, text = errors_file(run), ""
     if path is not None:
         with (
@@ -108,15 +106,15 @@ def errors_dialog(run: str) -> DetailsDialog:
 
 
 class RunActions(UsesApp):
-    """A screen's actions on one run: continue it, write its report, show its tracebacks."""
+    """A screen's actions on one run: resume it, write its report, show its tracebacks."""
 
     @property
     def chosen_run(self) -> str:
-        """The run that keys act on; empty without one."""
+        """The id of the run that keys act on; empty if there is none."""
         raise NotImplementedError
 
     def action_go_on(self) -> None:
-        """Ask how long to go on with the run, and show its search."""
+        """Ask how long the run is to be resumed, and show its search."""
 
         def show(done: bool | None) -> None:
             if done:
@@ -130,12 +128,14 @@ class RunActions(UsesApp):
         self.app.push_screen(report_dialog(self.chosen_run))
 
     def action_traceback(self) -> None:
-        """Show what failing children of the run wrote."""
+        """Show the errors that failing child processes of the run wrote."""
         self.app.push_screen(errors_dialog(self.chosen_run))
 
 
 class SaveDialog(FieldDialog):
-    """Asks for a path, and again before it replaces a file; `save` may take a while."""
+    """Asks for a path, and asks again before it replaces a file. `save` runs in a thread because it
+    may be slow.
+    """
 
     def __init__(
         self,
@@ -153,10 +153,12 @@ class SaveDialog(FieldDialog):
         self._next_step = next_step
 
     async def take(self, text: str) -> bool:
-        """Write, or ask first."""
+        """Write the file, or ask first if it exists."""
         path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
         self._check(path)
-        if not os.path.exists(path):  # writing to an unreadable path says what is wrong
+        if not os.path.exists(
+            path
+        ):  # the later write reports what is wrong with an unreadable path
             return await self._write(path)
         question = f"{path} already exists. Replace it?"
         confirm(self.evener, "Replace", question, lambda: self._replace(path))
@@ -188,7 +190,9 @@ class SaveDialog(FieldDialog):
 
 
 def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> SaveDialog:
-    """Writes a plan; then the line that trains by it, unless the run's end advises against it."""
+    """Return a dialog that writes a plan, then shows the command that trains with it, unless the
+    run's end advises against the plan.
+    """
 
     def find_step(path: str) -> str:
         app.written_plans[run] = path
@@ -199,7 +203,7 @@ def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> Sav
 
 
 class TrainDialog(FieldDialog):
-    """Asks for the line that trains by a plan, writes the plan, and starts it."""
+    """Asks for the command that trains with a plan, writes the plan, and starts the command."""
 
     def __init__(self, plan: Plan, run: str, path: str, written: bool) -> None:
         command = find_training_command(plan, path)
@@ -216,7 +220,7 @@ class TrainDialog(FieldDialog):
         self._written = written
 
     async def take(self, text: str) -> bool:
-        """Write the plan and start."""
+        """Write the plan and start the training."""
         arguments = read_command(text)
         if not self._written and self._path in arguments:
             await asyncio.to_thread(self._plan.save, Path(self._path))
@@ -226,8 +230,10 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Ask for the line that starts the plan's script, by the file that the plan was written to or
-    by a new one, and show the training once it has started.
+    """Ask for the command that starts the plan's script, and show the training after
+    it has started.
+
+    The command has the path of the file that the plan was written to, or the path of a new file.
     """
     written = app.written_plans.get(run, "")
     free = "plan.toml" if not os.path.exists("plan.toml") else f"plan-{run}.toml"
@@ -240,7 +246,7 @@ def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
 
 
 def report_dialog(run: str) -> SaveDialog:
-    """Writes the report of a run."""
+    """Return a dialog that writes a run's report."""
     from ..text.page import REPORT_FORMATS, save_report
 
     return SaveDialog("report", "report.html", REPORT_FORMATS, lambda path: save_report(run, path))

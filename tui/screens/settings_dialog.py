@@ -1,4 +1,4 @@
-"""The dialog that shows all settings and changes them; each change holds at once and is kept."""
+"""The dialog that shows and changes all settings; each change takes effect at once and is saved."""
 
 from __future__ import annotations
 
@@ -25,9 +25,9 @@ PLAN_PERCENTS = (70.0, 80.0, 90.0, 95.0)
 
 
 class Choice(NamedTuple):
-    """A setting with the values that it can have, and how they are written."""
+    """A setting with its possible values, and how the values are written."""
 
-    key: str  # with a dot for one of alerts
+    key: str  # a dotted name for a field of the alert settings
     label: str
     values: tuple[Any, ...]
     write: Callable[[Any], str] = str
@@ -60,7 +60,7 @@ LABELS = (*(choice.label for choice in CHOICES), COMMAND_LABEL)
 
 
 def read_setting(app: BaseApp, key: str) -> Any:
-    """The value of a setting by its key."""
+    """Return the value of a setting by its key."""
     value: Any = app.settings
     for part in key.split("."):
         value = getattr(value, part)
@@ -68,7 +68,7 @@ def read_setting(app: BaseApp, key: str) -> Any:
 
 
 class SettingsDialog(Dialog[None]):
-    """A row for each setting; left and right change the one in focus."""
+    """A row for each setting; the left and right keys change the focused setting."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next", show=False),
@@ -77,10 +77,10 @@ class SettingsDialog(Dialog[None]):
 
     def __init__(self, first: str = "") -> None:
         super().__init__("Settings")
-        self._first = first  # the label of the row that has the focus at first
+        self._first = first  # label of the row that is focused first
 
     def content(self) -> Iterable[Widget]:
-        """A row for each setting, and where they are kept."""
+        """Return a row for each setting, and the path of the settings file."""
         for place, choice in enumerate(CHOICES):
             value = read_setting(self.evener, choice.key)
             words = [choice.write(each) for each in self._values(choice)]
@@ -94,12 +94,12 @@ class SettingsDialog(Dialog[None]):
         return Horizontal(Static(label, classes="label", markup=False), field, classes="field")
 
     def _values(self, choice: Choice) -> Sequence[Any]:
-        """The values to choose from, with the one of now."""
+        """Return the values to choose from, including the current value."""
         value = read_setting(self.evener, choice.key)
         return choice.values if value in choice.values else (value, *choice.values)
 
     def on_mount(self) -> None:
-        """Focus the row that was asked for, and say where settings are kept."""
+        """Focus the requested row, and show where settings are saved."""
         path = self.evener.settings_file
         kept = f"Kept in {path}." if path is not None else "They hold until the app ends."
         hint = f"Up and down choose a setting, left and right change it. {kept} Columns: key C."
@@ -109,7 +109,7 @@ class SettingsDialog(Dialog[None]):
 
     @on(OneOf.Changed)
     def _changed(self) -> None:
-        """Keep what was chosen."""
+        """Save the chosen values."""
         for place, choice in enumerate(CHOICES):
             word = self.query_one(f"#choice-{place}", OneOf).value
             for value in self._values(choice):
@@ -130,10 +130,10 @@ class SettingsDialog(Dialog[None]):
     @on(Input.Submitted)
     @on(DescendantBlur)
     def _take_command(self) -> None:
-        """Keep the program that an alert starts."""
+        """Save the command that an alert starts."""
         self._set("alerts.command", self.query_one(Input).value.strip())
 
     async def action_dismiss(self, result: None = None) -> None:
-        """Keep what was typed, and close."""
+        """Save the typed text, and close the dialog."""
         self._take_command()
         await super().action_dismiss(result)

@@ -1,4 +1,4 @@
-"""The first start: a card with three doors."""
+"""The welcome dialog of the first start, which offers three ways to begin."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ TEXT_ROWS = 2  # of a door at most
 
 
 class Door(NamedTuple):
-    """A way on; `key` opens it."""
+    """A way to begin; `key` chooses it."""
 
     key: str
     title: str
@@ -30,7 +30,7 @@ class Door(NamedTuple):
 
 
 class Doors(Lines):
-    """The doors, one of them under the cursor; Enter, its key or a click opens it."""
+    """A list of ways to begin with a cursor; Enter, a way's key or a click chooses it."""
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -46,12 +46,12 @@ class Doors(Lines):
         self._first_rows: list[int] = []  # of each door
 
     def offer(self, doors: tuple[Door, ...]) -> None:
-        """Show these doors."""
+        """Show these ways to begin."""
         self.doors = doors
         self.redraw()
 
     def redraw(self) -> None:
-        """Draw each door with its key, and a blank row between two of them."""
+        """Draw each way to begin with its key, separated by blank rows."""
         lines: list[Line] = []
         self._first_rows = []
         for place, door in enumerate(self.doors):
@@ -67,23 +67,23 @@ class Doors(Lines):
         self.show(lines)
 
     def action_move(self, steps: int) -> None:
-        """Go to another door; after the last comes the first."""
+        """Move the cursor; after the last way to begin comes the first."""
         self.cursor = (self.cursor + steps) % max(1, len(self.doors))
         self.redraw()
 
     def action_open(self) -> None:
-        """Open the door under the cursor."""
+        """Choose the way to begin under the cursor."""
         self.screen.dismiss(self.doors[self.cursor].key)
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Open the door that was clicked."""
+        """Choose the clicked way to begin."""
         place = bisect_right(self._first_rows, row) - 1
         if 0 <= place < len(self.doors):
             self.screen.dismiss(self.doors[place].key)
 
 
 class WelcomeDialog(Dialog[str]):
-    """Where to begin; it ends with the key of the door, or with none."""
+    """Asks where to begin; its result is the key of the chosen way, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key, f"dismiss('{key}')", show=False) for key in ("b", "w", "d")
@@ -91,16 +91,16 @@ class WelcomeDialog(Dialog[str]):
 
     def __init__(self) -> None:
         super().__init__("Welcome to evener")
-        self._models: tuple[str, ...] = ()  # of this folder
+        self._models: tuple[str, ...] = ()  # models found in the current folder
 
     def content(self) -> Iterable[Widget]:
-        """The question, and the doors."""
+        """Return the question, and the list of ways to begin."""
         yield Lines(id="question")
         yield Doors()
 
     def on_mount(self) -> None:
-        """Offer the doors, again at each new snapshot, and name the model of this folder once it is
-        found.
+        """Show the ways to begin, again at each new snapshot, and name the model in the current
+        folder once it is found.
         """
         text = "Where would you like to begin?  b, w, d or arrows and Enter."
         question = self.query_one("#question", Lines)
@@ -134,7 +134,7 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """What runs on the devices, and how a training comes to report its steps if none does."""
+    """Return what runs on the devices, or how to make a training report its steps if none does."""
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}
     if len(trainings) == 1:
