@@ -1,4 +1,4 @@
-"""The command palette: every key of the screen in front, what every screen can do, every run by its
+"""The command palette: every key of the open screen, the commands of all screens, every run by its
 name, and every setting.
 """
 
@@ -37,7 +37,7 @@ MOVES = (  # within a list or a screen: found by a search, but not offered
     "end_filter",
     "refresh",
 )
-KEY_CELLS = 9  # in front of the words
+KEY_CELLS = 9  # cells in front of the words
 APP_KEYS = {  # of what every screen can do, by the name of its action
     "Show Monitor": "1",
     "Show Balance": "2",
@@ -79,14 +79,14 @@ OTHER_WORDS = {  # that people look for, by action
 
 
 def entry(key: str, words: str | Content, more: str = "") -> Content:
-    """A line of the palette: the key, what it does, and a remark."""
+    """Return a line of the palette: the key, what it does, and a remark."""
     return Content.assemble(
         (f"{key:>{KEY_CELLS}}  ", "$text-primary"), words, (f"  {more}" if more else "", "$ev-dim")
     )
 
 
 class Offered(NamedTuple):
-    """A key with what it does, on the node that has it."""
+    """A key binding with its description, and the widget or screen that has it."""
 
     node: DOMNode
     binding: Binding
@@ -94,12 +94,12 @@ class Offered(NamedTuple):
 
     @property
     def action(self) -> str:
-        """The name of its action."""
+        """The name of the binding's action."""
         return parse(self.binding.action)[1]
 
 
 def offered_keys(screen: Widget) -> Iterator[Offered]:
-    """The keys of a screen and of its panels that have an effect now; each action once."""
+    """Yield the keys of a screen and its panels that work now; each action once."""
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
     nodes += [each for each in screen.query("*") if each.can_focus and each.display]
@@ -127,17 +127,17 @@ def _has_effect(node: DOMNode, binding: Binding) -> bool:
 
 
 def _begins(query: str, words: str) -> bool:
-    """True if every word of the query begins one of these."""
+    """True if each word of the query is a prefix of a word in `words`."""
     asked = query.lower().split()
     return bool(asked) and all(any(one.startswith(each) for one in words.split()) for each in asked)
 
 
 class KeyDiscovery(DiscoveryHit):
-    """A key of the screen, which is offered before what every screen has."""
+    """A key of the screen, listed before the commands of all screens."""
 
     @property
     def score(self) -> float:
-        """Above that of Textual's own, which is 0."""
+        """A score above Textual's own hits, whose score is 0."""
         return 1.0
 
 
@@ -152,7 +152,7 @@ class PaletteEntry(NamedTuple):
 
 
 class KeysProvider(Provider):
-    """Every key of the screen: its words, the panel it belongs to, and the key itself."""
+    """Provides every key of the screen: its description, its panel, and the key itself."""
 
     def _entries(self) -> Iterator[PaletteEntry]:
         app = cast(BaseApp, self.app)
@@ -165,13 +165,13 @@ class KeysProvider(Provider):
             yield PaletteEntry(key, words, partial(_press, app, offered), moves, other_words)
 
     async def discover(self) -> Hits:
-        """Everything but the moves within a list."""
+        """Yield all keys except those that move within a list."""
         for each in self._entries():
             if not each.moves:
                 yield KeyDiscovery(entry(each.key, each.words), each.command, text=each.words)
 
     async def search(self, query: str) -> Hits:
-        """What matches these words."""
+        """Yield the keys that match the query."""
         matcher = self.matcher(query)
         for each in self._entries():
             score = matcher.match(each.words)
@@ -183,16 +183,16 @@ class KeysProvider(Provider):
 
 
 class AppProvider(Provider):
-    """What every screen can do."""
+    """Provides the commands of all screens."""
 
     async def discover(self) -> Hits:
-        """All of it, below the keys of the screen."""
+        """Yield all commands, below the keys of the screen."""
         for title, more, command, *_ in self.app.get_system_commands(self.screen):
             shown = entry(APP_KEYS.get(title, ""), title, more)
             yield DiscoveryHit(shown, command, text=title)
 
     async def search(self, query: str) -> Hits:
-        """What matches these words."""
+        """Yield the commands that match the query."""
         matcher = self.matcher(query)
         for title, more, command, *_ in self.app.get_system_commands(self.screen):
             score = matcher.match(title)
@@ -202,7 +202,7 @@ class AppProvider(Provider):
 
 
 async def _press(app: BaseApp, offered: Offered) -> None:
-    """Do what the key does on its own panel."""
+    """Run the key's action on the panel that has the key."""
     node = offered.node
     if isinstance(node, Widget) and node.can_focus:
         node.focus()
@@ -210,16 +210,16 @@ async def _press(app: BaseApp, offered: Offered) -> None:
 
 
 class RunsProvider(Provider):
-    """Every run by its id, model and devices."""
+    """Provides every run by its id, model and devices."""
 
     async def startup(self) -> None:
-        """Read the list once, while the palette opens."""
+        """Read the list of runs once, while the palette opens."""
         from evener.balancer.store.runs import list_runs
 
         self._runs = await asyncio.to_thread(list_runs)
 
     async def search(self, query: str) -> Hits:
-        """The runs that match these words."""
+        """Yield the runs that match the query."""
         matcher = self.matcher(query)
         for run in self._runs:
             words = plain(f"Run {run.run} {run.workload} {' '.join(run.devices)}", 120)
@@ -239,10 +239,10 @@ class RunsProvider(Provider):
 
 
 class SettingsProvider(Provider):
-    """Every setting by its words: it opens the page of settings there."""
+    """Provides every setting by its label; a hit opens the settings dialog at that setting."""
 
     async def search(self, query: str) -> Hits:
-        """The settings that match these words."""
+        """Yield the settings that match the query."""
         from .screens.settings_dialog import LABELS
 
         app = cast(BaseApp, self.app)

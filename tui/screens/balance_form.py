@@ -1,5 +1,5 @@
-"""The form of a search: the model, the devices, the global batch and the budget, and all other
-options under "more".
+"""The form that starts a search: the model, the devices, the global batch and the budget, and all
+other options under "more".
 """
 
 from __future__ import annotations
@@ -101,18 +101,18 @@ _LABELS = {
     "share": "share devices",
     "more": "more options",
 }
-_WORDS = {"set": "settings"}  # for options that the form calls differently
+_WORDS = {"set": "settings"}  # the form's labels for options with other names
 _BY_OPTION = {"set": "settings", "input": "inputs", "workload": "own", "devices": "pick-devices"}
 
 
 def field_label(name: str) -> str:
-    """How the form calls a field."""
+    """Return the form's label of a field."""
     return _LABELS.get(name) or name.replace("_", " ")
 
 
 def form_words(text: str) -> tuple[str, str]:
-    """A command's complaint in the form's words, and the field that it is about, by its first
-    option; "" if by none.
+    """Return a command-line error message in the form's terms, and the name of the field for its
+    first option; "" if it names no option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -123,8 +123,8 @@ def form_words(text: str) -> tuple[str, str]:
 
 
 class Model(NamedTuple):
-    """An entry of the list of models; `name` is as `--workload` takes it, empty for another
-    file.
+    """An entry of the list of models; `name` is the value for `--workload`, empty for the
+    entry "another file".
     """
 
     name: str
@@ -134,8 +134,8 @@ class Model(NamedTuple):
 
 
 def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
-    """The models to choose from: the one that was balanced last, functions of this folder's files,
-    another file, then evener's own networks.
+    """Return the models to choose from: the last model that was balanced, functions in this
+    folder's files, another file, then evener's own networks.
     """
     models: list[Model] = []
     if last is not None:
@@ -152,13 +152,15 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
 
 
 def _full_name(workload: str) -> str:
-    """A function by the whole path of its file, so that two spellings are one."""
+    """Return a function's name with the absolute path of its file, so that two
+    spellings are equal.
+    """
     home, _, function = workload.rpartition(":")
     return f"{Path(home).absolute()}:{function}"
 
 
 def _short_path(workload: str) -> str:
-    """The path from the current folder, for a file in it."""
+    """Return a function's name with a path relative to the current folder if its file is inside."""
     home, _, function = workload.rpartition(":")
     path, here = Path(home), Path.cwd()
     short = path.relative_to(here) if path.is_absolute() and path.is_relative_to(here) else path
@@ -166,7 +168,7 @@ def _short_path(workload: str) -> str:
 
 
 def _last_words(last: RunSummary, now: float) -> str:
-    """When a model was balanced last, and what came out."""
+    """Return when a model was last balanced, and the result."""
     made = time.strptime(last.created.removesuffix("Z"), "%Y-%m-%dT%H:%M:%S")
     days = max(0.0, now - _utc_seconds(made)) / 86400
     ago = "today" if days < 1 else f"{days:.0f} day{'s' * (days >= 1.5)} ago"
@@ -181,7 +183,7 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """The newest search over a function of the user's own whose file is still there."""
+    """Return the newest search over one of the user's own functions whose file still exists."""
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
         own = summary.kind == "search" and bool(home) and names_a_file(home)
@@ -191,7 +193,9 @@ def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
 
 
 class Setup(UsesApp, Vertical):
-    """Starts what it says; if that can't be, it marks the field that is wrong and says why."""
+    """The form; it starts the search that its fields describe, or marks the invalid field and shows
+    why it is invalid.
+    """
 
     can_focus = False
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -204,10 +208,12 @@ class Setup(UsesApp, Vertical):
         super().__init__(id=id)
         self._complaint = ""
         self._models: list[Model] = []
-        self._picked = False  # a person has chosen the model
+        self._picked = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Four fields, the others below them; what the one in focus means, and the buttons."""
+        """Make four fields with the others below them, the explanation of the focused field,
+        and the buttons.
+        """
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
             yield self._row("pick-workload", Ticks(id="pick-workload", title="", single=True))
@@ -258,8 +264,8 @@ class Setup(UsesApp, Vertical):
         return bool(devices) and find_backend(devices[0].kind).simulated
 
     def on_mount(self) -> None:
-        """List the devices of this machine and the models, those of this folder as they are
-        found.
+        """List the devices of this machine and the models; models in this folder are added as
+        they are found.
         """
         devices = self.evener.trainable
         rows = [
@@ -273,13 +279,15 @@ class Setup(UsesApp, Vertical):
         self.show_rows()
 
     async def find_own_models(self) -> None:
-        """Look through the files of this folder and the past runs, and offer what is found."""
+        """Search the files of this folder and the past runs for models, and add the
+        models to the list.
+        """
         found = await asyncio.to_thread(find_models, Path.cwd())
         last = await asyncio.to_thread(_read_last_own)
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """Offer these models; the first is chosen, unless a person has chosen another."""
+        """List these models; the first is chosen, unless the user has chosen another."""
         panel = self.query_one("#pick-workload", Ticks)
         before = self._models[min(panel.ticked)] if self._picked and panel.ticked else None
         self._models = list_models(found, last, time.time())
@@ -297,16 +305,16 @@ class Setup(UsesApp, Vertical):
 
     @property
     def model(self) -> Model:
-        """The model that is chosen."""
+        """The chosen model."""
         return self._models[min(self.query_one("#pick-workload", Ticks).ticked)]
 
     def on_one_of_changed(self) -> None:
-        """Show the rows that the choices ask for."""
+        """Show the rows that depend on the changed choice."""
         self.show_rows()
 
     def show_rows(self) -> None:
-        """Show the path for another file alone, layouts for a comparison alone, and the rest where
-        more is shown.
+        """Show the path only for another file, the layouts only for a comparison, and the other
+        options only if "more" is open.
         """
         if not self._models:
             return
@@ -324,7 +332,7 @@ class Setup(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Give the lists the rows that are left."""
+        """Distribute the remaining rows among the lists."""
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
@@ -347,14 +355,14 @@ class Setup(UsesApp, Vertical):
         self._explain()
 
     def _count_model_rows(self) -> int:
-        """The rows that models may take: beside the user's own there is one of evener's, and its
-        row says how many more follow.
+        """Return the number of rows for models: the user's own, plus one of evener's, whose row
+        says how many more follow.
         """
         own = [model for model in self._models if model.own]
         return len(own) + 1 if any(model.name for model in own) else len(self._models)
 
     def on_resize(self) -> None:
-        """Fill the new size."""
+        """Redraw for the new size."""
         self.call_after_refresh(self.redraw)
 
     @on(Button.Pressed, "#start")
@@ -368,7 +376,7 @@ class Setup(UsesApp, Vertical):
         self.action_try()
 
     def on_input_changed(self, event: Input.Changed) -> None:
-        """Tick another file when its name is typed."""
+        """Tick "another file" when the user types its name."""
         if event.input.id == "own" and event.value.strip() and self.model.name:
             names = [model.name for model in self._models]
             self.query_one("#pick-workload", Ticks).tick_only(names.index(""))
@@ -376,25 +384,25 @@ class Setup(UsesApp, Vertical):
             self.show_rows()
 
     def on_input_submitted(self) -> None:
-        """Enter goes on to the next field."""
+        """Move to the next field on Enter."""
         self.screen.focus_next()
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer no start to those who may only look."""
+        """Offer no start if the app is read-only."""
         return action not in ("send", "try") or not self.evener.readonly
 
     def action_more(self) -> None:
-        """Show the other options, or hide them."""
+        """Show or hide the other options."""
         self.query_one("#more", OneOf).action_change(1)
 
     def action_send(self) -> None:
-        """Read the form and start what it means."""
+        """Read the form and start the search."""
         read = self._read_or_complain()
         if read is not None:
             self.evener.start_session(*read)
 
     def action_try(self) -> None:
-        """Build the model and take a few steps, and say what fits."""
+        """Start a dry run: build the model, run a few steps, and show what fits in memory."""
         from .dry_run import DryRunDialog
 
         read = self._read_or_complain()
@@ -402,7 +410,7 @@ class Setup(UsesApp, Vertical):
             self.app.push_screen(DryRunDialog(read[0]), self._tried)
 
     def _tried(self, starts: bool | None) -> None:
-        """Start the search, where that was the answer to the dry run."""
+        """Start the search if the user chose that in the dry run's dialog."""
         if starts:
             self.action_send()
 
@@ -416,7 +424,7 @@ class Setup(UsesApp, Vertical):
         return read
 
     def complain(self, text: str) -> None:
-        """Show what is wrong with the form and mark the field, until it is sent again."""
+        """Show what is wrong with the form and mark the field, until the form is sent again."""
         self._complaint, named = form_words(text)
         wrong = self._find_wrong(text, named)
         if text and self.query_one(f"#row-{wrong}").has_class("-more"):
@@ -433,7 +441,7 @@ class Setup(UsesApp, Vertical):
         self.call_after_refresh(self.redraw)
 
     def _find_wrong(self, text: str, named: str) -> str:
-        """The field that a complaint is about."""
+        """Return the field that an error message is about."""
         if named == "own" and self.model.name:
             return "pick-workload"
         if named and self.query(f"#{named}"):
@@ -451,7 +459,7 @@ class Setup(UsesApp, Vertical):
     @on(ListPanel.Moved)
     @on(Ticks.Ticked)
     def _chosen(self) -> None:
-        """The model in focus may be another one now."""
+        """Update the form, because the chosen model may have changed."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
             self._picked = True
@@ -459,7 +467,9 @@ class Setup(UsesApp, Vertical):
 
     @on(DescendantFocus)
     def _explain(self) -> None:
-        """Show the complaint; without one, explain the field in focus on up to three lines."""
+        """Show the error message; without an error, explain the focused field on up
+        to three lines.
+        """
         problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width  # 0 before the first layout
         if self._complaint:
@@ -471,7 +481,7 @@ class Setup(UsesApp, Vertical):
         problem.show(text_lines(self._hint(field), room, HINT_ROWS, "dim"))
 
     def _hint(self, field: Widget | None) -> str:
-        """What a field means; of a list, the entry under the cursor too."""
+        """Return what a field means and, for a list, what the entry under the cursor means."""
         name = (field.id if field is not None else None) or ""
         hint = HINTS.get(name, "")
         if isinstance(field, Ticks) and field.chosen is not None:
@@ -505,7 +515,7 @@ class Setup(UsesApp, Vertical):
 
 
 def _read_last_own() -> RunSummary | None:
-    """The newest search over a function of the user's own; None where runs can't be read."""
+    """Return the newest search over one of the user's own functions; None if runs can't be read."""
     try:
         return find_last_own(runs.list_runs())
     except EvenerError:

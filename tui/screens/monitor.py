@@ -1,5 +1,5 @@
-"""The Monitor screen and its panels: every device, the graphs of the chosen one, and what runs on
-them.
+"""The Monitor screen and its panels: all devices, the graphs of the device under the cursor, and
+the processes on the devices.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from ..widgets.lists import ListPanel, SortedPanel
 from ..widgets.timelines import TimelinePanel
 from .base import SnapshotScreen, SortedScreen
 
-_BARS = 3  # rows of the bar on top, the host and the keys
+_BARS = 3  # rows for the top bar, the host and the keys
 
 
 class MonitorScreen(SnapshotScreen, SortedScreen):
-    """Every device, the graphs of the chosen one, and the processes."""
+    """Shows all devices, the graphs of the device under the cursor, and the processes."""
 
     NAME = "monitor"
     FILTERED = "pid, user, device or command"
@@ -60,7 +60,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
     ]
 
     def panels(self) -> Iterable[Widget]:
-        """Host, notes, devices, graphs, processes, filter."""
+        """Return the panels: host, notes, devices, graphs, processes, filter."""
         yield Lines(id="host", classes="bar")
         yield Lines(id="notes")
         yield DevicePanel()
@@ -69,7 +69,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Draw the newest snapshot, or the one at which it was paused, in every panel."""
+        """Draw the newest snapshot, or the snapshot at which the screen was paused,
+        in every panel.
+        """
         snapshot = self.shown
         if snapshot is None:
             return
@@ -107,14 +109,14 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one("#notes", Lines).show(self._notes(snapshot))
 
     def _notes(self, snapshot: Snapshot) -> tuple[Line, ...]:
-        """The newest alert that nobody has read, or else what is to be known of the machine."""
+        """Return the newest unread alert, else the notes about the machine."""
         app, width = self.evener, self.app.size.width
         if app.unread_alerts:
             return (alert_line(app.alerts[-1], app.unread_alerts, width),)
         return note_lines(snapshot.notes, width)
 
     def on_list_panel_moved(self) -> None:
-        """The graphs follow the device under the cursor."""
+        """Draw the graphs of the device under the cursor."""
         self._draw_graphs()
 
     def _draw_graphs(self) -> None:
@@ -124,20 +126,20 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             graphs.take(snapshot.devices, devices.sample)
 
     def action_alerts(self) -> None:
-        """Show every alert since the start, newest first; they are read then."""
+        """Show every alert since the start, the newest first, and mark all alerts as read."""
         alerts = tuple(reversed(self.evener.alerts))
         self.evener.unread_alerts = 0
         self.open_details("Alerts", lambda width: alert_lines(alerts, width))
         self.redraw()
 
     def action_columns(self) -> None:
-        """Choose the columns of the devices' table."""
+        """Open the dialog for choosing the columns of the device table."""
         from .column_dialog import ColumnDialog
 
         self.app.push_screen(ColumnDialog(), lambda _: self.redraw())
 
     def action_step_time(self, cells: int) -> None:
-        """Move the cursor over the graphs: a negative number of cells is earlier."""
+        """Move the cursor over the graphs by `cells`; a negative number moves to earlier times."""
         self.query_one(TimelinePanel).step(cells)
 
     def action_change_span(self, direction: int) -> None:
@@ -145,11 +147,15 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).change_span(direction)
 
     def action_common_scale(self) -> None:
-        """Draw all devices' graphs of a metric on one scale, or each on its own."""
+        """Switch between one scale for all devices' graphs of a metric and a scale
+        for each device.
+        """
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Take the cursor off the graphs; without one, remove the filter and all marks."""
+        """Hide the cursor of the graphs; if it is hidden already, remove the filter
+        and all marks.
+        """
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
             graphs.hide_cursor()
@@ -157,7 +163,9 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             super().action_end_filter()
 
     def action_open_device(self) -> None:
-        """Show all details of the device under the cursor, or fold the host there."""
+        """Show all details of the device under the cursor; if a host is under the cursor, fold
+        or unfold it.
+        """
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
         if isinstance(chosen, HostRow):
@@ -178,7 +186,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(sample.device.label, draw)
 
     def _newest(self, sample: DeviceSample) -> DeviceSample:
-        """The newest reading of a device; the one given if it isn't there any more."""
+        """Return the newest reading of a device; `sample` itself if the device has disappeared."""
         devices = self.evener.snapshot.devices if self.evener.snapshot is not None else ()
         return next((each for each in devices if each.device.key == sample.device.key), sample)
 
@@ -203,14 +211,14 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.open_details(f"Process {chosen.sample.pid}", draw)
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only the keys that have an effect now."""
+        """Offer only the keys that work now."""
         if action == "signal":
             panel = self.query(ProcessPanel)
             return bool(panel) and panel.first().count > 0 and not self.evener.readonly
         return super().check_action(action, parameters)
 
     def action_signal(self) -> None:
-        """Choose a signal for the marked processes, or for the one under the cursor."""
+        """Choose a signal for the marked processes, or for the process under the cursor."""
         from .dialogs import choose_signal
 
         chosen = self.query_one(ProcessPanel).chosen_rows
@@ -221,11 +229,11 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             self.evener.say(f"Process {chosen[0].sample.pid} has ended.")
 
 
-STAY_SECONDS = 4.0  # for which a process that has ended keeps its row
+STAY_SECONDS = 4.0  # seconds that the row of an ended process stays
 
 
 class DevicePanel(ListPanel[PanelRow]):
-    """A panel with a row per device; those of a cluster below their hosts."""
+    """A panel with a row for each device; the devices of a cluster are listed below their hosts."""
 
     OPEN = "screen.open_device"
 
@@ -236,17 +244,17 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def position(self) -> Position:
-        """The cursor, drawn always: the graphs are about its device."""
+        """The cursor's position; the cursor is always drawn, because the graphs show its device."""
         return Position(self.cursor, self.top)
 
     @property
     def sample(self) -> DeviceSample | None:
-        """The device under the cursor, or the first of the host there."""
+        """The device under the cursor, or the first device of the host under the cursor."""
         row = self.chosen.rows[0] if isinstance(self.chosen, HostRow) else self.chosen
         return row.sample if row is not None else None
 
     def place(self, snapshot: Snapshot) -> None:
-        """Take its devices."""
+        """Show the devices of this snapshot."""
         publisher = self.evener.publisher
         self.place_rows(
             group_rows(
@@ -257,7 +265,7 @@ class DevicePanel(ListPanel[PanelRow]):
         self.entitle(subtitle=f"read every {publisher.interval_seconds:g} s")
 
     def grid(self) -> Grid[PanelRow]:
-        """The table of these rows, without the columns that were hidden."""
+        """Return the table of the devices, without hidden columns."""
         hidden = {*self.evener.settings.hidden_columns}
         if self.has_graphs:
             hidden.add("history")
@@ -269,7 +277,7 @@ class DevicePanel(ListPanel[PanelRow]):
 
 
 class ProcessPanel(SortedPanel[ProcessRow]):
-    """A panel with a row per process on a device."""
+    """A panel with a row for each process on a device."""
 
     COLUMNS = PROCESSES.columns
     OPEN = "screen.open_process"
@@ -283,15 +291,15 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         self._seen: dict[Identity, tuple[ProcessSample, float]] = {}  # and when last
 
     def identity(self, row: ProcessRow) -> Identity:
-        """The process."""
+        """Return the identity of the process."""
         return identity(row.sample)
 
     def words_of(self, row: ProcessRow) -> str:
-        """The words of a row that the filter looks at."""
+        """Return the text of a row that the filter searches."""
         return process_words(row)
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Show this snapshot, and for a moment the processes that it doesn't have any more."""
+        """Show this snapshot; processes that have ended stay visible for a moment."""
         now = snapshot.at_seconds
         kept = {
             key: (each, at)
@@ -303,7 +311,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         self.take(process_rows(snapshot, [each for each, at in self._seen.values() if at != now]))
 
     def grid(self) -> Grid[ProcessRow]:
-        """The table of these rows."""
+        """Return the table of the processes."""
         return PROCESSES._replace(
             nothing="No process matches the filter." if self.words else self._nothing
         )

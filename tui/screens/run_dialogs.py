@@ -156,9 +156,7 @@ class SaveDialog(FieldDialog):
         """Write the file, or ask first if it exists."""
         path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
         self._check(path)
-        if not os.path.exists(
-            path
-        ):  # the later write reports what is wrong with an unreadable path
+        if not os.path.exists(path):  # writing to an unreadable path raises an error
             return await self._write(path)
         question = f"{path} already exists. Replace it?"
         confirm(self.evener, "Replace", question, lambda: self._replace(path))

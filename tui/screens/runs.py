@@ -31,7 +31,7 @@ from .run_dialogs import RunActions, ask_to_train, errors_file, plan_dialog
 
 
 class RunPanel(SortedPanel[RunSummary]):
-    """A panel with a row per run."""
+    """A panel with a row for each run."""
 
     COLUMNS = RUN_COLUMNS
     OPEN = "screen.read_all"
@@ -43,25 +43,25 @@ class RunPanel(SortedPanel[RunSummary]):
         super().__init__("Runs", id="runs", order=Order("run"))
 
     def identity(self, row: RunSummary) -> str:
-        """The run's id."""
+        """Return the run's id."""
         return row.run
 
     def words_of(self, row: RunSummary) -> str:
-        """The words of a row that the filter looks at."""
+        """Return the text of a row that the filter searches."""
         return run_words(row)
 
     def take(self, found: Sequence[RunSummary]) -> None:
-        """Show these; marks of runs that have gone go with them."""
+        """Show these runs; runs that have disappeared lose their marks."""
         self.tagged &= {each.run for each in found}
         super().take(found)
 
     def grid(self) -> Grid[RunSummary]:
-        """The table of these rows."""
+        """Return the table of the runs."""
         return Grid(RUN_COLUMNS, "No run matches." if self.words else NO_RUN)
 
 
 class RunsScreen(RunActions, SortedScreen):
-    """Reads the journals when it is opened, and on F5."""
+    """Lists the past runs; reads the journals when it is opened, and on F5."""
 
     NAME = "runs"
     FILTERED = "id, devices, workload or state"
@@ -82,12 +82,12 @@ class RunsScreen(RunActions, SortedScreen):
 
     @property
     def chosen_run(self) -> str:
-        """The run under the cursor; empty without one."""
+        """The id of the run under the cursor; empty if there is none."""
         chosen = self.query_one(RunPanel).chosen
         return chosen.run if chosen is not None else ""
 
     def panels(self) -> Iterable[Widget]:
-        """The list, one or two plans, the filter."""
+        """Return the panels: the list, one or two plans, the filter."""
         yield RunPanel()
         yield Lines("Differences", id="differences", classes="panel")
         with Horizontal(id="plans"):
@@ -96,21 +96,21 @@ class RunsScreen(RunActions, SortedScreen):
         yield self.filter_field()
 
     def on_mount(self) -> None:
-        """Focus the list, and follow the session."""
+        """Focus the list, and watch the session."""
         self.query_one(RunPanel).focus()
         self.watch(self.app, "balance", self._followed, init=False)
 
     async def _followed(self, before: SessionState, state: SessionState) -> None:
-        """Read the list again when a session has begun or ended."""
+        """Read the list again when a session has started or ended."""
         if self.is_current and (before.run, before.ended) != (state.run, state.ended):
             await self.action_reload()
 
     async def on_screen_resume(self) -> None:
-        """Reload the list, as there may be new runs."""
+        """Read the list again, because there may be new runs."""
         await self.action_reload()
 
     async def go_to(self, name: str) -> None:
-        """Put the cursor on a run; a filter that hides it ends."""
+        """Move the cursor to a run; a filter that hides the run is removed."""
         await self.action_reload()
         panel = self.query_one(RunPanel)
         if name not in [panel.identity(row) for row in panel.rows]:
@@ -142,12 +142,14 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def on_list_panel_moved(self) -> None:
-        """The plans follow the cursor."""
+        """Draw the plan of the run under the cursor."""
         self._draw_plans()
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """The run under the cursor, beside the first marked one if that is another."""
+        """Draw the plan of the run under the cursor, next to the first marked run's plan if that
+        is another run.
+        """
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
         others = [name for row in panel.chosen_rows if (name := panel.identity(row)) != chosen]
@@ -161,7 +163,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """What differs between two searches; nothing where one of them is none."""
+        """Draw the differences between two searches; nothing if one of the runs isn't a search."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):
@@ -175,13 +177,13 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """A run, which is read once."""
+        """Return a stored run; it is read only once."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
 
     def _plan_lines(self, name: str, width: int, height: int) -> tuple[Line, ...]:
-        """The plan of a run, what a training kept of itself, or why the run can't be read."""
+        """Return the plan of a run, the journal of a training, or why the run can't be read."""
         if not name:
             return ()
         try:
@@ -199,7 +201,7 @@ class RunsScreen(RunActions, SortedScreen):
             return text_lines(str(fault), width, 6, "bad")
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer only the keys that have an effect now."""
+        """Offer only the keys that work now."""
         if action not in (
             "go_on",
             "replay",
@@ -226,7 +228,7 @@ class RunsScreen(RunActions, SortedScreen):
         }.get(action, state != "unreadable")
 
     def _has_script(self, name: str) -> bool:
-        """True if a script can be started by the run's plan."""
+        """True if the run's plan can start a script."""
         try:
             plan = self._load(name).plan
         except EvenerError:
@@ -234,7 +236,7 @@ class RunsScreen(RunActions, SortedScreen):
         return plan is not None and bool(find_training_command(plan, "plan.toml"))
 
     def action_read_all(self) -> None:
-        """Show everything that the run under the cursor has come to."""
+        """Show all results of the run under the cursor."""
         name = self.chosen_run
         with self.evener.saying_faults():
             training = runs.load_training(name)
@@ -252,7 +254,9 @@ class RunsScreen(RunActions, SortedScreen):
             self.open_details(name, lambda width: run_page(found, width, path), wide=True)
 
     def action_train_here(self) -> None:
-        """Write the plan of the run under the cursor and start its script by it, in this app."""
+        """Write the plan of the run under the cursor and start its script with the plan,
+        from this app.
+        """
         name = self.chosen_run
         with self.evener.saying_faults():
             plan = self._load(name).require_plan()
@@ -276,7 +280,7 @@ class RunsScreen(RunActions, SortedScreen):
             self.app.switch_mode("balance")
 
     def action_delete(self) -> None:
-        """Delete the marked runs, or the one under the cursor, after asking."""
+        """Delete the marked runs, or the run under the cursor, after a confirmation."""
         names = [row.run for row in self.query_one(RunPanel).chosen_rows]
         what = (
             f"the run {names[0]} and its journal"

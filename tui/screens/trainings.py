@@ -1,5 +1,5 @@
-"""The Trainings screen and its panels: every training, who waits for whom in one of them, and what
-would mend it.
+"""The Trainings screen and its panels: all trainings, which ranks of a training wait for which, and
+what would make it faster.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ from ..widgets.lists import ListPanel
 from .base import SnapshotScreen
 from .dialogs import confirm
 
-_BARS = 2  # rows of the bar on top and the keys
+_BARS = 2  # rows for the top bar and the keys
 _LEAST_LOG = 5
 
 
 class TrainingsScreen(SnapshotScreen):
-    """The training under the cursor is shown in full."""
+    """Shows all trainings, and all details of the training under the cursor."""
 
     NAME = "trainings"
     BINDINGS: ClassVar[list[BindingType]] = [Binding("x", "stop_training", "Stop")]
@@ -50,7 +50,7 @@ class TrainingsScreen(SnapshotScreen):
         self._ended = EndedTrainings(_find_summary)
 
     def panels(self) -> Iterable[Widget]:
-        """Trainings, ranks, causes, the last steps, shares, graphs."""
+        """Return the panels: trainings, ranks, causes, last steps, shares, graphs."""
         yield TrainingPanel()
         yield RankPanel()
         yield Lines("What holds it up", id="causes", classes="panel")
@@ -68,7 +68,7 @@ class TrainingsScreen(SnapshotScreen):
                 self._show_chosen(snapshot)
 
     def on_list_panel_moved(self) -> None:
-        """The ranks are those of the training under the cursor."""
+        """Show the ranks of the training under the cursor."""
         if self.shown is not None:
             self._show_chosen(self.shown)
 
@@ -83,7 +83,7 @@ class TrainingsScreen(SnapshotScreen):
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
     def _place(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
-        """Give each panel its rows."""
+        """Set the height of each panel."""
         frame = self.settle_frames()
         size = self.evener.size
         height = size.height - _BARS
@@ -101,7 +101,7 @@ class TrainingsScreen(SnapshotScreen):
     def _draw(
         self, name: str, row: TrainingRow, snapshot: Snapshot, panel: Lines
     ) -> Sequence[Line]:
-        """The lines of a panel for a training."""
+        """Return the lines of a panel for a training."""
         width, height = panel.size
         match name:
             case "#causes":
@@ -123,13 +123,15 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Rows for the log of a training that was started here; most of them until it reports."""
+        """Return the rows for the log of a training that was started here; most of the height until
+        the training reports.
+        """
         if self.evener.training is None:
             return 0
         return max(_LEAST_LOG, height // 3) if shares_rows else max(_LEAST_LOG, height - 8)
 
     def _show_log(self) -> None:
-        """Draw the end of that log, with how the training is."""
+        """Draw the end of the training's log, with the training's state."""
         training, panel = self.evener.training, self.query_one("#training-log", Lines)
         if training is None:
             return
@@ -139,21 +141,21 @@ class TrainingsScreen(SnapshotScreen):
         panel.show(whole_lines(text, max(1, width))[-height:] if height else ())
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """Offer to stop a training only where one was started here and runs."""
+        """Offer to stop a training only while a training that was started here runs."""
         if action == "stop_training":
             training = self.evener.training
             return training is not None and training.runs and not self.evener.readonly
         return super().check_action(action, parameters)
 
     def action_stop_training(self) -> None:
-        """Stop the training that was started here, after asking."""
+        """Stop the training that was started here, after a confirmation."""
         training = self.evener.training
         if training is not None:
             question = f"Stop {training.command}? It gets the signal that Ctrl-C sends."
             confirm(self.evener, "Stop", question, training.stop)
 
     def action_open_training(self) -> None:
-        """Show all that is said of the training under the cursor."""
+        """Show all details of the training under the cursor."""
         chosen = self.query_one(TrainingPanel).rows[self.query_one(TrainingPanel).cursor]
 
         def draw(width: int) -> tuple[Line, ...]:
@@ -167,13 +169,15 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """The lines that a run has of its end, but where it is."""
+    """Return the lines about the end of a run, without the line that gives its path."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
 
 class TrainingPanel(ListPanel[TrainingRow]):
-    """A panel with a row per training; the cursor stays on its training as others come and go."""
+    """A panel with a row for each training; the cursor follows its training as others
+    start and end.
+    """
 
     OPEN = "screen.open_training"
 
@@ -182,44 +186,44 @@ class TrainingPanel(ListPanel[TrainingRow]):
         self.state = ""
 
     def take(self, rows: Sequence[TrainingRow], state: str) -> None:
-        """Show trainings; `state` is said in the heading."""
+        """Show these trainings; `state` is written in the heading."""
         self.state = state
         self.place_rows(rows)
         self.redraw()
 
     def identity(self, row: TrainingRow) -> Hashable:
-        """The training."""
+        """Return the identity of the training."""
         return row.key
 
     def grid(self) -> Grid[TrainingRow]:
-        """The table of these rows."""
+        """Return the table of the trainings."""
         return TRAININGS
 
     def redraw(self) -> None:
-        """Draw the rows; the heading says the screen's state."""
+        """Draw the rows; the heading contains the screen's state."""
         self.entitle(subtitle=f"{self.count} in all" if self.count > 1 else "")
         self._draw_table(self.grid(), note=self.state)
 
 
 class RankPanel(ListPanel[RankRow]):
-    """A panel with a row per rank of a training."""
+    """A panel with a row for each rank of a training."""
 
     def __init__(self) -> None:
         super().__init__(id="ranks")
 
     def take(self, row: TrainingRow | None) -> None:
-        """Show the ranks of a training."""
+        """Show the ranks of this training."""
         self.place_rows(row.ranks if row is not None else ())
         if row is not None:
             self.entitle(f"Ranks of {plain(row.workload or row.framework, 60)}")
         self.redraw()
 
     def grid(self) -> Grid[RankRow]:
-        """The table of these rows."""
+        """Return the table of the ranks."""
         return rank_grid(self.rows)
 
     def redraw(self) -> None:
-        """Draw the ranks, and what their bars mean; nothing without a training."""
+        """Draw the ranks and the legend of their bars; nothing without a training."""
         if not self.rows:
             self.show(())
             return

@@ -1,5 +1,5 @@
-"""The Monitor screen but for its devices: lines above, graphs of one device, processes, all facts
-about either.
+"""The Monitor screen except its device table: header lines, graphs of a device, processes, and all
+details of a device or process.
 """
 
 from __future__ import annotations
@@ -39,15 +39,15 @@ from .table import TAG, Column, Grid, text_cell
 from .teaching import NO_PROCESS, NO_TRAINING, Lesson
 from .timelines import LEAST_ROWS, MOST_ROWS
 
-GRAPHS_BESIDE = 2  # rows beside the graphs: their heading, and the time axis
-LEAST_TERMINAL = 40  # columns, below which no graph fits
+GRAPHS_BESIDE = 2  # rows in addition to the graphs: the heading and the time axis
+LEAST_TERMINAL = 40  # least columns for a graph
 
 
 def arrange(
     width: int, height: int, frame: int, devices: int, processes: int = 1
 ) -> dict[str, int]:
-    """The rows of each panel, frames included: first every device, then some processes, then a
-    graph of every device, then more processes and taller graphs.
+    """Return the rows of each panel, frames included: first all devices, then some processes, then
+    graphs, then more processes and taller graphs.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -64,9 +64,10 @@ def arrange(
 
 
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
-    """The product's name, the screens with their keys, and the longest text on the right that fits.
+    """Return the product's name, the screens with their keys, and the longest text on the
+    right that fits.
 
-    Each screen can be clicked.
+    A click on a screen's name opens that screen.
     """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
@@ -79,9 +80,7 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """The origin of a snapshot, its host, driver and time, in texts that get shorter and
-    shorter.
-    """
+    """Return texts of decreasing length on the origin of a snapshot, its host, driver and time."""
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
@@ -90,7 +89,7 @@ def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
 
 
 def alert_line(alert: Alert, unread: int, width: int) -> Line:
-    """The newest alert, with its time, and how many others weren't read yet."""
+    """Return the newest alert with its time, and the number of other unread alerts."""
     at = time.strftime("%H:%M:%S", time.localtime(alert.at_seconds))
     more = f" (+{unread - 1})" if unread > 1 else ""
     hint = f"{more}  a: all"
@@ -101,7 +100,7 @@ def alert_line(alert: Alert, unread: int, width: int) -> Line:
 
 
 def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
-    """Alerts with their times, in the given order."""
+    """Return alerts with their times, in the given order."""
     if not alerts:
         words = (
             "No alert so far: a device that is hot, throttled, silent, or idle while a training "
@@ -118,8 +117,8 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 
 
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
-    """CPU, load and memory of the machine; on the right `state` ("paused"), or what all devices do
-    together, where there is room.
+    """Return the CPU, load and memory of the machine and, on the right if there is room, `state`
+    ("paused") or the totals of all devices.
     """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
@@ -145,8 +144,8 @@ MOST_NOTE_LINES = 3
 
 
 def note_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """The first note about the machine, whole where it fits in a few lines, and how many others
-    there are.
+    """Return the first note about the machine, whole if it fits in a few lines, and the number
+    of other notes.
     """
     if not notes:
         return ()
@@ -167,7 +166,7 @@ def _fact(label: str, text: str, tone: Tone = "text") -> Line:
 
 
 def reading_words(reading: Reading, draw: Callable[[float], str]) -> str:
-    """A reading in words: its value, why there is none, or how old the last one is."""
+    """Return a reading as text: its value, why it has none, or the age of the last value."""
     if reading.state is State.VALUE and reading.value is not None:
         return draw(reading.value)
     if reading.state is State.STALE and reading.value is not None:
@@ -190,7 +189,7 @@ def _reading(
 
 
 def _limited(text: Callable[[float], str], whole: Reading) -> Callable[[float], str]:
-    """A figure followed by its limit, where there is one."""
+    """Return a formatter for a value followed by its limit, if there is a limit."""
     return lambda number: f"{text(number)} of {text(whole.value)}" if whole.value else text(number)
 
 
@@ -209,8 +208,8 @@ def _energy(joules: float) -> str:
 def device_details(
     sample: DeviceSample, width: int, links: Sequence[Link] = ()
 ) -> tuple[Line, ...]:
-    """Every metric of a device with its unit, or why it is missing; of `links` those that it has
-    part in.
+    """Return every metric of a device with its unit, or why it is missing, and those of `links`
+    that connect the device.
     """
     device = sample.device
     facts = [
@@ -261,8 +260,8 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """The facts, and in one sentence below them the names of those that the device doesn't
-    report.
+    """Return the facts and, in one sentence below them, the names of the facts that the
+    device doesn't report.
     """
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
@@ -271,7 +270,7 @@ def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:
-    """All facts about a process; `started` is its start as readable text."""
+    """Return all facts about a process; `started` is its start time as text."""
     facts = [
         _fact("pid", str(row.pid), "strong"),
         _fact("user", plain(row.user)),
@@ -304,7 +303,7 @@ Identity = tuple[int, float, str]  # pid, start, device: a pid may be reused, wi
 
 
 class ProcessRow(NamedTuple):
-    """A row: the process, for how long it has run, whether it has gone."""
+    """A row: the process, its run time, and whether it has ended."""
 
     sample: ProcessSample
     seconds: float | None = None
@@ -330,7 +329,7 @@ def _figure(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """The figure that a column is sorted by; what is unknown comes last."""
+    """Return the value that a column is sorted by; unknown values come last."""
     return -1.0 if reading.value is None else reading.value
 
 
@@ -348,7 +347,7 @@ def _text(
 
 
 def _draw_busy(row: ProcessRow, width: int) -> tuple[Span, ...]:
-    """A bar for the part of the time that it computes."""
+    """Draw a bar of the fraction of time in which the process computes."""
     busy = row.sample.sm_percent.current
     return () if busy is None else bar(busy / 100, width)
 
@@ -398,17 +397,17 @@ PROCESSES = Grid(PROCESS_COLUMNS)
 
 
 def process_words(row: ProcessRow) -> str:
-    """The words of a process that a filter looks at."""
+    """Return the text of a process that a filter searches."""
     return f"{row.sample.pid} {row.sample.user} {row.sample.device_label} {row.sample.command}"
 
 
 def identity(sample: ProcessSample) -> Identity:
-    """The identity of a process between two ticks."""
+    """Return the identity of a process, which is the same at every tick."""
     return (sample.pid, sample.start_time, f"{sample.host}/{sample.device_id}")
 
 
 def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tuple[ProcessRow, ...]:
-    """A row for each process; those that have `ended` since stand among them."""
+    """Return a row for each process, including processes that have `ended` since."""
     return tuple(
         ProcessRow(
             _as_old(each) if each in ended else each,
@@ -420,7 +419,7 @@ def process_rows(snapshot: Snapshot, ended: Sequence[ProcessSample] = ()) -> tup
 
 
 def _as_old(sample: ProcessSample) -> ProcessSample:
-    """The row of a process that has gone, with its last figures as old ones."""
+    """Return the row of a process that has ended, with its last values marked as stale."""
     fields = ("memory_bytes", "sm_percent", "cpu_percent", "samples_per_second")
     figures = {
         field: reading for field in fields if (reading := getattr(sample, field)).value is not None
@@ -433,8 +432,8 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """The reason why no process is shown, and what to do: on CPU slices only trainings that report
-    themselves can be seen.
+    """Return why no process is shown, and what to do: on CPU slices only trainings that report
+    themselves are visible.
     """
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

@@ -1,4 +1,4 @@
-"""Past runs as rows, and a run's plan as lines, narrow enough to be shown next to another one."""
+"""Past runs as rows, and a run's plan as lines, narrow enough to be shown next to another plan."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from .result_panel import everything_lines
 from .search_log import LOG, log_rows
 from .table import TAG, Column, table_lines, text_cell, whole_table
 
-LEAST_MEASUREMENTS = 5  # rows below a plan, with fewer of which none is listed
+LEAST_MEASUREMENTS = 5  # least rows below a plan for listing measurements
 _STATE_TONES: dict[str, Tone] = {
     "running": "speed",
     "finished": "good",
@@ -40,7 +40,7 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """A file's name; what ran on simulated devices has a mark in front, at any width."""
+    """Return a file's name, preceded at any width by a mark if the run used simulated devices."""
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
     name = Span(cut(plain(text), width - cells(mark)), "text" if row.workload else "bad")
@@ -68,7 +68,7 @@ def _ratios(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def run_words(summary: RunSummary) -> str:
-    """The words of a run that a filter looks at."""
+    """Return the text of a run that a filter searches."""
     return " ".join((summary.run, *summary.devices, summary.workload, summary.state))
 
 
@@ -127,19 +127,19 @@ def has_failed(summary: RunSummary) -> bool:
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """A run's end as the Balance screen shows it."""
+    """Return the state of a run's end, as the Balance screen shows it."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _with_measurements(run: StoredRun) -> SessionState:
-    """A run's end with all that was measured."""
+    """Return the state of a run's end with all its measurements."""
     seen = run.record.seen
     return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
 
 
 def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
-    """All that a search has come to; of one without a plan, its state and its measurements."""
+    """Return all results of a search; for a run without a plan, its state and its measurements."""
     state = _with_measurements(run)
     head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:
@@ -161,8 +161,8 @@ def _state_words(run: StoredRun) -> str:
 
 
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """A run's plan: shares, rivals (with bars if `height` allows), verdict and warnings, and below
-    them its measurements if there is room.
+    """Return a run's plan: shares, rivals (with bars if `height` allows), verdict and warnings, and
+    below them its measurements if there is room.
     """
     name = f" {plain(run.header.run)} "
     title = line(
@@ -197,8 +197,8 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """The newest measurements of a run, for the rows that its plan leaves; none where they are
-    few.
+    """Return the newest measurements of a run for the rows that its plan leaves free; empty if
+    there are too few rows.
     """
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:

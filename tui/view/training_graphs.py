@@ -1,5 +1,5 @@
-"""Graphs over time of a training: samples/s of all its devices together beside the plan's, of each
-device, their power, and the noise scale of its gradient.
+"""Graphs over time of a training: the samples/s of all its devices together next to the plan's, the
+samples/s and power of each device, and the noise scale of the gradient.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ Values = tuple[float | None, ...]
 
 
 class Graph(NamedTuple):
-    """A graph: its caption and newest figure, the values oldest first, the top of its axis, and a
-    level that is marked in it, as the plan's; 0: none.
+    """A graph: its caption and newest value, the values with the oldest first, the top of its axis,
+    and a marked level such as the plan's; 0 marks none.
     """
 
     caption: str
@@ -47,13 +47,13 @@ class Graph(NamedTuple):
 
 
 class Reader(NamedTuple):
-    """The newest values of metrics, as many as a graph of this window shows."""
+    """Reads the newest values of metrics, as many as a graph of this window shows."""
 
     past: PastTicks
     window: TickWindow
 
     def read(self, key: str, metric: str) -> Values:
-        """The values of a device, or of a training."""
+        """Return the values of a device or of a training."""
         return self.past.history(key, metric, self.window.newest)
 
 
@@ -65,9 +65,10 @@ def training_graph_lines(
     seconds: float,
     interval_seconds: float,
 ) -> tuple[Line, ...]:
-    """The graphs of a training in so many cells and rows, as many as fit, or why there are none.
+    """Return as many graphs of a training as fit in `size` (cells, rows), or a message that says
+    why there are none.
 
-    `seconds` are shown at least, of readings that are `interval_seconds` apart.
+    The graphs show at least `seconds`, of readings that are `interval_seconds` apart.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}
@@ -98,18 +99,20 @@ def training_graph_lines(
 
 
 def _graph_cells(width: int, columns: int) -> int:
-    """The cells of each of so many graphs beside each other."""
+    """Return the width of each of `columns` graphs side by side, in cells."""
     return (width - BETWEEN_CELLS * (columns - 1)) // columns - GUTTER_CELLS
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """The most columns in which each tick still has a column of dots."""
+    """Return the largest number of columns of graphs in which each tick still has its own
+    column of dots.
+    """
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """The fewest columns in which so many graphs have a good height."""
+    """Return the smallest number of columns in which `count` graphs are high enough."""
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
@@ -120,7 +123,9 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """The whole training, then each of its devices if there is room for all, then their power."""
+    """Return the captions: the whole training, then each of its devices if there is room for all,
+    then their power.
+    """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []
     others = [*([POWER] if row.watts else []), *([NOISE] if row.noise else [])]
@@ -131,7 +136,7 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list
 def _make_graphs(
     row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
 ) -> list[Graph]:
-    """A graph for each caption; those of single devices have one scale."""
+    """Return a graph for each caption; the graphs of single devices share a scale."""
     speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
     top = nice_ceiling(_highest(speeds.values()))
     graphs = []
@@ -150,7 +155,7 @@ def _make_graphs(
 
 
 def _graph_all(row: TrainingRow, values: Values) -> Graph:
-    """All devices together, with the plan's figure marked."""
+    """Return the graph of all devices together, with the plan's samples/s marked."""
     plan = row.plan_samples_per_second
     top = nice_ceiling(max(plan, _highest([values])))
     newest = samples_rate(row.samples_per_second)
@@ -172,7 +177,7 @@ def _graph_noise(noise: NoiseScale, values: Values) -> Graph:
 def _draw_graphs(
     graphs: Sequence[Graph], reader: Reader, width: int, height: int, columns: int
 ) -> tuple[Line, ...]:
-    """Rows of `columns` graphs of so many cells each, that fill the height."""
+    """Return rows of `columns` graphs that fill the height; each graph is `width` cells wide."""
     rows = -(-len(graphs) // columns)
     lines: list[Line] = []
     for row in range(rows):
@@ -188,7 +193,7 @@ def _draw_graphs(
 
 
 def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Span, ...]]:
-    """A graph in exactly so many rows: the caption, the columns, the time axis."""
+    """Return a graph in exactly `height` rows: the caption, the columns, the time axis."""
     rows = height - 2
     window = reader.window
     lines = draw_columns(window.dots(one.values), 0.0, one.top, rows)
@@ -204,14 +209,14 @@ def _draw(one: Graph, reader: Reader, width: int, height: int) -> list[tuple[Spa
 
 
 def _caption(one: Graph, width: int) -> tuple[Span, ...]:
-    """What is shown and its newest figure; at the right end, the level that is marked."""
+    """Return the caption and the newest value, with the marked level at the right end."""
     head = (Span(f" {one.caption} ", "title"), Span(one.newest, one.tone))
     words = Span(f"{Mark.TRACK} {one.level_words}" if one.level_words else "", "warn")
     return spread(head, (words,), width).spans if one.level_words else pad(head, width)
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """The row in which a level lies: a dashed line where the graph doesn't reach."""
+    """Mark a level in its row of the graph: a dashed line where the graph is empty."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -220,7 +225,7 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Tick by tick, where every device has a value."""
+    """Return the sum at each tick, None at ticks where any device has no value."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )
@@ -231,5 +236,5 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Iterable[Values]) -> float:
-    """The highest value of any, 0 without one."""
+    """Return the highest value of all histories, 0 if there is none."""
     return max((value for values in histories for value in filter(None, values)), default=0.0)

@@ -1,5 +1,5 @@
-"""Trainings and their ranks as tables, and a training's figures and what holds it up as
-sentences.
+"""Trainings and their ranks as tables, and a training's metrics and the causes that slow it
+down as sentences.
 """
 
 from __future__ import annotations
@@ -27,17 +27,19 @@ from .table import Cell, Column, Grid, text_cell
 from .teaching import NO_TRAINING
 from .trainings import AS_PLANNED, TrainingRow
 
-WHOLE_PERCENT = 0.005  # an error below isn't shown
+WHOLE_PERCENT = 0.005  # smaller errors aren't shown
 _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # rows
 MOST_TEXT = 8  # beside other panels
 LEGEND_ROWS = 1  # below the ranks
-LEAST_PART_S = 5e-6  # that has a digit in ms
+LEAST_PART_S = 5e-6  # least seconds with a digit in ms
 MOST_GAIN = 9.0  # that is told from a larger one
 PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
 
 class Wanted(NamedTuple):
-    """The rows that a training's panels would fill, without frames; 0: there is nothing to show."""
+    """The rows that a training's panels would fill, without frames; 0 for a panel with
+    nothing to show.
+    """
 
     ranks: int = 0
     text: int = MOST_TEXT
@@ -46,10 +48,10 @@ class Wanted(NamedTuple):
 
 
 def arrange_trainings(height: int, frame: int, trainings: int, wanted: Wanted) -> dict[str, int]:
-    """The rows of each panel, frames included: some trainings, every rank, sentences, the last
-    steps, the shares so far, and graphs.
+    """Return the rows of each panel, frames included: some trainings, every rank, sentences, the
+    last steps, the shares so far, and graphs.
 
-    Without a training there is one panel, which says how to get one.
+    Without a training there is one panel, which says how to start one.
     """
     if not trainings:
         return {"#trainings": height, **dict.fromkeys(PANELS_OF_ONE, 0)}
@@ -94,7 +96,9 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """The causes in words, or the kinds of them, each once; or since when it has ended."""
+    """Draw the causes as text, or each kind of cause once; for an ended training, how long
+    ago it ended.
+    """
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
         return (Span(words if cells(words) <= width else "ended"),)
@@ -104,12 +108,14 @@ def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
 
 
 def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
-    """The cell behind one blank."""
+    """Return a `draw` function that puts a blank in front of the cell."""
     return lambda row, width: (Span(" "), *draw(row, width - 1))
 
 
 def _name(row: TrainingRow) -> str:
-    """What trains, of a file its name: a narrow column would show the beginning of its path."""
+    """Return the name of the workload; of a file only its name, because a narrow column would show
+    the beginning of its path.
+    """
     return row.workload.rpartition("/")[2] or row.framework
 
 
@@ -123,7 +129,7 @@ def _speed(number: float) -> tuple[Span, ...]:
 
 
 def _greyed(column: Column[Any]) -> Column[Any]:
-    """The column, whose cells are dim in rows of what has ended."""
+    """Return the column with dim cells in the rows of ended trainings."""
 
     def draw(row: Any, width: int) -> tuple[Span, ...]:
         spans = column.draw(row, width)
@@ -174,7 +180,9 @@ def _rank_figure(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Draws a figure of ranks where `there` isn't 0; that of a silent one is old."""
+    """Return a `draw` function for a rank's value, empty if `there` is 0; the value of a silent
+    rank is drawn as stale.
+    """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
         if not there(row):
@@ -198,13 +206,13 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """A part of a step, without decimals of none."""
+    """Format a part of a step; 0 has no decimals."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Waiting without the exchange, as the bar and the sentences have it; of a rank whose step has
-    no known parts both together.
+    """Return the seconds of waiting without the exchange, like the bar and the sentences; both
+    together if the parts of the rank's step are unknown.
     """
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
@@ -221,7 +229,7 @@ def _bar(longest_s: float) -> Cell[RankRow]:
 
 
 def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
-    """The table of these ranks."""
+    """Return the table of these ranks."""
     longest_s = max((row.step.step_s for row in ranks), default=0.0)
     columns: tuple[Column[RankRow], ...] = (
         Column(
@@ -255,8 +263,8 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """A training's figures beside its plan's, what holds it up, what would mend it, and how its
-    shares changed.
+    """Return a training's metrics next to its plan's, what slows it down, what would fix that, and
+    how its shares changed.
     """
     late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
     lines = [*_ended_lines(row, width)] if row.ended_s else []
@@ -277,8 +285,8 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """What holds a training up, or did in its last steps; of one that is late without a cause,
-    what isn't it.
+    """Yield what slows a training down, or did in its last steps; for a training that is slower
+    than its plan without a known cause, which causes were ruled out.
     """
     if row.ended_s and row.causes:
         yield from text_lines("As it was in its last steps:", width, 1, "dim")
@@ -289,14 +297,16 @@ def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
 
 
 def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
-    """When the training ended, and its summary, once there is one."""
+    """Yield when the training ended, and its summary once it exists."""
     yield from text_lines(f"Ended {duration(row.ended_s)} ago.", width, 1, "strong")
     for each in row.summary:
         yield from _marked(each, "text", Mark.DOT, width)
 
 
 def _exclude(row: TrainingRow) -> str:
-    """What isn't the cause of a training below its plan, by which figures."""
+    """Return which causes were ruled out for a training that is slower than its plan, and
+    by which measurements.
+    """
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
         return "No cause was found: this training reports no parts of its steps."
@@ -316,8 +326,8 @@ def _exclude(row: TrainingRow) -> str:
 
 
 def _advise(row: TrainingRow) -> Iterator[str]:
-    """The shares that would be faster, and whether the training takes them by itself; at its end,
-    why it hasn't.
+    """Yield the shares that would be faster, and whether the training adopts them by itself; after
+    its end, why it didn't.
     """
     if row.advice is None:
         return
@@ -340,7 +350,7 @@ def _advise(row: TrainingRow) -> Iterator[str]:
 
 
 def _explain_stay(row: TrainingRow) -> Iterator[str]:
-    """Why a training that has ended didn't take the shares that would have been faster."""
+    """Yield why an ended training didn't adopt the shares that would have been faster."""
     if row.pending is None:
         if not row.changes:
             yield "It kept its shares: it wasn't asked to change them while it trains."
@@ -353,7 +363,7 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """What would take limits away but unequal shares, and the gain; each remedy once."""
+    """Yield how to remove limits other than unequal shares, with the gain; each remedy once."""
     said = set()
     for limit in row.limits:
         if limit.kind == LimitKind.UNEQUAL or limit.remedy in said or row.ended_s:
@@ -364,7 +374,9 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """+43 %; one that no interval of a part can tell from a larger one says so."""
+    """Format a gain, such as +43 %; a gain above the largest one that can be measured is written as
+    "over" that limit.
+    """
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 

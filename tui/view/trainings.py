@@ -1,5 +1,5 @@
-"""Trainings: the ranks of each, joined over processes, devices and hosts. `training_lines` draws
-them.
+"""Trainings with their ranks, joined over processes, devices and hosts.
+`training_lines` draws them.
 """
 
 from __future__ import annotations
@@ -18,65 +18,65 @@ from evener.training.step_limits import TrainingFigures, judge_training
 
 from .ranks import Cause, Placed, RankPlace, RankRow, find_causes, measure_place, place_ranks
 
-AS_PLANNED = 0.95  # of the plan's samples/s: from here on nothing needs a reason
-CROWDED = 1.25  # times the cores: a load of so many programs that want to run
+AS_PLANNED = 0.95  # fraction of the plan's samples/s from which no cause is searched
+CROWDED = 1.25  # load per core from which the host is overloaded
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
-    """A training: its ranks, its figures over all of them, and what holds it up."""
+    """A training: its ranks, its metrics over all ranks, and what slows it down."""
 
     training: str  # its id; empty for a process that trains alone
     workload: str
     framework: str
     ranks: tuple[RankRow, ...]
-    missing_ranks: int  # on other hosts, or gone
+    missing_ranks: int  # ranks on other hosts, or ended
     step: int
     samples_per_second: float
     tokens_per_second: float
-    watts: float  # of its devices; 0: one of them reports none, or isn't seen
+    watts: float  # of all its devices; 0: unknown for at least one device
     samples_per_joule: float  # 0: unknown
     plan_samples_per_second: float  # 0: it has no plan
-    of_plan: float  # samples/s over the plan's; 0: unknown, as while ranks are missing
+    of_plan: float  # samples/s over the plan's; 0: unknown, such as while ranks are missing
     step_s: float
     step_spread: float  # interquartile range over the median
-    input_s: float  # of a step, waiting for data
+    input_s: float  # seconds of a step waiting for data
     # of a step, between the backward pass and the next batch, without the optimizer
     between_s: float
-    causes: tuple[Cause, ...]  # of its waiting, most certain first
+    causes: tuple[Cause, ...]  # causes of its waiting, the most certain first
     advice: Advice | None  # shares that would be faster
-    changes: tuple[ShareChange, ...]  # of the shares, oldest first
-    retreats: tuple[str, ...] = ()  # of each rank that ran out of memory, the last one
-    noise: NoiseScale | None = None  # of its gradient
-    limits: tuple[TrainingLimit, ...] = ()  # of its steps, the largest first
-    starved: float = 0.0  # of the time, in which threads of a rank waited for cores
+    changes: tuple[ShareChange, ...]  # changes of the shares, the oldest first
+    retreats: tuple[str, ...] = ()  # the last message of each rank that ran out of memory
+    noise: NoiseScale | None = None  # noise scale of its gradient
+    limits: tuple[TrainingLimit, ...] = ()  # limits of its steps, the largest first
+    starved: float = 0.0  # fraction of the time in which threads of a rank waited for cores
     pending: PendingShares | None = None  # the next change of shares that it makes by itself
     run: str = ""  # with its journal; empty: it keeps none
-    ended_s: float = 0.0  # since it has ended; 0 while it goes on
-    summary: tuple[str, ...] = ()  # then, if it left one
+    ended_s: float = 0.0  # seconds since it ended; 0 while it runs
+    summary: tuple[str, ...] = ()  # its summary after the end, if it wrote one
 
     @property
     def key(self) -> tuple[str, int]:
-        """The training's identity from tick to tick."""
+        """The training's identity, which is the same at every tick."""
         return self.training, 0 if self.training else self.ranks[0].pid
 
 
-KEPT_SECONDS = 600.0  # that a training which has ended stays on the screen
-MOST_KEPT = 3  # of them, the newest
+KEPT_SECONDS = 600.0  # seconds that an ended training stays on the screen
+MOST_KEPT = 3  # most ended trainings shown, the newest
 
 
 class EndedTrainings:
-    """The trainings that have ended while they were looked at, with their last figures.
+    """The trainings that have ended while the app was open, with their last metrics.
 
-    `find_summary` gives the lines that a run has at its end; none so far where there is none.
+    `find_summary` returns the lines at the end of a run's journal, empty if there are none yet.
     """
 
     def __init__(self, find_summary: Callable[[str], Sequence[str]]) -> None:
         self._find_summary = find_summary
-        self._last: dict[tuple[str, int], tuple[TrainingRow, float]] = {}  # and when it was seen
+        self._last: dict[tuple[str, int], tuple[TrainingRow, float]] = {}  # row, time last seen
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """The trainings that report, and behind them those that have ended a while ago."""
+        """Return the running trainings, followed by those that ended recently."""
         running = {row.key for row in rows}
         ended = [
             self._end(row, seen_at, at_seconds)
@@ -89,8 +89,8 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _end(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """The last figures of a training, as those of one that has ended: of what held it up only
-        unequal work, which its shares could have mended.
+        """Return the last metrics of a training, marked as ended. Of its causes only unequal work
+        stays, which other shares could have fixed.
         """
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))
@@ -107,7 +107,7 @@ class EndedTrainings:
 
 
 def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """Every training of the snapshot, with the ranks that report here."""
+    """Return every training of the snapshot, with the ranks that report here."""
     groups: dict[tuple[str, int], list[Training]] = {}
     for report in snapshot.reports:
         groups.setdefault((report.training, 0 if report.training else report.pid), []).append(
@@ -159,8 +159,8 @@ def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> T
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """The row, with the host's load as the cause where nothing else explains a training below its
-    plan: not every kernel counts how long threads wait for cores.
+    """Add the host's load as the cause if a training is slower than its plan and has no other
+    cause. Not every kernel reports how long threads wait for cores.
     """
     late = 0 < row.of_plan < AS_PLANNED
     if row.causes or not late or host.load_1min < CROWDED * host.cores:
@@ -173,8 +173,8 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """The row with what its ranks do together; of the plan, and per joule, where none is
-    missing.
+    """Add the totals of all ranks; samples per joule and the fraction of the plan only if no
+    rank is missing.
     """
     reporting = [rank for rank in row.ranks if not rank.silent_s]
     speed = sum(rank.samples_per_second for rank in reporting)
@@ -191,12 +191,12 @@ def _add_totals(row: TrainingRow) -> TrainingRow:
 
 
 def _most(reports: Sequence[Training], name: str) -> Any:
-    """The largest figure of this name in any rank's report."""
+    """Return the largest value of the field `name` in any rank's report."""
     return max(getattr(each, name) for each in reports)
 
 
 def _judge(placed: Sequence[tuple[Training, RankPlace]], missing: int) -> TrainingFigures:
-    """What limits the steps of the ranks that report."""
+    """Return what limits the steps of the ranks that report."""
     rows = [place.row for _, place in placed]
     reporting = [
         measure_place(place, rows, report) for report, place in placed if not place.row.silent_s
@@ -206,7 +206,7 @@ def _judge(placed: Sequence[tuple[Training, RankPlace]], missing: int) -> Traini
 
 
 def _add_steps(rows: Sequence[RankRow], judged: TrainingFigures) -> tuple[RankRow, ...]:
-    """The rows with the step of each rank, in its parts; those of silent ranks are without."""
+    """Add each rank's mean step in its parts; silent ranks have none."""
     steps = iter(judged.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
@@ -214,7 +214,9 @@ def _add_steps(rows: Sequence[RankRow], judged: TrainingFigures) -> tuple[RankRo
 
 
 def _watts(places: Sequence[RankPlace]) -> float:
-    """The power of a training's devices, each counted once."""
+    """Return the power of a training's devices in watts, each device counted once; 0 if the power
+    of any device is unknown.
+    """
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]
     known = [each for each in watts if each is not None]
