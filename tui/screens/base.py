@@ -233,8 +233,8 @@ class TopBar(Lines):
 class KeysBar(Lines):
     """Shows the keys that work now; a click on a key presses it.
 
-    Textual's footer creates a widget for each key whenever the focus moves, and keeps up to a
-    thousand of these widgets.
+    Textual's footer creates a widget for each key whenever the focus moves, and keeps a thousand
+    of these widgets.
     """
 
     def __init__(self) -> None:

@@ -169,7 +169,9 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the lines about the end of a run, without the line that gives its path."""
+    """Return the lines of a run's summary, without the path of its file; empty if there
+    is no summary.
+    """
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
