@@ -19,7 +19,7 @@ load_file: Any = pytest.importorskip("safetensors.torch").load_file
 
 def write(folder: Path, value: float, end: Any = None) -> str:
     """A checkpoint of two files, in whose middle `end` is called; the fault that was met."""
-    writer = checkpoint._Writer(folder, True)
+    writer = checkpoint._Writer(folder, True, checkpoint.INDEX)
     writer.run(writer.open)
     for name in ("first", "second"):
         writer.write("model", {name: torch.full((1000,), value)})
