@@ -357,6 +357,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit_step()
         return result
 
+    def find_difference(self, loader: Any) -> str:
+        """Return what an audit of this loader's first batch finds; empty if nothing differs."""
+        return self._audit.find_difference(loader) if self._checks else ""
+
     def _audit_step(self) -> None:
         """Audit the current batch if an audit is due."""
         if self._checks and self.trains:

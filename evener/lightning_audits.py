@@ -50,7 +50,17 @@ class ModuleAudit:
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
 
-    def _find(self, loader: Any, step: int, others: Sequence[Any], moves: bool) -> Audited | None:
+    def find_difference(self, loader: Any) -> str:
+        """Audit the epoch's first batch before it is trained.
+
+        Return a message if shares give another gradient, else an empty string.
+        """
+        found: str = self._audits.find_difference(partial(self._find, loader, 0, None, True))
+        return found
+
+    def _find(
+        self, loader: Any, step: int, others: Sequence[Any] | None, moves: bool
+    ) -> Audited | None:
         strategy, module = self._strategy, self._strategy.lightning_module
         numbers = loader.batch_sampler.sampler.rows_of_all(step)
         few = self._audits.take_rows(loader.dataset, loader.collate_fn, numbers)
@@ -69,11 +79,11 @@ class ModuleAudit:
         )
         compute = partial(self._compute, others)
         if not automatic:
-            compute = partial(self._compute_manually, others, bench)
+            compute = partial(self._compute_manually, others or (), bench)
         ways = self._audits.make_ways(few, compute, strategy.count)
         return audit(bench, ways, moves)
 
-    def _compute(self, others: Sequence[Any], part: Part) -> Any:
+    def _compute(self, others: Sequence[Any] | None, part: Part) -> Any:
         loss = compute_part(self._strategy, part, others)
         if loss is None:
             raise RequestError("training_step returned no loss for some of its rows")

@@ -95,10 +95,22 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
         chosen.prepare_figures()
         made = _share_out(chosen, loader)
         PROGRAM.audit(planned)
+        _refuse_difference(chosen, made)
         chosen.sum_by_shares()
         _forget_figures(chosen)
         _give(loop, made)
         PROGRAM.notebook.watch(planned, "lightning.Trainer")
+
+
+def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
+    """Raise RequestError on every rank if shares change the gradient of the first batch.
+
+    What a later audit finds takes two steps to reach all ranks, and a plan's shares are uneven from
+    the first step on.
+    """
+    found = PROGRAM.exchange(strategy.find_difference(loader))
+    if differing := next(filter(None, found), ""):
+        raise RequestError(differing, "")
 
 
 @contextmanager

@@ -189,6 +189,11 @@ class TrainingAudits:
         """True if the reference is the program's own launcher instead of one device."""
         return self._go_even is not None
 
+    def find_difference(self, find: Callable[[], Audited | None]) -> str:
+        """Return the message of an audit made before the first step; empty if nothing differs."""
+        found = self._run(find)
+        return "" if found is None else self._judge(found).message
+
     def after_batch(
         self,
         find: Callable[[bool], Audited | None],
@@ -635,7 +640,7 @@ class TrainingAudits:
         if found.difference is not None:
             reference = IN_EQUAL_PARTS if self.follows_launcher else AT_ONCE
             made.message = describe(
-                found.difference, found.cause, found.sizes, self.judge.step, reference
+                found.difference, found.cause, found.sizes, max(1, self.judge.step), reference
             )
             made.remedy = self.remedies[found.cause]
             made.relative = found.difference.relative
