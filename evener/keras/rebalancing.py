@@ -87,7 +87,7 @@ class WorkTimes:
             self._kept = tf.Variable(tf.zeros([KEPT_STEPS, 2 + size], tf.float64), trainable=False)
 
     def now(self, tensors: Sequence[Any]) -> Any:
-        """Return, in the graph, the seconds since the epoch at which these tensors were ready."""
+        """Return, as a tensor of the graph, the Unix time at which these tensors were ready."""
         with tf.control_dependencies(tensors):
             last = tf.reshape(tensors[-1], [-1])[
                 :1

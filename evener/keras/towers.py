@@ -264,7 +264,10 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[DealtArrays | None, tuple[Any, Any, Any]]:
-    """Return the `DealtArrays` if rows were dealt by length, else None, and (x, y, weight)."""
+    """Return the `DealtArrays` if rows were distributed by length, else None; and the triple.
+
+    The triple is (x, y, weight).
+    """
     dealt = data if isinstance(data, DealtArrays) else None
     return dealt, keras.utils.unpack_x_y_sample_weight(data if dealt is None else dealt.data)
 

@@ -35,9 +35,10 @@ class RankFigures(NamedTuple):
 
 
 def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
-    """Return what limits the steps with these medians.
+    """Return what limits the steps of ranks with these medians.
 
-    Rows that the training loop fetches itself count as its rank's compute time.
+    Only waiting for other threads or processes counts as input: the time in which a training loop
+    makes its rows itself is part of its rank's compute time.
     """
     last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
     if last.input_s > INPUT_PART * last.step_s:
@@ -51,7 +52,10 @@ def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows of this length a change needs, or 0 if shares don't change."""
+    """Return how many windows of `window_s` seconds a change of shares needs, 2 to 64.
+
+    Return 0 if the host or the input is the bottleneck, because other shares wouldn't help.
+    """
     seconds = EVIDENCE_SECONDS.get(bottleneck)
     if seconds is None:
         return 0

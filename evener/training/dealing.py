@@ -1,4 +1,4 @@
-"""Deal a global batch's rows of unequal length: which rank computes which rows, in which passes."""
+"""Distribute (deal) a global batch's rows of unequal length over ranks and their passes."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are dealt in 
 
 
 class Hands:
-    """The passes of each rank so far, as rows of the sorted batch, and the rank's total seconds."""
+    """Each rank's passes so far, as row indices of the sorted batch, and its predicted seconds."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -32,7 +32,7 @@ class Hands:
 
 
 class DealWays:
-    """Ways to deal rows of these `lengths`, which are sorted with the longest first.
+    """Finds ways to deal rows of these `lengths` to ranks; `lengths` are sorted, longest first.
 
     Without `saves_padding`, rows are dealt in as few passes as possible.
     """
@@ -75,7 +75,10 @@ class DealWays:
         ]
 
     def try_all(self) -> Iterator[Hands]:
-        """Yield every way to deal the batch, at least one; better ways tend to come first."""
+        """Yield the ways to deal the batch that are considered; better ones tend to come first.
+
+        They differ in the price of a pass and in the fraction of the batch that is dealt in blocks.
+        """
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
             for part in _BLOCK_PARTS:
@@ -128,9 +131,9 @@ class DealWays:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the places where the batch may be cut, its end last.
+        """Yield the row indices at which the batch may be cut; the last is the number of rows.
 
-        A place is a row whose length is at most 97 % of the length at the place before.
+        A cut may be at a row whose length is at most 97 % of the length at the previous cut.
         """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
@@ -140,9 +143,10 @@ class DealWays:
         yield len(self._lengths)
 
     def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
-        """Deal the first rows as one block for each rank, with the earliest possible finish.
+        """Deal the first `rows` rows, a block of consecutive ones for each rank.
 
-        Return None if a row doesn't fit.
+        Seven time limits are tried; the blocks of the shortest one that suffices are returned.
+        Return None if a row doesn't fit on any rank.
         """
         if not rows:
             return Hands(len(self._ranks))
@@ -158,7 +162,7 @@ class DealWays:
         return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """Lay blocks one after the other, each as large as `limit` seconds allow.
+        """Give each rank, the fastest first, the next rows that it computes in `limit` seconds.
 
         Return None if rows are left.
         """
@@ -210,9 +214,7 @@ class DealWays:
             )
 
     def _opened(self, rank: int, row: int, finish: float) -> float:
-        """Return the finish time of a new pass of the rank with `row`; infinite if
-        it doesn't fit.
-        """
+        """Return when a rank would finish a new pass of `row` alone; infinite if it doesn't fit."""
         fits = self._ranks[rank].most_rows(self._lengths[row]) >= 1
         return finish + self._fixed[rank] + self._seconds[rank][row] if fits else math.inf
 
@@ -276,8 +278,8 @@ class Dealer(msgspec.Struct, frozen=True):
         """Deal rows of these `lengths` for equal predicted finish times.
 
         Each rank gets a row if there are enough. Rows of equal length are dealt in their order, by
-        the ratios, like rows without lengths. A pass costs its number of rows times its longest
-        row, so other rows are sorted, and a rank's pass has rows of similar length.
+        the ratios, like rows without lengths. Other rows are sorted, so that a pass has rows of
+        similar length: it costs its number of rows times the length of its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._deal_equal(len(lengths), lengths[0]), lengths)
@@ -297,7 +299,7 @@ class Dealer(msgspec.Struct, frozen=True):
     def check(self, lengths: Sequence[int], rows: int) -> None:
         """Check that lengths and data match, and that each row fits on a rank.
 
-        Raises RequestError if there isn't one length for each of the data's `rows`, or no rank can
+        Raises RequestError if there aren't `rows` lengths, a length is negative, or no rank can
         hold the longest row.
         """
         if len(lengths) != rows:

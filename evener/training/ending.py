@@ -1,4 +1,4 @@
-"""End a process whose main thread is stuck in a library call that never returns."""
+"""Exit a process whose main thread is stuck in a library call that never returns."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
 
 
 def end_process(code: int) -> NoReturn:
-    """End this process from any thread, after flushing its output and logs.
+    """Exit this process with `code`, from any thread, after flushing its output and logs.
 
-    Exit handlers aren't run, as they would wait for the thread that is stuck.
+    Exit handlers aren't run, because they would wait for the thread that is stuck.
     """
     with suppress(Exception):  # a handler of the user's may fail
         logging.shutdown()
@@ -30,9 +30,9 @@ def end_process(code: int) -> NoReturn:
 
 
 def last_error() -> BaseException | None:
-    """Return the error that has ended the program, for an exit handler; None without such an error.
+    """Return the uncaught exception that made the program exit, or None; for an exit handler.
 
-    It is None in an interactive session, too, whose errors ended nothing.
+    It is also None in an interactive session, which goes on after an exception.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
@@ -44,11 +44,12 @@ _listens = Event()  # set once a thread of this process handles Ctrl-C
 
 
 def end_when_stuck() -> None:
-    """Make Ctrl-C end this process even while it waits for other ranks in a library call.
+    """Make Ctrl-C exit this process even while it waits for other ranks in a library call.
 
-    Python's own handler only runs once the call returns, and an NCCL call that waits for other
-    ranks' GPUs never does. If the handler can't be installed now, because this isn't the main
-    thread or another library has a wakeup fd, a later call tries again.
+    Python runs its signal handler only once the call returns, and an NCCL call that waits for other
+    ranks' GPUs may never return. So a thread exits the process with code 130 if the handler hasn't
+    run within 10 s. If nothing can be installed now, because this isn't the main thread or another
+    library has set a wakeup fd, a later call tries again.
     """
     hears, heard = signal.getsignal(signal.SIGINT), [0.0]
     if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):

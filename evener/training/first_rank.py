@@ -57,9 +57,9 @@ def release_others() -> None:
 
 
 def wait_for_release(path: str, rank: int) -> None:
-    """Wait until the other ranks may start; the first rank only registers its process id.
+    """Wait until the other ranks may start; rank 0 only writes its process id to a file.
 
-    Ends this process if the first rank ends before.
+    Exits this process with code 0 if rank 0 exits without releasing the others.
     """
     first = Path(f"{path}.first")
     if rank == 0:

@@ -33,9 +33,9 @@ WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
 
 
 def ask_for_processes(why: str) -> None:
-    """End this process with a message if evener launch will start one for each device instead.
+    """Print a message and exit if evener launch will start a process for each device instead.
 
-    Otherwise do nothing.
+    The exit code is `WANTS_PROCESSES`. Without evener launch, do nothing.
     """
     if os.environ.get(ONE_PROCESS):
         print(f"evener: {why} A process for each device is started.", file=sys.stderr, flush=True)
@@ -132,9 +132,9 @@ def is_device_error(error: BaseException) -> bool:
 
 
 def abort_if_lost(error: BaseException) -> None:
-    """Abort a process of evener launch that ended with a device error.
+    """Abort a process that evener launch started if `error` is a device error.
 
-    The abort shows the launcher that the device is lost.
+    The abort tells the launcher that the device is lost.
     """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()

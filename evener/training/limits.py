@@ -158,7 +158,7 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     return tuple(sorted(limits, key=lambda limit: (-limit.gain, -limit.share, limit.kind)))
 
 
-# kinds measured as time in which nothing else happens
+# kinds measured as time in which nothing else happens, so that they overlap with no other part
 APART = frozenset({LimitKind.EXCHANGE, LimitKind.OWN_CODE})
 SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
@@ -166,9 +166,10 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without their overlaps; together they are at most the step.
 
-    Time in which threads get no core is taken from the other parts evenly, as it slows everything
-    that they do. A device that is slowed is the reason for its own unequal work. If the parts are
-    still longer than the step, the largest ones are kept whole.
+    Time in which threads get no core is subtracted from the other parts in proportion, because it
+    slows them all; only `APART` kinds keep their time. Unequal work is reduced by what heat, power
+    or a neighbour cost on the same device. If the parts are still longer than the step, starved
+    threads and `APART` kinds are kept first, then the largest parts.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
@@ -182,7 +183,10 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 
 
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
-    """Return the parts, each without its fraction of the time in which threads had no core."""
+    """Return the parts, shortened in proportion by the time in which threads had no core.
+
+    That part itself and the kinds of `APART` are returned unchanged.
+    """
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
     room_s = step_s - apart_s
@@ -240,7 +244,7 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 
 
 def _gain(step_s: float, left_s: float) -> float:
-    """Return the gain if a step takes `left_s` seconds.
+    """Return the gain in samples/s if a step takes `left_s` seconds: 0.5 is 50 % more.
 
     It is never negative, as nobody has to apply a remedy that slows the training.
     """

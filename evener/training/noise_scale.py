@@ -77,14 +77,17 @@ def worth(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the rows needed for the same loss at batch size `other`, relative to size `batch`."""
+    """Return how many times as many rows reach the same loss with `other` rows a step.
+
+    The number is relative to training with `batch` rows a step.
+    """
     return (noise_scale + other) / (noise_scale + batch)
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor for SGD's learning rate from `batch` rows a step to `other` rows.
+    """Return the factor for SGD's learning rate if the batch changes from `batch` to `other` rows.
 
-    It is AdaScale's factor (arXiv 2007.05105).
+    It is the gain of AdaScale (arXiv 2007.05105).
     """
     return other / batch / extra_rows(batch, other, noise_scale)
 

@@ -103,9 +103,11 @@ class PassLimit:
         self._others_bytes = 0  # bytes that other processes held when memory last ran out
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """Start a batch, and raise the limit if that is due.
+        """Start a batch; double the limit after 200 steps in which no pass ran out of memory.
 
-        `others_bytes` returns the bytes of device memory that other processes hold; 0 if unknown.
+        If other processes held 1 GiB or more when memory ran out, every tenth step checks whether
+        they hold less than half of that now; if so, the limit is removed. `others_bytes` returns
+        the bytes of device memory that other processes hold; 0 if unknown.
         """
         self.step += 1
         self._clean_steps += 1
@@ -131,10 +133,10 @@ class PassLimit:
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
-        """Count a pass of `rows` rows that ran out of memory.
+        """Count a failure if the pass of `rows` rows that ran out of memory can't be halved.
 
-        Raises DeviceError if passes that can't be smaller have failed too often in a row; `held`
-        describes what used the memory.
+        It can't if the halves would have fewer than `least` rows. Raises DeviceError after 20 such
+        failures in a row; `held` describes what used the memory.
         """
         if rows < 2 * least:
             self._failures += 1

@@ -64,9 +64,9 @@ class RunningSums:
 
 
 def _deviation(values: Sequence[float]) -> float:
-    """Return the standard deviation.
+    """Return the sample standard deviation, 20 times as fast as `statistics.stdev`.
 
-    `statistics.stdev` computes with fractions, and takes 20 times as long.
+    That computes with fractions.
     """
     middle = sum(values) / len(values)
     return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))

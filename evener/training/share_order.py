@@ -60,9 +60,10 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
-    """Return the place in `active` of each rank's share.
+    """Return, for each rank, the index in `active` of its share.
 
-    Raises PlanError unless each rank has a share of its own.
+    Ranks are matched by device, else by host and local rank, else in order. Raises PlanError
+    unless each rank has a share of its own.
     """
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
@@ -73,9 +74,9 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """Return the places of all ranks' shares.
+    """Return `places`, the index in `active` of each rank's share, once they are checked.
 
-    Raises PlanError, the same on every rank, if a place is missing or taken twice.
+    Raises PlanError, the same on every rank, if a rank has no share or two ranks have the same.
     """
     for rank, place in enumerate(places):
         if place is None:
@@ -97,9 +98,10 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the share of a process by its known device, else by its local rank.
+    """Return the index in `active` of a process's share, or None if there is none.
 
-    The local rank counts the plan's GPUs among those that are visible to the process.
+    The share is found by the process's device if that is known. Otherwise the local rank is an
+    index into the plan's GPUs that are visible to the process.
     """
     here = {share.device: i for i, share in enumerate(active) if info.host in ("", share.host)}
     if info.device:
@@ -112,9 +114,10 @@ def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
 
 
 def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the share of a process by its order on its host, for devices without names.
+    """Return the index in `active` of the share of a process whose device has no name.
 
-    Raises PlanError if the host isn't in the plan.
+    The local rank is an index into the shares of the process's host; None if there are fewer
+    shares. Raises PlanError if the host isn't in the plan.
     """
     if not any(share.host == info.host for share in active):
         hosts = ", ".join(dict.fromkeys(share.host for share in active))
@@ -131,7 +134,8 @@ def divide_by_ratios(
 ) -> tuple[int, ...]:
     """Return each process's rows of a global batch, by the ratios or as evenly as possible.
 
-    Raises RequestError if global batch or ratios are missing or don't fit the processes.
+    Raises RequestError if there is no global batch, if a ratio isn't above 0, or if there aren't
+    `world` ratios. Raises PlanError if there are fewer rows than processes.
     """
     if global_batch is None:
         raise RequestError(

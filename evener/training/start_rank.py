@@ -43,9 +43,10 @@ def main() -> None:
 
 
 def _count_starts(folder: str) -> dict[str, str]:
-    """Count restarts on every host, if PyTorch's agents restart all ranks themselves.
+    """Return TORCHELASTIC_RESTART_COUNT as an environment variable that counts all restarts.
 
-    An agent only counts restarts that a process of its own host has caused.
+    PyTorch's agent only counts the restarts that a process of its own host has caused, so each
+    start is also recorded in a file. Return {} if agents don't restart ranks.
     """
     if os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") == "0":
         return {}

@@ -126,10 +126,11 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the step part for the field `name` of StepSums, if it takes long.
+        """Yield the part in field `name` of StepSums if it takes at least 5 % of a step.
 
-        A remedy saves the fraction `spared` of it. If it takes long on one rank only, its
-        kind is `alone`.
+        A remedy saves the fraction `spared` of the part. If it takes less than half as long on
+        another rank, the part's kind is `alone`, and a remedy saves at most the time that other
+        ranks wait.
         """
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
@@ -159,7 +160,7 @@ class _Finder:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the ranks that come to the exchange last, or nearly last."""
+    """Return the ranks that wait at most 5 % of a step longer than the one that waits least."""
     least_s = min(each.waiting_s for each in steps)
     return [
         place
@@ -171,7 +172,10 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the exchange if nothing overlaps it: every rank waits even in its best steps."""
+    """Yield the exchange if it takes at least 10 % of a step on every rank, even in its best steps.
+
+    Computing doesn't hide that time.
+    """
     if len(ranks) < 2:
         return
     seconds = min(each.exchange_s for each in steps)
@@ -216,7 +220,8 @@ def _find_unequal(
 ) -> StepPart | None:
     """Return the slowest rank's compute time (own work) beyond equal times.
 
-    Return None if it is no more than noise.
+    Return None if that time, or the longest wait of another rank, is less than noise or than 5 %
+    of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
     if len(timed) < 2:
@@ -257,9 +262,10 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """Return the shares that the ranks' compute times call for.
+    """Return the shares by which steps would be faster, predicted from the ranks' compute times.
 
-    Return None if the measurements are insufficient, or the gain isn't clear.
+    Return None if a share or a compute time is unknown, or if the gain isn't above two standard
+    errors.
     """
     shares, own_work_s = [each.share for each in ranks], [each.own_work_s for each in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:

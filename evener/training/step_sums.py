@@ -85,8 +85,9 @@ class RankStep(NamedTuple):
 def divide_meeting(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
     """Return each rank's mean step in five parts.
 
-    The exchange time is the least of `least_meeting_s`, each rank's shortest meetings, as even the
-    rank that comes last spends it. A single rank exchanges nothing.
+    The least of `least_meeting_s`, the seconds of each rank's shortest meetings, counts as the
+    exchange of all ranks, because even the rank that comes last spends them. The rest is waiting. A
+    single rank exchanges nothing.
     """
     means = [each.mean("meeting_s") for each in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]
