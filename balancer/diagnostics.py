@@ -50,7 +50,8 @@ from .store.links import save_links
 Level = Literal["ok", "note", "problem"]
 
 IMPORT_SECONDS = 120
-MUCH = 1.15  # the factor by which one link must be faster; measurements of one link differ by less
+# a transport must be faster by this factor to be advised; repeated measurements differ by less
+MUCH = 1.15
 _QUERIES = {
     "tensorflow": (
         "import tensorflow as m; print(m.__version__, len(m.config.list_physical_devices('GPU')))"
@@ -58,7 +59,8 @@ _QUERIES = {
     "torch": "import torch as m; print(m.__version__, m.cuda.device_count())",
 }
 FRAMEWORKS = frozenset(_QUERIES)
-# by the child itself, before it imports for seconds; 1 is PR_SET_PDEATHSIG of prctl.h
+# run by the child before its import, which takes seconds: the child is killed when its parent
+# exits; 1 is PR_SET_PDEATHSIG of prctl.h
 _END_WITH_PARENT = """
 import ctypes, os, signal, sys
 ctypes.CDLL(None).prctl(1, signal.SIGKILL, 0, 0, 0)
@@ -107,6 +109,8 @@ def check_links(
 ) -> tuple[tuple[Check, ...], tuple[LinkFigure, ...]]:
     """Measure the links between devices of this machine and save the results. Returns one check for
     each pair of devices and one for all devices together, and the measurements.
+
+    For a single device, or without PyTorch, returns a note and no measurements.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"
@@ -228,7 +232,9 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Find installed packages that don't work together."""
+    """Return a check for each pair of packages that don't work together, and one for Keras if
+    it is too old.
+    """
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
     for extra, needed in (*doubles, ("tensorflow-cpu", "tensorflow")):
@@ -252,8 +258,8 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """Return a check that lists the optional extras that aren't installed, with the command
-    that adds each.
+    """Return a check that lists the optional extras that aren't installed, with the
+    command that adds them.
     """
     missing = [
         name
@@ -306,7 +312,9 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check every host that `spec` names; never raises."""
+    """Check the hosts that `spec` names: their software, versions, ports and devices. A host that
+    can't be reached becomes a failed check.
+    """
     terms = parse_request(spec)
     try:
         connect(address)
@@ -383,8 +391,8 @@ def _check_interface(other: str) -> Check:
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Merge equal results of several hosts, in the order of the first host's. Each names its hosts
-    unless all hosts share it.
+    """Merge equal checks of several hosts, in the order of the first host's checks. A check lists
+    its hosts unless every host has it.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():

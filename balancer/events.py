@@ -26,7 +26,8 @@ class Started(msgspec.Struct, frozen=True, tag=True):
     workload: str
     budget_seconds: float | None
     replayed: int
-    notes: tuple[str, ...] = ()  # to show: what `auto` chose, devices that others use
+    # for the user: what `auto` chose, and devices that other programs use
+    notes: tuple[str, ...] = ()
 
 
 class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
@@ -37,7 +38,9 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """The progress of a running measurement, at least once a second. A later report replaces it."""
+    """The progress of a running measurement, reported at least once a second. Each report replaces
+    the measurement's earlier one.
+    """
 
     probe: Probe
     # starting | building | warming up | measuring; stopped while building: importing | loading |

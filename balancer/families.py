@@ -32,7 +32,7 @@ class Placement(msgspec.Struct, frozen=True):
 
 
 class Offer(Protocol):
-    """The families a search may use, and what the workload and the machine offer them."""
+    """The part of a search's options that families read: the workload's placements."""
 
     @property
     def placements(self) -> tuple[Placement, ...]:
@@ -50,7 +50,7 @@ class View(Protocol):
 
     @property
     def options(self) -> Offer:
-        """The requested families, and what the workload and the machine offer them."""
+        """The search's options, which list the workload's placements."""
 
     @property
     def common_batch(self) -> int | None:

@@ -143,7 +143,7 @@ def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
 
 def _find_notes(job: Job) -> tuple[str, ...]:
     """Return notes on the devices and on other programs that use them. Raises RequestError or
-    DeviceError if a host can't train on its own.
+    DeviceError if a host can't train on its devices.
     """
     if job.machine is None:
         hosts = check_hosts(group_by_host(job.devices), job.framework)
@@ -362,10 +362,11 @@ def _sort_families(
 
 
 def take_in_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a search request as `take_in` does; the winner is also measured with these knobs.
+    """Resolve a search request as `take_in` does, and add knobs with which the best layout is
+    measured too: numbers of loader worker processes.
 
-    `request.compare.left_out` explains which knobs aren't possible here. Raises RequestError
-    for unknown names.
+    `request.compare.left_out` explains which knobs aren't possible here. Raises RequestError for
+    any knob other than `workers`.
     """
     tried = _choose("--try", knobs, (WORKERS,))
     resolved = take_in(request)
@@ -399,7 +400,9 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the words without repeats, in the order of `allowed`."""
+    """Return the words without repeats, in the order of `allowed`. Raises RequestError if
+    a word isn't allowed.
+    """
     for word in words:
         if word not in allowed:
             raise RequestError(

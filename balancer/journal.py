@@ -1,5 +1,5 @@
-"""The journal of a run: JSON lines that are only appended, each written to disk before
-it takes effect.
+"""The journal of a run: a JSON Lines file that is only appended to. Each line is written to disk
+before it takes effect.
 
 A kill or a full disk may leave an incomplete last line, which is cut off; a broken line before the
 last is an error that names the line. A journal is trusted only if its file belongs to this user and
@@ -93,9 +93,9 @@ class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
 
 
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
-    """The session ended without a plan."""
+    """The session ended without a plan, for the reason in `message`."""
 
-    message: str  # why it failed, one sentence
+    message: str  # why it failed
     at_seconds: float
 
 
@@ -203,8 +203,8 @@ class Journal:
 
 
 def create(path: Path, header: Header) -> Journal:
-    """Create a journal in a folder that only this user can access. Raises RequestError if it
-    can't be written.
+    """Create a journal that only this user can access, and its folder if needed. Raises
+    RequestError if it can't be written.
     """
     with _writing(path, "Set XDG_STATE_HOME to a folder that you may write."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -361,8 +361,8 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """Read a plain file up to a maximum size. Unless `foreign`, the file must be writable by
-    this user alone.
+    """Read a plain file up to a maximum size. Unless `foreign`, the file must belong to this user,
+    and nobody else may write to it. Raises RequestError otherwise.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

@@ -29,14 +29,17 @@ class TrainingWay(msgspec.Struct, frozen=True):
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return the largest number of parameters if each device holds the whole model."""
+        """Return the largest number of parameters if each device holds the whole model. `limits`
+        are the devices' memory in bytes.
+        """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
         """Return the largest number of parameters if the model is sharded over the devices.
+        `limits` are the devices' memory in bytes.
 
-        Each device also holds the unsharded bytes, so the device with the least memory for them may
-        set the limit.
+        Each device also holds the unsharded bytes, so the device with the least memory
+        may set the limit.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)
@@ -45,5 +48,5 @@ class TrainingWay(msgspec.Struct, frozen=True):
 # the parameter, its gradient and two averages
 FULL = TrainingWay("full", "AdamW in float32", 16.0)
 LORA = TrainingWay("lora", "LoRA (r=16, bfloat16)", 2.0, ADAPTER_BYTES)
-# two parameters per byte, and statistics per 64 parameters, which have statistics too
+# 4 bits per parameter, and a scale per block of 64 parameters, which is itself quantized
 QLORA = TrainingWay("qlora", "QLoRA (r=16, 4 bits)", 0.5, 0.016 + ADAPTER_BYTES)

@@ -9,8 +9,8 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Format samples/s with at least four significant digits and grouped thousands: 12.35, 684.2, 2
-    123, 158 012.
+    """Format samples/s with two decimals below 100, one below 1000, and grouped thousands from
+    there: 12.35, 684.2, 2 123, 158 012.
     """
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
@@ -19,18 +19,20 @@ def rate(samples_per_second: float) -> str:
 
 
 def factor(times: float) -> str:
-    """Format a factor with two digits, or as an integer: 0.83, 2.7, 140."""
+    """Format a factor with two digits, or as an integer from 10: 0.83, 2.7, 140."""
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
 
 def efficiency(samples_per_joule: float) -> str:
-    """Format samples per joule with at least three significant digits: 0.699, 28, 3 197."""
+    """Format samples per joule with three significant digits, or like `rate` from 1000:
+    0.699, 28, 3 197.
+    """
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds with at least two significant digits: 0.48 ms, 7.1
-    ms, 157 ms.
+    """Format seconds as milliseconds, with two decimals below 1 ms and one below 10 ms: 0.48 ms,
+    7.1 ms, 157 ms.
     """
     count = seconds * 1000
     if count >= 9.95:
@@ -56,19 +58,21 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return half the width of a value's 95 % interval, relative to the value. Uses the upper half,
-    as the lower one ends at 0.
+    """Return half the width of a value's 95 % interval, relative to the value; 0 for a value of 0.
+
+    If the part above the value is wider than half of the interval, it is used instead, because the
+    lower part ends at 0.
     """
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """Format half of the 95 % interval in percent, as written after ±."""
+    """Format half the width of a 95 % interval as a percentage of the value, to follow ±: 0.4 %."""
     return write_error(relative_error(value, low, high))
 
 
 def write_error(relative: float) -> str:
-    """Format a relative error as written after ±: 0.4 %, < 0.05 %."""
+    """Format a relative error as a percentage, to follow ±: 0.4 %, < 0.05 %."""
     return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 

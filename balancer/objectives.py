@@ -31,14 +31,14 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # can't be computed without the devices' power
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return the objective's value for a layout with this rate and these measurements; 0 if
-        it is unknown.
+        """Return the objective's value for a layout that trains at this rate, from its
+        measurements; 0 if it is unknown.
         """
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return for each device its cost per second of training and its cost per second in which
-        only other devices train; empty if unknown.
+        """Return each device's cost per second while it trains, and its cost per second while only
+        other devices train; empty if unknown.
 
         The predicted value of a split is its samples/s divided by the sum of these costs.
         """

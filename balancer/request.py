@@ -70,7 +70,9 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def simulated(self) -> bool:
-        """True if the devices are simulated, which a journal of the job also records."""
+        """True if the devices are simulated. Unlike `machine`, it is also known for a job that was
+        read from a journal.
+        """
         return is_simulated(device.kind for device in self.devices)
 
     @cached_property
@@ -115,8 +117,8 @@ def allows_passes(request: Request, framework: str) -> bool:
 
 
 def deals_by_cost(request: Request, framework: str) -> bool:
-    """True if rows of unequal length are assigned by their cost. That needs passes,
-    and PyTorch's loader.
+    """True if rows of unequal length are assigned by their cost. That needs passes, PyTorch's
+    loader, and an objective that uses lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

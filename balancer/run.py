@@ -112,8 +112,8 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
     """Resume a run. Raises RequestError if the run is in progress, or if it was measured with
     another request or on other devices.
 
-    The run's own request applies, except for `pace`, `share` and a new budget. `extend_seconds` is
-    a budget that counts from now.
+    The run's own request applies, except for `pace`, `share`, the Ray address if given, and a new
+    budget. `extend_seconds` is added to the time that the run has already spent.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:
@@ -152,7 +152,9 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 
 
 def _choose_budget(record: Record, request: Request, extend_seconds: float | None) -> float | None:
-    """Return the budget of a resumed run: the extended one, the requested one, or the run's own."""
+    """Return the budget of a resumed run: the time already spent plus `extend_seconds` if given,
+    else the requested budget unless that is the default, else the run's own.
+    """
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
     given = request.budget_seconds

@@ -32,10 +32,11 @@ GRACE_SECONDS = 2.0  # beyond the budget, for probes that are still running when
 GRACE_SHARE = 0.1  # or this fraction of the budget, if that is more and a probe is running steps
 STEPPING = ("warming up", "measuring")
 POLL_SECONDS = 0.1
+# the seconds that these phases may take, even beyond the budget, while no probe has ended
 FIRST_SECONDS = {
     "starting": 60.0,
     "building": 3.0,
-}  # beyond the budget: importing the framework, and build()
+}
 
 
 class Session(EventThread):
@@ -267,10 +268,10 @@ class Session(EventThread):
         return alarms
 
     def _ring(self, spared: tuple[str, ...] = ()) -> None:
-        """Stop the probes at the end of the time, unless one is in a `spared` phase.
+        """Stop the running probes because the budget is spent, unless one is in a `spared` phase.
 
-        If no probe has ended yet, waits until the workload is built, so that errors in the user's
-        code are reported.
+        If no probe has ended yet, waits until the workload is built, so that errors in the
+        user's code are reported.
         """
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -307,7 +308,7 @@ class Session(EventThread):
         if report is None:
             fault = explain_no_plan(record, self._search.belief(), end)
             if not self._interrupted:
-                with suppress(UnwrittenError):  # the fault is more informative
+                with suppress(UnwrittenError):  # why there is no plan matters more
                     run.write(FailedEntry(fault.message, at))
             raise fault
         cut = self._interrupted or self._unwritten is not None

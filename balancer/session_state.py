@@ -23,7 +23,7 @@ RivalKind = EvidenceKind | Literal["plan", "sum"]
 
 
 class SessionState(msgspec.Struct, frozen=True):
-    """Everything that a session has reported so far."""
+    """What a session has reported so far, with its last `KEPT_OBSERVATIONS` observations."""
 
     run: str = ""
     devices: tuple[str, ...] = ()  # labels, in the order of the request
@@ -118,7 +118,9 @@ def has_split(state: SessionState) -> bool:
 
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
-    """Return the fastest measurement of one device alone."""
+    """Return the fastest measurement of one device alone, on rows of all lengths; None
+    if there is none.
+    """
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
     return _fastest(
         [each for each, layout in layouts if layout.traits.alone and layout.active == (device,)]
@@ -167,8 +169,8 @@ class RivalRate(NamedTuple):
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RivalRate) -> float | None:
-        """Return this layout's gain over another, from the printed rates or as measured in turn.
-        None if they can't be compared.
+        """Return the gain of `other`, such as the plan, over this layout: from the printed rates,
+        or as measured in turns. None if they can't be compared.
         """
         if not is_comparable(other.figure, other.batches, self.figure, self.batches):
             return None

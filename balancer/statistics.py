@@ -42,17 +42,20 @@ def student(freedom: int) -> float:
 
 def lone_error(first_seconds: float, seconds: float) -> float:
     """Return the relative half-width of a single step's 95 % interval. Uses the difference from the
-    step before it, unless that step took much longer.
+    step before it, unless that step took over 20 % longer.
 
-    The variance pools the usual variance of steps with the variance of these two.
+    The variance pools the assumed variance of steps (`LONE_ERROR`) with the variance
+    of these two steps.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the half-width as `lone_error` does, from many pairs of a first step and the step
-    after it. Differences are taken from the usual pair, as a first step may take longer.
+    """Return the half-width as `lone_error` does, from many pairs of a first step and
+    the step after it.
+
+    Each pair's ratio is compared with the median ratio, because first steps may take longer.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     middle = median(ratios or [0.0])
@@ -74,5 +77,7 @@ def relative_half_width(interval: Interval) -> float:
 
 
 def is_known(*figures: Interval) -> bool:
-    """True if all samples/s are precise enough to be compared."""
+    """True if all samples/s are precise enough to be compared: their relative error
+    is at most `UNKNOWN`.
+    """
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)

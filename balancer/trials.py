@@ -222,7 +222,9 @@ def _require(seen: Observation | None, devices: Sequence[Device]) -> Timed | Non
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Measure each device alone at its share."""
+    """Return each device's samples/s alone at its share. None for an unused device, and if its
+    measurement failed or was stopped.
+    """
     figures: list[float | None] = []
     for position, share in enumerate(layout.shares):
         sizes = (layout.shares, layout.pass_rows)
@@ -302,8 +304,8 @@ class Outlook(msgspec.Struct, frozen=True):
 
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
-    """Build the workload on the first device, step two batches, and estimate what fits. None once
-    `stop` is set.
+    """Build the workload on the first device, run steps of two batches, and estimate what fits.
+    Returns None if `stop` is set before both batches have run.
 
     Raises NoLayoutError if the workload fails, or runs no step within the budget.
     """
@@ -316,8 +318,8 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | N
 
 
 def _keep_first(job: Job) -> Job:
-    """Return the job on its first device alone. A fixed batch is reduced to one device's part of
-    an even split.
+    """Return the job on its first device alone. A fixed global batch becomes an upper limit: one
+    device's part of an even split.
     """
     machine = job.machine
     request = job.request

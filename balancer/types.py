@@ -1,8 +1,8 @@
-"""The data types of a session: what can be measured, and what was observed. Frozen, with no
-behaviour beyond arithmetic.
+"""The data types of a session: what can be measured, and what was observed. They are frozen, and
+compute nothing but simple arithmetic.
 
-Devices are positions in the request (0 .. K-1); the caller of a session knows which device
-each position is.
+Devices are given by their positions in the request (0 to K-1); the caller of a session knows which
+device is at each position.
 """
 
 from __future__ import annotations
@@ -103,8 +103,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
-    """Return the layout of one device alone, out of `devices`, at `batch` samples, in passes of at
-    most `micro` rows unless `micro` is 0.
+    """Return the layout in which only the device at `position` of `devices` devices trains,
+    with `batch` samples. They are computed in passes of at most `micro` rows, unless `micro` is
+    0 or at least `batch`.
     """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
@@ -375,10 +376,10 @@ class CurveSketch(msgspec.Struct, frozen=True):
 
 
 class Belief(msgspec.Struct, frozen=True):
-    """The search's beliefs between two probes."""
+    """What the search predicts for each device, and what it measures next."""
 
     curves: tuple[CurveSketch, ...]
-    doing: str  # one sentence: what is being measured and why
+    doing: str  # a message: what is being measured and why
 
 
 # the fraction of the state on a device that is measured alone, so that its other memory shows
@@ -414,7 +415,7 @@ class Problem(msgspec.Struct, frozen=True):
     spend_all: bool = False
     micro: bool = True  # a share may be computed in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # index of each device's host; empty: all are on one host
-    # a number for the fraction of each device that the training has; empty: equal fractions
+    # equal numbers for devices of which the training may use equal fractions; empty: all are equal
     limits: tuple[int, ...] = ()
     # row lengths in tokens, an even sample in increasing order; empty: shares count rows
     lengths: tuple[int, ...] = ()

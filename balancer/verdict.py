@@ -225,7 +225,7 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A phase before measuring in which probes still were when the time was over."""
+    """A phase before measuring that some probes had not finished when the search ended."""
 
     phase: str  # importing | loading | building | preparing | warming up
     name: str
@@ -255,7 +255,7 @@ class FewSteps(msgspec.Struct, frozen=True):
     steps: int
     global_batch: int
     rows: int
-    most: int  # the largest batch of an epoch of 100 steps; 0: there are fewer rows
+    most: int  # the largest batch with which an epoch has 100 steps; 0: fewer than 100 rows
 
 
 class ShortBudget(msgspec.Struct, frozen=True):

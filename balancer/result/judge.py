@@ -58,7 +58,7 @@ from .training_limits import find_link, find_training_limits
 
 MARGIN = 1.3  # factor on a just sufficient budget: start times are estimates
 STEP_SECONDS = 10  # the budget is rounded up to a multiple of it
-USUAL_ROWS = 8  # in a pass
+USUAL_ROWS = 8  # typical number of rows in a pass
 COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
@@ -209,7 +209,7 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
     """Return each device's fraction of a batch's cost if all devices finish at the same time, for
-    passes of a few typical rows.
+    passes of `USUAL_ROWS` rows of `row_tokens` tokens.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
@@ -228,7 +228,7 @@ def waiting_share(seen: Sequence[Timed]) -> float | None:
 
 
 def padding_share(seen: Sequence[Timed]) -> float:
-    """Return the fraction of the computed tokens that is padding."""
+    """Return the mean fraction of the computed tokens that is padding; 0 without measurements."""
     return fmean([one.padding for one in seen] or [0.0])
 
 
@@ -286,7 +286,9 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return every rival, each device alone, and the fastest layout of all if it isn't the plan."""
+    """Return the rivals of the race, each device alone, and the fastest layout of all if it isn't
+    the plan. The single device that the plan is compared with comes first.
+    """
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
     devices = {one.layout.active for one in rivals if one.layout.traits.alone}
@@ -330,8 +332,8 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the layout with the highest samples/s, if they exceed the plan's; empty if that layout
-    is already `known`.
+    """Return the layout with the highest samples/s at the requested batch, if they exceed the
+    plan's. Empty if that layout is already `known`.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [one for one in report.results if batch in (None, one.layout.global_batch)]
@@ -553,7 +555,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
-    """Yield each layout of the race that did not run."""
+    """Yield each layout of the race that failed or ran out of memory."""
     for candidate, seen in report.broken:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
@@ -594,7 +596,7 @@ def _name_missing(one: Candidate, devices: int) -> str:
 
 
 def find_retreats(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return layouts that were measured with fewer samples than intended."""
+    """Return the layouts that ran out of memory, each with the smaller one measured instead."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -612,8 +614,8 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: RunEnd
 ) -> ShortBudget | None:
-    """Return a budget that ended before any split was tried, and how much of it
-    starting processes took.
+    """Return the budget if it ended before any split was tried, with the seconds that starting
+    processes took, and a budget that should suffice. None otherwise.
     """
     budget = report.problem.budget_seconds
     tried = any(len(one.probe.layout.active) > 1 for one in seen)

@@ -24,7 +24,7 @@ from ..verdict import (
 )
 
 ORDER = get_args(Doubt)
-# fraction of a rival's blocks from which other processes have slowed the chosen layout too
+# if other processes disturbed this fraction of a rival's blocks, they slowed the chosen layout too
 MOSTLY = 0.5
 FEW_STEPS = 100  # per epoch: with fewer, the model learns little
 CHANGED = 0.1  # relative difference of two measurements of one layout
@@ -75,10 +75,11 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
-    """Yield warnings about measurements of one layout that differ beyond their intervals, with the
-    gain of the faster measurement.
+    """Yield a warning for two measurements of one layout that differ by over 10 % and beyond their
+    intervals, with the gain of the faster one.
 
-    A measurement that exploration made on all devices at once may be slower for that reason.
+    A slower measurement from the solo stage doesn't count if the faster one is from another stage,
+    because the solo stage runs all devices at the same time.
     """
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for one in seen:
@@ -107,7 +108,9 @@ def describe_doubts(doubts: Iterable[Warned], devices: Sequence[Device]) -> tupl
 def find_taken_memory(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """Return each device on which other processes held memory that the request relied on."""
+    """Return each device on which other processes held memory at the start of a probe, with the
+    most bytes that they held.
+    """
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
@@ -164,8 +167,8 @@ TWIN_TIMES = 1.25  # devices of the same product differ by less, unless somethin
 def find_unequal_twins(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalTwins | None:
-    """Return two devices of the same product and limit, one of which was much faster alone at
-    the same batch.
+    """Return the two devices of the same product and limit whose speeds alone differ most at the
+    same batch. None if no two differ by at least 25 %.
     """
     best: dict[tuple[int, int], float] = {}
     for one in seen:
@@ -187,7 +190,7 @@ def find_unequal_twins(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the most bytes that other processes held, by position."""
+    """Return the most bytes of each device that other processes held, by the device's position."""
     most: dict[int, int] = {}
     for one in seen:
         for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):
@@ -202,8 +205,8 @@ Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
 def find_left_out(
     seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
 ) -> tuple[LeftOut, ...]:
-    """Return devices on which nothing ran, and devices that ran at first, then always failed and
-    are unused; and why.
+    """Return the devices on which nothing ran, and those that ran at first and then always failed,
+    with the reason. The latter count if the plan doesn't use them, or if they were lost.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()
@@ -234,8 +237,8 @@ def _why_left_out(
 
 
 def find_few_steps(chosen: Layout, rows: int) -> FewSteps | None:
-    """Return a warning if an epoch has so few steps that the model learns little. `rows` is
-    0 if unknown.
+    """Return a warning if an epoch has fewer than 100 steps, as the model then learns little.
+    `rows` is the size of the training data; 0 if unknown.
     """
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:

@@ -92,7 +92,9 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return the named rivals, with the best single device and a larger batch."""
+    """Return all rivals with their names; also the best single device, and the fastest layout with
+    a larger batch if it is faster than the plan.
+    """
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
     found: list[_Named] = [
@@ -135,7 +137,7 @@ def _label(layout: Layout, devices: Sequence[Device]) -> str:
 
 
 def _find_kind(one: ComparedLayout, devices: int) -> EvidenceKind:
-    """Return a rival's kind of evidence in a plan."""
+    """Return the kind of evidence that a rival is in a plan."""
     traits = one.layout.traits
     if one.family is None or traits.sharded or not traits.by_shares:
         return "other"

@@ -1,9 +1,9 @@
-"""Compares two runs: the second run's slowdown with its interval, and the part of a step that
-causes it. Pure.
+"""Compares two runs: the second run's slowdown with its interval, and the part of a step
+that causes it. Pure.
 
 A training's journal has windows of steps. A disturbance such as a busy machine lasts over several
-windows, so they aren't independent: they are joined into blocks, and the interval is widened by the
-correlation between consecutive blocks.
+windows, so they aren't independent. Therefore windows are joined into blocks, and the interval is
+widened by the correlation between consecutive blocks.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ WARM_PART = 0.1  # fraction of a training's windows that is left out, as the mac
 MOST_BLOCKS = 12
 FEWEST_WINDOWS = 5  # without the warm-up
 MOST_ALIKE = 0.8  # a higher correlation of consecutive blocks can't be estimated from so few blocks
-LEAST_ERROR = 1e-3  # relative: of clocks
+LEAST_ERROR = 1e-3  # relative: clocks are no more precise
 
 PHASES = {
     "input": "input_s",
@@ -97,7 +97,9 @@ def compare_trainings(before: TrainingRecord, after: TrainingRecord) -> RunDiffe
 
 
 def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDifference:
-    """Compare the plans that two searches have found, by their samples/s."""
+    """Compare the plans that two searches have found, by their samples/s. Raises RequestError if a
+    plan has no samples/s.
+    """
     figures = [one.throughput, other.throughput]
     if not all(each.samples_per_second > 0 for each in figures):
         raise RequestError("A plan has no samples/s.", "Compare runs that measured some.")
@@ -118,7 +120,9 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: TrainingRecord) -> list[StepsEntry]:
-    """Return the windows since the last start, without the windows of the warm-up."""
+    """Return the windows since the last start, without the windows of the warm-up. Raises
+    RequestError if too few are left.
+    """
     windows: list[StepsEntry] = []
     for entry in training.entries:
         if isinstance(entry, StartEntry):
@@ -136,7 +140,7 @@ def _list_windows(training: TrainingRecord) -> list[StepsEntry]:
 
 
 def _batch(windows: Sequence[StepsEntry]) -> float:
-    """Return the rows per step."""
+    """Return the mean number of rows per step."""
     return sum(each.samples for each in windows) / sum(each.steps for each in windows)
 
 
@@ -179,7 +183,7 @@ def _join(windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float]) 
 
 
 def _find_likeness(blocks: Sequence[float]) -> float:
-    """Return the correlation of consecutive blocks; 0 if they alternate."""
+    """Return the correlation of consecutive blocks, at most `MOST_ALIKE`; 0 if it is negative."""
     middle = fmean(blocks)
     around = [each - middle for each in blocks]
     whole = sum(each * each for each in around)

@@ -29,7 +29,7 @@ class LinkRecord(msgspec.Struct, frozen=True):
 
     driver: str
     devices: tuple[str, ...]  # ids, in order
-    measured_at: float  # seconds since the epoch
+    measured_at: float  # Unix time
     figures: tuple[LinkFigure, ...]
     labels: tuple[str, ...] = ()  # of the devices, as used in `figures`
 
@@ -69,8 +69,8 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """Return the newest default-transport measurement of each pair and set of these
-    devices, pairs first.
+    """Return the newest working measurement of the default transport between each pair or larger
+    set of these devices, pairs first.
     """
     labels = {device.id: device.label for device in devices}
     found: dict[frozenset[str], Link] = {}

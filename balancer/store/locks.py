@@ -142,8 +142,8 @@ def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's kernel file. Raises DeviceError if another process has the lock; a file
-    system without locks is ignored.
+    """Lock a device's kernel file. Raises DeviceError if another process has the lock. Does nothing
+    if the file is missing or its file system has no locks.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)

@@ -233,16 +233,19 @@ def _training_path(run: str) -> Path:
 
 
 def each_run() -> Iterator[RunSummary]:
-    """Yield every run, newest first; each is read when it is needed. A run that can't be
-    read says why.
+    """Yield a summary of every run, newest first. Each run is read only when its summary is
+    requested; if it can't be read, the summary has the reason in `trouble`.
     """
-    trainings: Trainings = defaultdict(list)  # so far: those by a plan are newer than its search
+    # found so far: trainings by a plan are newer than its search
+    trainings: Trainings = defaultdict(list)
     for run in reversed(_list_ids()):
         yield _summarize(run, trainings)
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return what trainings by this run's plan have reached."""
+    """Return what trainings by this run's plan have reached; None if no such training
+    has reported a speed.
+    """
     trainings = []
     for newer in reversed(_list_ids()):
         if newer <= run:
@@ -285,8 +288,8 @@ def _find_end(record: Record, source: str) -> Finished | None:
 
 
 def delete_run(name: str) -> str:
-    """Delete a run's folder and return its id. Raises RequestError if the run is in progress or
-    can't be deleted.
+    """Delete the folder of a search or training and return its id. Raises RequestError if it is in
+    progress or can't be deleted.
     """
     run = find_any(name)
     if _is_training(run) and _summarize(run, defaultdict(list)).state == "running":
@@ -334,8 +337,8 @@ Trainings = defaultdict[str, list[TrainingRecord]]  # by the time at which their
 
 
 def _summarize(run: str, trainings: Trainings) -> RunSummary:
-    """Return a run's line in the list. A training is also added to `trainings`, which plans'
-    trainings are looked up in.
+    """Return a run's line in the list. A training by a plan is also added to `trainings`, in which
+    the line of the plan's search looks it up.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
@@ -400,7 +403,7 @@ def _find_state(record: Record) -> tuple[State, str]:
     return ("stopped", "") if not failures or len(failures) < len(seen) else ("failed", failures[0])
 
 
-NOTHING = Facts()  # is known yet
+NOTHING = Facts()  # before any child has reported facts
 
 
 def make_search(

@@ -19,8 +19,8 @@ from evener.plan.file import Plan
 
 from ..number_format import percent
 
-SHORT = 0.05  # relative to the plan's samples/s, from which a training falls short
-WORTH_NAMING = 0.05  # fraction of a step from which what took the time is named
+SHORT = 0.05  # a training falls short if it is slower than the plan by more than this fraction
+WORTH_NAMING = 0.05  # a cause is named if it takes at least this fraction of a step
 SAME = 1e-6  # relative difference between two rates of one plan
 
 
@@ -29,7 +29,7 @@ class Trained(msgspec.Struct, frozen=True):
 
     trainings: int
     samples_per_second: float  # median
-    part: float  # of the plan's samples/s
+    part: float  # samples/s as a fraction of the plan's
     why: tuple[str, ...] = ()  # why it fell short, as far as its journal shows
 
     @property
@@ -44,7 +44,7 @@ class Trained(msgspec.Struct, frozen=True):
 
 def find_trained(plan: Plan, trainings: Iterable[TrainingRecord]) -> Trained | None:
     """Return what trainings by this plan have reached; `trainings` has the last one first. None if
-    none has trained by the plan for long enough.
+    no training by the plan has reported a speed.
     """
     parts = [_by_plan(plan, each) for each in trainings]
     parts = list(filter(_speeds, parts))
@@ -56,9 +56,7 @@ def find_trained(plan: Plan, trainings: Iterable[TrainingRecord]) -> Trained | N
 
 
 def _by_plan(plan: Plan, training: TrainingRecord) -> list[TrainingEntry]:
-    """Return the entries that follow a training's starts by this plan, with all of the plan's
-    devices, at its global batch.
-    """
+    """Return a training's entries from the times when it trained by this plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:
