@@ -19,7 +19,7 @@ from ..torch.rows.structure import each_tensor
 
 @contextmanager
 def processes(accelerator: Any, number: int) -> Iterator[None]:
-    """A context in which transformers, accelerate and torch see `number` training processes."""
+    """Enter a context in which transformers, accelerate and torch see `number` processes."""
     states = [accelerator.state.__dict__, PartialState._shared_state]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:
@@ -95,7 +95,7 @@ class Gathering:
 
     @contextmanager
     def alone(self, shift: float = 0.0) -> Iterator[None]:
-        """A context in which a rank gathers only its own values, plus `shift`."""
+        """Enter a context in which a rank gathers only its own values, plus `shift`."""
         before, self._alone, self._shift = (self._alone, self._shift), True, shift
         try:
             yield
@@ -104,7 +104,7 @@ class Gathering:
 
     @contextmanager
     def counting(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
-        """A context in which `rows` rows of the current pass count.
+        """Enter a context in which `rows` rows of the current pass count.
 
         Unless `ends` is True, these rows are a piece of a pass, and are gathered together with
         its last piece.
@@ -221,9 +221,9 @@ def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
-    """Return the loader that `make` makes, with every world-th of its batches.
+    """Return an evaluation loader with this rank's batches: every world-th that `make` yields.
 
-    If its rows have no fixed order, accelerate's own loader is returned.
+    If the rows have no fixed order, the loader that accelerate prepares is returned.
     """
     loader = make_whole(trainer, make)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(

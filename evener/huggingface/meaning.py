@@ -55,12 +55,13 @@ def find_loss(
 ) -> TrainerLoss:
     """Return the meaning of the trainer's loss.
 
-    If the rows don't show it, return what transformers assumes. Every rank calls this, and raises
-    RequestError if the loss isn't a mean over anything known. `make` returns a few rows of the
-    trainer's data. `ignores` is True if some labels of the data are ignored: then more labels may
-    be ignored, to distinguish means over rows from means over labels. On a CPU that is tried in any
-    case; on a GPU a loss that doesn't support ignored labels would end the process. `in_parts` is
-    True if a single process asks because it needs smaller passes; then errors are raised.
+    If the rows don't show it, return what transformers assumes. Every rank has to call it, and it
+    raises RequestError on every rank if the loss isn't a mean over anything known. `make` returns a
+    few rows of the trainer's data. `ignores` is True if some labels of the data are ignored. Then
+    more of the labels are ignored, if means over rows and over labels can't be distinguished
+    otherwise. On a CPU that is tried in any case, because an error can be caught there; on a GPU, a
+    loss that doesn't support ignored labels would kill the process. `in_parts` is True if a single
+    process needs smaller passes; then any error is raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -177,9 +178,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names by whose weights the parts' gradients sum to the gradient
-        of all rows.
-        """
+        """Return the names whose weights make the parts' gradients sum to that of all rows."""
         few = self._few
         fitting = []
         far = {}
@@ -212,7 +211,7 @@ class LossFinder:
         )
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raises RequestError unless an audit finds no difference, or an explanation for it."""
+        """Raise RequestError unless an audit finds no difference, or an explanation for it."""
         found = self._audit(loss)
         if found is None:
             return

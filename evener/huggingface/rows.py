@@ -33,7 +33,7 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
-    """Raises RequestError if the class isn't a Trainer, or generates the rows that it trains on."""
+    """Raise RequestError if the class isn't a Trainer, or generates the rows that it trains on."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.",
@@ -48,7 +48,7 @@ def check_trainer_class(trainer_class: Any) -> None:
 
 
 def check_setup(trainer: Any) -> None:
-    """Raises RequestError if the arguments keep the plan from controlling rows or gradients."""
+    """Raise RequestError if the arguments keep the plan from controlling rows or gradients."""
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
@@ -100,7 +100,7 @@ def check_setup(trainer: Any) -> None:
 
 
 def check_rebalance(trainer: Any, share: Share) -> None:
-    """Raises RequestError if shares can't follow the ranks' compute time (own work).
+    """Raise RequestError if shares can't follow the ranks' compute time (own work).
 
     `share` is this rank's share in the plan.
     """
@@ -125,7 +125,7 @@ def needs_equal_passes(trainer: Any) -> bool:
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """Raises RequestError if the checkpoint's steps had other rows than this training's steps.
+    """Raise RequestError if the checkpoint's steps had other rows than this training's steps.
 
     Positions in the epoch are counted in steps, so both need the same rows for each step.
     """
@@ -167,7 +167,7 @@ class PassSampler(StepSampler):
     """This rank's rows of each global batch, as one tuple of row numbers for each pass.
 
     A pass without rows gets a tuple with one row that doesn't count. Every batch takes the same
-    number of passes, unless rows are dealt by their length.
+    number of passes, unless rows are assigned by length.
     """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
@@ -259,7 +259,7 @@ def make_sampler(
 ) -> UnevenBatchSampler:
     """Return the sampler of this rank's rows of each global batch.
 
-    Rows come in the trainer's own order, or in that of a sampler of its class.
+    Rows come in the order of `order`, the sampler of the trainer's own loader.
     """
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
@@ -278,8 +278,8 @@ def make_sampler(
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
     """Return the order in which the bare trainer draws each epoch's rows in one process.
 
-    Return None if rows are drawn in their own order. The seed of a random order is `data_seed`,
-    else the seed that the first rank's process was last seeded with.
+    Return None if rows are drawn in the data set's order. The seed of a random order is
+    `data_seed`, else the seed that the first rank's process was last seeded with.
     """
     if type(sampler) is SequentialSampler:
         return None

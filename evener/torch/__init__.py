@@ -1,10 +1,11 @@
 """Train a PyTorch model by a plan: unequal shares of each batch on unequal devices, with
 the same result.
 
-from evener.torch import Split
+    from evener.torch import Split
 
-split = Split("plan.toml") loader = split.loader(dataset, seed=0) model = split.wrap(model) #
-gradients are weighted and summed; the loop stays as it was
+    split = Split("plan.toml")
+    loader = split.loader(dataset, seed=0)
+    model = split.wrap(model)  # gradients are weighted and summed; the loop stays as it was
 
 docs/training_torch.md has example loops, and says what is exact and what is refused.
 """

@@ -1,7 +1,7 @@
 """Messages between ranks through a process group, as JSON whose types are checked.
 
 PyTorch's own collectives for objects (`all_gather_object`, `broadcast_object_list`) unpickle what
-they receive, and so run code of anyone who can send.
+they receive, so anyone who can send to a rank could run code in it.
 """
 
 from __future__ import annotations
@@ -48,7 +48,10 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Return the value as JSON by Python's own module, which can hold infinity and NaN."""
+    """Return the value's JSON text as a tensor of bytes, on the device that ranks exchange.
+
+    Python's json writes it, because that can represent infinity and NaN.
+    """
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
 
@@ -58,7 +61,7 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """The CPU if the default group can exchange CPU tensors, else this process's GPU."""
+    """Return the CPU if the default group can exchange CPU tensors, else this process's GPU."""
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:
         return torch.device("cpu")

@@ -30,7 +30,10 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack what isn't packed yet on this device, one at a time, and leave it on the host."""
+    """Pack the weights that aren't packed yet on this device, and move them to the host.
+
+    They are packed one at a time. Weights on the meta device stay as they are.
+    """
     for module in model.modules():
         for name, tensor in module._parameters.items():
             if is_packed(tensor) and not tensor.bnb_quantized and tensor.device.type != "meta":

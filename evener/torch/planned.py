@@ -43,11 +43,11 @@ class PlannedTraining:
 
     It sets up this process for its device. It has the samplers of rows, the check of the loss, the
     weighted sum of gradients, passes that survive running out of memory, the step times and their
-    report, and shares that follow each rank's compute time (own work). `weigh` says who weights a
-    batch: "gradients" the sum of gradients, "loss" a call of `scale`, and "trainer" an adapter,
-    which multiplies each pass's loss by (its fraction of the global batch * the number of ranks). A
-    loop calls `begin` for each global batch and `report` once the batch is trained. Every rank has
-    to call every method.
+    report, and shares that follow each rank's compute time (own work). `weigh` says what weights a
+    batch by its rows: with "gradients" the sum of gradients does, with "loss" a call of `scale`,
+    and with "trainer" an adapter, which multiplies each pass's loss by (its fraction of the global
+    batch * the number of ranks). An adapter calls `begin` for each global batch and `report` once
+    the batch is trained. Every rank has to call every method.
     """
 
     def __init__(
@@ -164,9 +164,10 @@ class PlannedTraining:
         """Wrap a model on this process's device so that its gradients are summed over the ranks.
 
         Returns the wrapped model; on one device, the model itself. Each rank's gradients are
-        weighted by its rows. `options` are `bucket_cap_mb`, `broadcast_buffers` and
-        `process_group`, as in DistributedDataParallel. A model that is in DistributedDataParallel
-        already, or that FSDP shards (with `weigh="loss"`), is returned itself.
+        weighted by its rows. `options` are those of DistributedDataParallel, of which only
+        `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect. A model that is in
+        DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), isn't wrapped
+        again: the model itself is returned.
 
         Raises RequestError if the model's gradients can't be weighted.
         """
@@ -209,7 +210,8 @@ class PlannedTraining:
     def follow_averaged(self, model: Any) -> None:
         """Train a model by weighted losses if another library averages its gradients over ranks.
 
-        Ranks meet within passes, so own work is what a rank computes between those meetings.
+        Ranks wait for each other within passes, so a rank's compute time (own work) is the time of
+        a pass without that waiting.
         """
         self.check_whole()
         check_normalization(model, self.weights.weigh, self.world, self.ranks.pass_rows)
@@ -236,7 +238,7 @@ class PlannedTraining:
     def begin(self, sizes: Sequence[int]) -> None:
         """Begin a global batch, and end the one before; `sizes` are the rows of each rank.
 
-        A Split's loader calls it itself.
+        It is for adapters: a Split's loader begins its batches without it.
         """
         self.end()
         self.timer.begin(tuple(sizes))
@@ -245,7 +247,7 @@ class PlannedTraining:
     def end(self) -> None:
         """End a global batch; if it was trained, call `listeners` with its sizes.
 
-        Shares may change in such a call.
+        A listener may change the shares.
         """
         if self.timer.finish():
             for each in self.listeners:
@@ -254,8 +256,8 @@ class PlannedTraining:
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report to the monitor that a step on this rank's rows is done.
 
-        A Split's loader calls it itself. `tokens` are the tokens of these rows, without
-        and with padding.
+        A Split's loader calls it itself. `rows` are by default this rank's rows in the current
+        batch. `tokens` are the numbers of tokens in these rows, without and with padding.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 

@@ -67,18 +67,19 @@ def _checkpoints() -> Any:
 class Split(PlannedTraining):
     """This process's part of a plan: its rank, its device, and the shares of all ranks.
 
-    `rank`, `world` and `device` are this process's, `shares` the samples of each rank in a full
-    step. `plan` is a Plan or the path of its file; under evener launch it can be left out. Without
-    a plan, `ratios` and `global_batch` say how to split. `weigh="gradients"` changes nothing in the
-    loop; `weigh="loss"` needs `split.scale(loss).backward()` and leaves the model's communication
-    hook free. With `rebalance`, shares follow the compute time (own work) of each rank during
-    training; the global batch keeps its size. With `noise`, `noise_scale` is measured during
-    training: what a larger batch would cost (docs/learning.md). With `journal`, `evener runs` lists
-    the training's steps/s, share changes and restarts.
+    `rank` is this process's rank, `world` the number of ranks, and `device` this process's device.
+    `plan` is a Plan or the path of its file; under evener launch it can be left out. Without a
+    plan, `ratios` and `global_batch` say how to split. With `weigh="gradients"`, the sum of
+    gradients weights them, so the loop stays as it was. `weigh="loss"` needs
+    `split.scale(loss).backward()`, and leaves the model's communication hook free. With
+    `rebalance`, shares follow the compute time (own work) of each rank during training; the global
+    batch keeps its size. With `noise`, `noise_scale` is measured during training: what a larger
+    batch would cost (docs/learning.md). With `journal`, `evener runs` lists the training's steps/s,
+    share changes and restarts.
 
     Raises PlanError, RequestError or DeviceError before anything starts if the plan can't be
-    applied here. If it was measured on other devices or with another model, that is a PlanError
-    with `strict` and a warning without.
+    applied here. If it was measured on other devices or with another model, PlanError is raised
+    with `strict`; without `strict`, there is a warning.
     """
 
     def __init__(
@@ -166,9 +167,9 @@ class Split(PlannedTraining):
         """True once SIGTERM has told any rank that its machine is about to be taken away.
 
         Read it on every rank after each step; all ranks get the same answer. When it is True,
-        save a checkpoint and leave the loop. From the first read on, SIGTERM no longer ends the
-        process by itself. A signal shows at the end of the step, or within a quarter of a second
-        if steps are shorter.
+        save a checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the
+        process. After a signal, `ending` is True from the end of the step on; if steps are shorter
+        than a quarter of a second, up to a quarter of a second later.
         """
         if self._notice is None:
             self._notice = Notice(self.world)
@@ -189,7 +190,7 @@ class Split(PlannedTraining):
     ) -> Loader:
         """Return a loader that yields this rank's rows of each global batch of `dataset`.
 
-        In an epoch, each row is on one rank, once. `options` are passed to DataLoader. `order`
+        Each row comes once per epoch, on one rank. `options` are passed to DataLoader. `order`
         replaces `shuffle`: a sampler of rows, a list of row numbers, or a function of the epoch
         that returns such a list. On a GPU, `prefetch` batches (2 by default) are fetched ahead and
         arrive on the device; under a plan with several passes they stay in pinned memory, and
@@ -235,8 +236,8 @@ class Split(PlannedTraining):
     def state_dict(self) -> dict[str, Any]:
         """Return the split's checkpoint state: each training loader's position after this batch.
 
-        With `rebalance`, it has the shares in force too. It is the same on every
-        rank and JSON-serializable.
+        With `rebalance`, it also has the shares in force. It is the same on every rank and
+        JSON-serializable.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
@@ -244,7 +245,7 @@ class Split(PlannedTraining):
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Resume the training loaders from `state`, in the order in which they are made.
 
-        The plan may be another one than when the state was saved.
+        The plan may differ from the plan that was in use when the state was saved.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
@@ -292,8 +293,8 @@ class Split(PlannedTraining):
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
         """Return a sharded model's whole parameters and buffers on the host of rank 0.
 
-        They are named as in `state_dict`; other ranks get {}. Every rank has to call it. It needs
-        no more memory of a device than one unit takes.
+        They are named as in `state_dict`; other ranks get {}. Every rank has to call it. On
+        a device, it needs memory for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
@@ -318,13 +319,13 @@ class Split(PlannedTraining):
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
         """Load what `save` wrote into a sharded model and its optimizer, and return its `extra`.
 
-        The shares may be others than when it was saved. Rank 0 reads the files, and every rank has
-        to call it. Raises RequestError if the checkpoint is of another model.
+        The shares may differ from those at the time of saving. Rank 0 reads the files, and every
+        rank has to call it. Raises RequestError if the checkpoint is of another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
-        """Scale the mean loss of this rank's rows so that DDP's mean over ranks is exact.
+        """Return this rank's mean loss, scaled so that DDP's mean over ranks is exact.
 
         Only for `weigh="loss"`.
         """
@@ -337,11 +338,13 @@ class Split(PlannedTraining):
         return self.weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
-        """Return `total / count` over the global batch, for a loss whose mean isn't over rows.
+        """Return this rank's loss for training on a mean that isn't over rows.
 
         Every rank has to call it. `total` is this rank's sum of losses. `count` is this rank's part
         of the divisor, such as the number of tokens that aren't ignored, or the sum of class
-        weights. `loss.backward()`, `scale` and `mean` then work as with a mean over rows.
+        weights. The result is `total`, divided by the sum of `count` over the ranks and by this
+        rank's fraction of the batch. So `loss.backward()`, `scale` and `mean`, which multiply by
+        that fraction, work as with a mean over rows.
         """
         self.weights.refuse_in_parts("loss")
         if not self.weights.sizes[self.rank]:
@@ -388,14 +391,14 @@ class Split(PlannedTraining):
     def total(self, value: Any) -> Any:
         """Return the sum of a value over the ranks; every rank has to call it.
 
-        A number gives a float, a tensor with dimensions gives a tensor.
+        A tensor with dimensions gives a tensor; anything else gives a float.
         """
         self.weights.refuse_in_parts("total")
         figure = self.add_up(value)
         return figure if figure.ndim else float(figure)
 
     def close(self) -> None:
-        """Stop reporting and leave the process group; called at exit if the group was made here."""
+        """Stop reporting and leave the process group; both happen at exit without this call."""
         super().close()
         if self._notice is not None:
             self._notice.close()

@@ -38,7 +38,7 @@ _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class Stand(msgspec.Struct, frozen=True):
-    """A process's place among those that train together; `local_rank` counts on its machine."""
+    """A process's rank among the `world` that train together, and its rank on its machine."""
 
     rank: int
     world: int
@@ -94,8 +94,8 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    It is the plan's GPU by its UUID, else the GPU of the local rank, else the CPU. Raises
-    DeviceError if the plan has this rank on a GPU and there are fewer GPUs than processes.
+    It is the plan's GPU by its UUID, else the GPU whose index is the local rank, else the CPU.
+    Raises DeviceError if the plan has this rank on a GPU and PyTorch sees neither of these GPUs.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")
@@ -153,9 +153,9 @@ def fetching_threads(processes: int) -> int:
 
 
 def return_memory() -> None:
-    """Let glibc return large blocks to the system as soon as they are freed.
+    """Make glibc return large blocks to the system as soon as they are freed.
 
-    Gathered units would otherwise leave gaps as large as the model.
+    Otherwise the gathered units of a sharded model would leave gaps as large as the model.
     """
     _tell_glibc({_MMAP_THRESHOLD: LARGE_BYTES})
 
@@ -311,9 +311,9 @@ def find_shares(
 
     Every rank has to call it. `device` is this process's, if it is fixed already.
 
-    Raises PlanError on every rank if one can't read its plan, or if the number of processes isn't
-    that of the shares. If the plan was measured on other devices, that is a PlanError with `strict`
-    and a warning without. Raises RequestError if `options` differ between ranks.
+    Raises PlanError on every rank if one can't read its plan, or if there aren't as many processes
+    as shares. If the plan was measured on other devices, PlanError is raised with `strict`; without
+    `strict`, there is a warning. Raises RequestError if `options` differ between ranks.
     """
     note_use()  # ratios count as using a plan too
     if plan is not None and ratios is not None:

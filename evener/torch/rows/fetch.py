@@ -166,16 +166,16 @@ class Prefetcher:
         return self._lane.hand_over(batch, arrived) if self._lane else batch
 
     def wait_until_full(self) -> None:
-        """Wait until as many batches are fetched as may be.
+        """Wait until `depth` batches are fetched ahead, or the source is exhausted.
 
-        Called at the end of timed steps, it makes their time include the fetching of as many
-        batches as they took.
+        If it is called at the end of timed steps, their time includes fetching as many batches as
+        the steps used.
         """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 
     def close(self) -> None:
-        """End the thread once it has fetched its current batch, and drop the batches that wait."""
+        """Stop the thread after its current batch, and drop the batches that were fetched ahead."""
         with self._change:
             self._ended = True
             self._ready.clear()

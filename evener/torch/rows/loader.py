@@ -82,7 +82,7 @@ class StepListener:
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
         """Called when the loop is done with a batch; `sizes` are the rows of each rank in it.
 
-        `tokens` are this rank's, without and with padding.
+        `tokens` are the numbers of tokens in this rank's rows, without and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
@@ -211,9 +211,9 @@ class Loader:
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
-        """Wait until all batches that may be fetched ahead are there.
+        """Wait until `prefetch` batches are fetched ahead; return at once without prefetch.
 
-        Without prefetch, return at once.
+        It also returns if the running loop has no more batches to fetch.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
@@ -342,8 +342,8 @@ class LoaderStates:
     def add(self, loader: Loader) -> Loader:
         """Remember a loader and return it.
 
-        If a state was loaded before it was made, the loader resumes from the state of its place
-        in the order.
+        If states were loaded before this loader was made, it resumes from the first of them that
+        no other loader has taken.
         """
         self._made.append(weakref.ref(loader))
         if self._waiting:
@@ -488,7 +488,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
 
 def _loop(batches: Iterator[Any], rows: UnevenBatchSampler) -> Iterator[Any]:
-    """Yield the batches, with the settings that a loop over these rows needs in the process."""
+    """Yield the batches within the sampler's `loop_context`."""
     with rows.loop_context():
         yield from batches
 

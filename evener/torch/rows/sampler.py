@@ -173,15 +173,15 @@ class UnevenBatchSampler:
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change to these shares, in running loops `ahead` batches after the next one."""
+        """Change to these shares, in running loops after the next `ahead` batches."""
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
 
     def warn_of_short_batches(self, planned: int) -> None:
-        """Warn if ranks have no row in the last step, or if all steps are smaller than planned.
+        """Warn if a rank has no row in an epoch's last step, or if the data set is too small.
 
-        `planned` is the plan's global batch.
+        It is too small if it has fewer rows than `planned`, the plan's global batch; 0 skips this.
         """
         if self.length < planned:
             warnings.warn(
@@ -226,7 +226,7 @@ class UnevenBatchSampler:
 
     @property
     def steps_left(self) -> int:
-        """The number of steps from the position to the end of the epoch."""
+        """The number of steps from `position` to the end of the epoch."""
         return self._steps(self.length - self.position)
 
     def _steps(self, rows: int) -> int:
@@ -237,16 +237,17 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return the rows of each rank in a step, which is counted from the position.
+        """Return the rows of each rank in a step, counted from `position` in the epoch.
 
-        A rank that only keeps in step has 0.
+        They are 0 for a rank that computes only a filler row.
         """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
         """Return the rows of each rank in a step that a trainer begins now.
 
-        The step is counted from the position.
+        The step is counted from `position` in the epoch. It becomes the newest step of the loop, so
+        that later changes of shares count from it.
         """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
@@ -267,7 +268,7 @@ class UnevenBatchSampler:
     def rows_at(self, step: int) -> list[int]:
         """Return this rank's row numbers in a step of the newest loop.
 
-        The step is counted from the position.
+        The step is counted from `position` in the epoch.
         """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._slice(self._draw(self.epoch), first, self.schedule)]
@@ -275,15 +276,15 @@ class UnevenBatchSampler:
     def rows_of_all(self, step: int) -> list[int]:
         """Return the row numbers of all ranks in a step of the newest loop.
 
-        The step is counted from the position.
+        The step is counted from `position` in the epoch.
         """
         first = self.position + step * self.global_batch
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the rows of the epoch's last step if it weights ranks differently than others.
+        """Return the rows of the epoch's last step if they weight ranks unlike the other steps.
 
-        Returns None if it doesn't. If every step may weight them differently, returns an object
+        Returns None if they don't. If every step may weight them differently, returns an object
         that equals no other.
         """
         if self.changes or self.is_dealt:
@@ -465,7 +466,7 @@ class LengthSampler(UnevenBatchSampler):
     ) -> tuple[int, ...]:
         """Return the rows of each rank in the batch that begins with row `first`.
 
-        A rank that only keeps in step has 0.
+        They are 0 for a rank that computes only a filler row.
         """
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 

@@ -40,7 +40,7 @@ class LooseTensors:
         self.syncs = True  # backward passes end in a sum
 
     def look(self) -> None:
-        """Find the loose tensors that optimizers hold by now."""
+        """Find the loose tensors that optimizers hold now, and add them in new groups."""
         known = {id(each) for group in self._groups for each in group.alive()}
         known |= {*_owned_by_modules(), *exchanged_parameters()}
         for optimizer in _alive(Optimizer):
@@ -51,7 +51,7 @@ class LooseTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return those of `parameters` that modules have; every rank has to call it.
+        """Return the `parameters` that belong to modules; every rank has to call it.
 
         Raises RequestError if an optimizer is about to apply gradients of loose tensors that come
         from this rank's rows alone.

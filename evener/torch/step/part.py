@@ -79,7 +79,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return the part for one turn of this pass: itself, or a piece of its rows."""
+        """Return this part if `turn` has all of its rows, else a new part with the turn's rows."""
         if turn.rows == self.rows:
             self.turn = turn
             return self

@@ -157,8 +157,8 @@ def _same(value: Any) -> Any:
 class Passes:
     """Computes the passes of a rank's batches one after the other, for every trainer.
 
-    A pass that runs out of memory is computed again in smaller passes; `said` is called with
-    each such Retreat.
+    A pass that runs out of memory is computed again in smaller passes; then `said` is called with
+    the Retreat that describes this.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
@@ -270,7 +270,10 @@ class Passes:
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Keep the gradients of a pass that was computed."""
+        """Note which exchanges have gradients after a pass that was computed.
+
+        Raises RequestError if the pass ended without a call of `Part.backward`.
+        """
         running.part.check_computed()
         for exchange in self._exchanges:
             if exchange.has_gradients():

@@ -334,10 +334,11 @@ def check_not_inside_ddp() -> None:
 
 
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
-    """Warn of normalization over a device's own rows.
+    """Warn if BatchNorm normalizes over one device's rows, or over the rows of one pass.
 
-    Raises RequestError if the model mixes the ranks' gradients before they are weighted. `passes`
-    are the rows of each pass of a full batch, of all ranks.
+    Raises RequestError if SyncBatchNorm would mix the ranks' gradients before they are weighted, or
+    if ranks with SyncBatchNorm compute several passes. `passes` are the rows of each pass of a full
+    batch, of all ranks.
     """
     kinds = [
         type(module)

@@ -22,7 +22,7 @@ _own = 0  # collectives that evener has begun
 
 
 def count_foreign() -> int:
-    """Count the collectives among several ranks in this process that evener hasn't begun."""
+    """Return how many collectives among several ranks the program, not evener, has begun."""
     return sum(count_exchanges().values()) - _own
 
 
@@ -48,9 +48,9 @@ class MeetingError(RequestError):
 
 
 def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return the function with a check for use on this rank alone.
+    """Return `compute` with a check that it begins no collective with other ranks.
 
-    It raises MeetingError after a call that began a collective with other ranks.
+    The result raises MeetingError after a call that began one, as one rank calls it alone.
     """
 
     def checked(*arguments: Any) -> Any:
@@ -67,9 +67,9 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """Count the collectives that this process has begun among several ranks.
+    """Return the number of collectives among several ranks that this process has begun.
 
-    Returns the count for each process group and device.
+    There is a number for each process group and device.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -81,11 +81,12 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gather rows of every rank, (n_i, ...), into (N, ...) in the batch's order.
 
-    `sizes` are the n_i; a rank with 0 may give any row. The gradient of a rank's own rows is that
-    of all ranks' losses, weighted by their rows. So it is exact if every rank has the whole batch's
-    loss, and if each rank has the mean over its own rows. `by_loss` is True if losses are weighted
-    already, False if the model's gradients will be. The `timer` doesn't count the exchange as own
-    work. Raises RequestError if the number of rows, or their shape or type, doesn't fit.
+    `sizes` are the n_i; a rank with 0 may give any row. The gradient of a rank's own rows comes
+    from the losses of all ranks, each weighted by that rank's rows. So it is exact both if every
+    rank computes the whole batch's loss and if each computes the mean over its own rows. `by_loss`
+    is True if losses are weighted already, False if the model's gradients will be. The `timer`
+    doesn't count the exchange as compute time (own work). Raises RequestError if the number of
+    rows, or their shape or type, doesn't fit.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(

@@ -145,7 +145,7 @@ class Exchange:
         return not self.alone and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
-        """Copy the first rank's weights to all ranks.
+        """Copy the first rank's parameters and buffers to all ranks.
 
         Raises RequestError if ranks wrap different models.
         """

@@ -115,7 +115,8 @@ class RankNoise:
     def _is_sampled(self) -> bool:
         """True if this step is sampled.
 
-        It has to be its turn, and its batches must have the same rows, on two ranks or more.
+        One of `every` steps is sampled, if weights were updated since the last sum, if all batches
+        of the step have the same rows on each rank, and if two ranks or more have rows.
         """
         if (
             self.steps % self.every or self._updates == self._summed_at
