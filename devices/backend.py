@@ -32,7 +32,7 @@ class Listing(msgspec.Struct, frozen=True):
     devices: tuple[Device, ...]
     used_bytes: dict[str, int | None] = {}  # by id: the memory in use on it now
     notes: tuple[str, ...] = ()
-    driver: str = ""  # its version; empty if it doesn't say
+    driver: str = ""  # the driver's version; empty if it doesn't report one
 
 
 class Discovery(msgspec.Struct, frozen=True):
@@ -207,9 +207,10 @@ class VitalsWatch:
         return 0.0 if began is None else time.monotonic() - began
 
     def close(self) -> None:
-        """End the watch. A thread blocked in the driver ends when the driver returns.
+        """Stop the watch, without waiting for the driver.
 
-        May be called more than once.
+        A thread closes the reader once the driver has answered a pending request. May be called
+        more than once.
         """
         if not self._closed:
             self._closed = True

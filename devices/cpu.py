@@ -239,15 +239,15 @@ class CpuSlices(Backend):
             sum(size for size in sizes if size is not None) if None not in sizes else None
         )
         if framework == "tensorflow":
-            # Two threads between operations: a collective that waits must not hold the only one.
+            # Two inter-op threads, because a waiting collective must not occupy the only one.
             variables |= {"TF_NUM_INTRAOP_THREADS": str(threads), "TF_NUM_INTEROP_THREADS": "2"}
             if memory_bytes is not None:
                 variables["TF_CPU_ALLOCATOR_USE_BFC"] = "true"
                 variables["TF_CPU_BFC_MEM_LIMIT_IN_MB"] = str(max(1, memory_bytes // MIB))
             if any(device.limit.memory_bytes is not None for device in devices):
-                # With oneDNN on, a step that meets the cap ends in a signal; off, it raises
-                # ResourceExhaustedError but
-                # takes twice the time. So only a limit that was asked for turns it off.
+                # With oneDNN, a step that exceeds the limit kills the process. Without oneDNN it
+                # raises ResourceExhaustedError, but takes twice the time. So oneDNN is turned off
+                # only if the user set a limit.
                 variables["TF_ENABLE_ONEDNN_OPTS"] = "0"
         return ChildEnvironment(
             variables, cores, memory_bytes if framework == "torch" else None, threads

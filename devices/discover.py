@@ -99,8 +99,8 @@ def open_source(discovery: Discovery) -> Source:
 
 BUSY_PERCENT = 20.0  # a desktop uses less
 MOST_NAMED = 3
-# A device with less than this free is full: a framework's context and libraries alone take about as
-# much.
+# A device with less free memory is full, because a framework's context and libraries alone take
+# about as much as this.
 FULL_SHARE = 0.05
 FULL_LEAST_BYTES = 600 << 20
 FULL_MOST_BYTES = 2 << 30
@@ -110,11 +110,10 @@ SETTLE_READS = 3
 
 
 def find_others(devices: Sequence[Device]) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return two groups of messages: one for each device whose memory other programs hold, and one
-    for each that computes for them now.
+    """Return messages about full devices, and messages about devices on which others compute now.
 
-    A device's memory counts as held if less than 5 % of it is free (the threshold is at least 600
-    MiB and at most 2 GiB). Call this before a session starts its own children.
+    A device is full if its free memory is below 5 % of its memory and below its limit. The 5 %
+    count as at least 600 MiB and at most 2 GiB. Call this before a session starts its own children.
     """
     opened = [(device, find_backend(device.kind).open_vitals(device)) for device in devices]
     readers = [(device, reader) for device, reader in opened if reader]

@@ -122,7 +122,7 @@ class Sampler:
             return self._history.values(key, metric, newest)
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the times of the newest ticks, in seconds since the epoch, oldest first."""
+        """Return the Unix times of the newest ticks, in seconds, oldest first."""
         with self._lock:
             return self._history.times(newest)
 
@@ -237,7 +237,7 @@ class History:
         )
 
     def times(self, newest: int = HISTORY_TICKS) -> tuple[float, ...]:
-        """Return the times of the newest ticks, in seconds since the epoch, oldest first."""
+        """Return the Unix times of the newest ticks, in seconds, oldest first."""
         kept = self._kept(newest)
         return tuple(self._times[len(self._times) - kept :])
 

@@ -347,8 +347,9 @@ class SimulatedSource:
         """Do nothing: this source holds nothing open."""
 
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
-        """Return the load of a device, which is busy for steps per
-        second times seconds per step.
+        """Return the load of a device that trains at this rate, with `share` samples a step.
+
+        The fraction of time in which it is busy is the steps per second times a step's seconds.
         """
         physics = self.machine.devices[position]
         busy = 0.0

@@ -1,7 +1,7 @@
-"""The parts of a snapshot that every source needs.
+"""Build the parts of a snapshot that every source needs: the host's sample and the processes.
 
-These are the host's sample, and the processes with their samples/s. Samples/s come from the reports
-that training processes write, and are assigned to this machine's devices.
+The samples/s of processes come from the reports that training processes write, and are assigned to
+this machine's devices.
 """
 
 from __future__ import annotations
@@ -267,8 +267,10 @@ def _place(
 def _number_devices(
     bare: Sequence[int], seen: Sequence[Device], devices: Sequence[Device]
 ) -> dict[int, Device]:
-    """Return the device for each of a framework's own indices: the devices in `seen` if there are
-    as many, else those with the same indices in the driver's numbering.
+    """Return the device for each of the framework's own indices in `bare`.
+
+    If `seen` has as many devices, they are matched in order; otherwise the indices are the
+    driver's.
     """
     if len(bare) == len(seen):
         in_order = sorted(seen, key=lambda device: device.index)

@@ -188,7 +188,7 @@ class ProcessSample(msgspec.Struct, frozen=True, kw_only=True):
     """One process on one device."""
 
     pid: int
-    # seconds since the epoch, as psutil reports it; identifies a process together with the pid
+    # Unix time in seconds, as psutil reports it; identifies a process together with the pid
     start_time: float
     user: str
     device_id: str
@@ -218,7 +218,7 @@ class HostSample(msgspec.Struct, frozen=True, kw_only=True):
 class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     """One tick of the sampler: everything the monitor shows."""
 
-    at_seconds: float  # seconds since the epoch
+    at_seconds: float  # Unix time
     interval_seconds: float  # since the previous tick
     devices: tuple[DeviceSample, ...]
     processes: tuple[ProcessSample, ...]

@@ -72,7 +72,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def take_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Set the training by shares.
+        """Set the training by shares, and reset the strategy's state.
 
         `__init__` calls this, as does code that makes a strategy without `__init__`.
         """
@@ -186,12 +186,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._meet_on_hosts()
 
     def _meet_on_hosts(self) -> None:
-        """Ask the first rank before each batch whether it received SIGTERM.
+        """Broadcast before each batch whether the first rank has received SIGTERM.
 
         The ranks communicate over gloo, so that Lightning's loop doesn't wait for its GPU.
         Lightning's own handler would synchronize with the other ranks at once, while they may be in
         a step's all-reduce. Here the handler only records the signal. A rank that alone receives
-        SIGTERM ends by itself one batch later.
+        SIGTERM stops by itself one batch later.
         """
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,

@@ -91,8 +91,9 @@ class Servant:
 
 
 def _end_with_parent() -> None:
-    """End this process, and with it its children, soon after the raylet that started it
-    has ended, because Ray doesn't.
+    """Exit soon after the raylet that started this process has ended, because Ray doesn't kill it.
+
+    Its children end with it.
     """
     parent = os.getppid()
     while os.getppid() == parent:

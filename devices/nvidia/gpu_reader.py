@@ -253,9 +253,7 @@ class GpuReader:
         return self._held, self._capped
 
     def _read_full(self, now: float) -> Vitals:
-        """Return the memory used in total and by each process that the
-        driver names, and the load.
-        """
+        """Return the memory in use, in total and by process, and the GPU's load."""
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
@@ -362,8 +360,9 @@ class GpuReader:
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:
-        """Return the bytes per second over PCIe and NVLink: from GPM, or from counters, which are
-        read only if GPM lacks a value.
+        """Return the bytes per second over PCIe and NVLink, from GPM.
+
+        A value that GPM lacks is computed from the driver's counters.
         """
         found = {name: activity[metric].scaled(MIB) for name, metric, _ in _TRAFFIC.values()}
         if all(reading.current is not None for reading in found.values()):
@@ -445,8 +444,9 @@ class GpuProcesses:
             raise_if_gone(error_code(error))
 
     def _ask_use(self) -> tuple[dict[int, float], Reading]:
-        """Return the percentage of the multiprocessors' time used by each pid, and the reading for
-        all other processes, since the driver lists only busy ones.
+        """Return the percentage of the multiprocessors' time that each busy process used, by pid.
+
+        The second result is the reading for all other processes, which the driver doesn't list.
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.1
 # between two checks of Ray's head; without a head, Ray ends this process after a minute
 HEAD_SECONDS = 5.0
 HEAD_SILENT_SECONDS = SILENT_SECONDS = 15.0
-OTHERS_SECONDS = 30.0  # time for the other hosts to end by themselves after one has failed
+OTHERS_SECONDS = 30.0  # time for the other hosts to exit by themselves after one has failed
 LOST_EXIT_CODE = 3
 
 
@@ -52,7 +52,7 @@ def launch_on_cluster(
     grace_seconds: float = GRACE_SECONDS,
     more: Sequence[str] = (),
 ) -> int:
-    """Start the training run on each host of the plan, wait for its end and return the exit code.
+    """Launch the training run on each host of the plan, wait for all and return the exit code.
 
     The plan, the script and the Python files beside it are sent to each host; `more` are additional
     options for each host's launch. Up to `max_restarts` times, lost hosts are left out and training
@@ -226,14 +226,14 @@ def _look_at_head(answered: float) -> float:
 
 
 READ_SECONDS = 1.0
-END_SECONDS = 5.0  # time for a host's launch to end after its own processes
+END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 
 
 class HostTraining:
-    """One host's part of a training run, whose output is read remotely. It ends with this process.
+    """One host's part of a training run, whose output is read remotely.
 
-    A script that names the file `planned` is given `plan` instead. The launch has
-    `end_seconds` to end after SIGTERM.
+    The host's launch ends with this process. A script that names the plan file `planned` gets
+    `plan` instead. After SIGTERM the launch has `end_seconds` to exit.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class HostTraining:
         return written, self._code if ended and not written else None
 
     def stop(self) -> None:
-        """Ask the training run to end and wait for that; kill it if it doesn't end in time."""
+        """Send SIGTERM to the host's launch; kill it if it doesn't exit within `end_seconds`."""
         self._started.wait()
         process = self._process
         if process is None or process.poll() is not None:
@@ -298,8 +298,10 @@ class HostTraining:
             self._written.close()
 
     def _run(self) -> None:
-        """Run the launch from a thread that lives as long as the launch, because the kernel ends a
-        process with the thread that started it.
+        """Start the host's launch, and read its output until it exits.
+
+        The thread has to live as long as the launch, because the kernel signals a process when the
+        thread that started it ends (PR_SET_PDEATHSIG).
         """
         try:
             self._process = process = subprocess.Popen(

@@ -1,6 +1,6 @@
-"""The guard of a training run, which ends what is left of the run.
+"""The guard of a training run: a process that kills leftover processes of the run.
 
-It is a process of its own, so it works however the launcher ends.
+It is separate from the launcher, so it works even if the launcher is killed.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ class GuardedTraining:
     """A training run's name and its temporary folder.
 
     All processes of the run have the name in their environment. The folder is removed when training
-    ends. If `well` is set, processes that still run then may go on.
+    ends. If `well` is set, leftover processes aren't killed then.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -34,10 +34,10 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """Return a context after which no process of a training run is left.
+    """Return a context at whose end leftover processes of a training run are killed.
 
-    If the run is marked as ended well, processes may go on. The run's folder is private and has an
-    unpredictable name. Raises RequestError if it can't be created.
+    They aren't killed if `well` was set on the context's GuardedTraining. The run's folder is
+    private and has an unpredictable name. Raises RequestError if it can't be created.
     """
     run = new_run_id()
     own = {name: value for name, value in os.environ.items() if name != RUN}

@@ -46,20 +46,21 @@ FRAMEWORKS = {"torch": "PyTorch", "tensorflow": "TensorFlow"}
 
 
 class HostJob(msgspec.Struct, frozen=True):
-    """A training run as started on this host."""
+    """This host's part of a training run: its plan, script, devices and rendezvous."""
 
     plan: Plan
     framework: str  # the plan's, or the script's if the plan names none
     path: Path
-    command: tuple[str, ...]  # of the script: its name or -m and a module, and its arguments
+    command: tuple[str, ...]  # the script's name, or -m and a module; then its arguments
     host: str  # this host's name in the plan; empty if all shares are on one host
     meeting: tuple[str, int]  # host and port of the rendezvous of all hosts
     own: tuple[Share, ...]  # the shares of this host
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
     wait_seconds: float = WAIT_SECONDS  # timeout for all hosts to join
-    grace_seconds: float = GRACE_SECONDS  # time for processes to end after SIGTERM
+    grace_seconds: float = GRACE_SECONDS  # from SIGTERM until processes are killed
     attempt: int = 0  # number of starts before this one
-    replaced: Path | None = None  # the plan file given to launch, if devices were left out since
+    # the plan file given to launch, if devices have since been left out
+    replaced: Path | None = None
     # the name of the training's journal; all its processes have it in their environment
     run: str = ""
     folder: Path = Path()  # for files of this launch; removed at its end
@@ -183,11 +184,11 @@ def make_job(
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
-    """Return the training run by the plan in this file.
+    """Return this host's part of a training run from the plan in the file `path`.
 
-    Raises EvenerError if it can't be started here. With an `executable`, the command is
-    its arguments, and the program trains with PyTorch. With `check_use`, a script that
-    doesn't read its plan is ended.
+    With an `executable`, the command is its arguments, and the program trains with PyTorch. With
+    `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if the training
+    run can't be started here.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -258,8 +259,10 @@ def arrange(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device,
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
-    """Raise PlanError if the plan isn't trained by processes, and RequestError
-    if the script doesn't exist.
+    """Raise an error if processes can't train by the plan, or there is no script to run.
+
+    Raises PlanError if the plan places a model's parts in one process or packs several training
+    runs onto one device. Raises RequestError if the script doesn't exist or -m names no module.
     """
     if plan.layout.traits.placed:
         raise PlanError(

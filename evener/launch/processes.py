@@ -1,6 +1,6 @@
-"""The training processes of this host: starting them, their output and how they end.
+"""Start this host's training processes, copy their output and wait until they exit.
 
-They are children of this process or run by PyTorch's elastic agent.
+The processes are children of this process or are run by PyTorch's elastic agent.
 """
 
 from __future__ import annotations
@@ -35,15 +35,12 @@ from .job import HostJob
 
 
 class Ending(msgspec.Struct, frozen=True):
-    """How all processes of one start ended.
+    """How all processes of one start ended: successfully if there is no signal and no failure."""
 
-    They ended well if there is neither a signal nor a failure.
-    """
-
-    signal: int = 0  # the signal that asked the launcher to end; 0: none
-    # rank -> exit code of those that failed by themselves; below 0 the signal
+    signal: int = 0  # the signal that the launcher received; 0: none
+    # rank -> exit code, of ranks that failed by themselves; -N: killed by signal N
     failures: dict[int, int] = {}
-    # ranks that ended well before the others failed, which in mid-epoch may be the cause
+    # ranks that exited with code 0 before others failed; in mid-epoch that may be the cause
     left: tuple[int, ...] = ()
 
     @property
@@ -59,9 +56,9 @@ class Ending(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """A message about the process that failed and how.
+        """A message that names the rank whose failure is the likely cause, and how it ended.
 
-        If a process had left before, it is named first.
+        A rank that had exited with code 0 before is named first, unless SIGKILL is the cause.
         """
         rank, code = min(self.failures.items(), key=lambda each: (_order(each[1]), each[0]))
         left = (
@@ -176,7 +173,11 @@ POLL_SECONDS = 0.1
 
 
 def run_children(job: HostJob) -> Ending:
-    """Start the processes and wait for their end; if one fails, end the others."""
+    """Start the processes as children and wait until they exit.
+
+    If a process fails, the others get SIGTERM. If the launcher catches a signal, it is passed on to
+    all. Processes that still run after the job's `grace_seconds` are killed.
+    """
     with caught_signals() as caught:
         running = _start(job)
         codes: dict[int, int] = {}
@@ -202,9 +203,9 @@ def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
 
 
 def _rank(job: HostJob) -> dict[str, str]:
-    """Return the variables for the only rank of a program, as PyTorch's agent would set them.
+    """Return the environment variables that PyTorch's agent would set for a program's only rank.
 
-    Importing the agent takes two seconds.
+    The agent itself isn't used here, because importing it takes two seconds.
     """
     address = _find_address()
     attempt = str(job.attempt)
@@ -257,9 +258,10 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
 
 
 def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict[int, int]:
-    """Wait until all processes have ended well, one has failed, or a signal arrives.
+    """Wait until all processes have exited, one has failed, or a signal arrives.
 
-    Return the exit codes of those that have ended.
+    Return the exit codes of the processes that have exited, by their positions in `running`; empty
+    after a signal.
     """
     while not caught:
         polled = enumerate(process.poll() for process in running)
@@ -295,7 +297,7 @@ def _is_in_foreground() -> bool:
     return False
 
 
-FORCE_SECONDS = 25  # a process that ends this much later than the first was ended by the agent
+FORCE_SECONDS = 25  # a process that exits this long after the first failure was killed by the agent
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
@@ -325,7 +327,7 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
 
 
 def run_agent(job: HostJob, max_restarts: int) -> Ending:
-    """Start the processes through PyTorch's agent and wait for their end.
+    """Start the processes through PyTorch's agent and wait until they exit.
 
     On several hosts the agents restart the processes themselves.
     """
@@ -347,8 +349,8 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
     logging.disable(logging.CRITICAL)  # silence the agent's log, as the failure is reported below
     if "TORCH_CPP_LOG_LEVEL" not in environment:
         del os.environ["TORCH_CPP_LOG_LEVEL"]
-    # A store for each start: the agent's own still has the addresses of processes that were ended
-    # before a restart.
+    # Use a new store for each start, because the agent's own store still has the addresses of
+    # processes from before a restart.
     os.environ.update({"TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1", **environment})
     os.environ["TORCH_ELASTIC_SHUTDOWN_TIMEOUT"] = str(math.ceil(job.grace_seconds))
     with restored_signals():

@@ -32,13 +32,13 @@ from .processes import Ending, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
-    """Train until the processes end, restarting after losses, and return the exit code.
+    """Train until the processes exit, restart them after a loss, and return the exit code.
 
-    Training ends when all processes end well, a process fails through its own fault, or the
-    restarts are used up. After a loss every device is tried, including devices that were left out
-    before. With several hosts no launcher sees all failures: each failure is then treated as a
-    loss, and a lost device ends the training run. If only the first process of a program ran, the
-    exit code is the program's own.
+    A loss is a process that was killed or aborted. Training ends when all processes succeed, a
+    script raises an exception, or the restarts are used up. After a loss every device is tried,
+    including devices that were left out before. With several hosts no launcher sees all failures,
+    so each failure is treated as a loss, and DeviceError is raised if a device no longer computes.
+    If only the first process of a program ran, the exit code is the program's own.
     """
     job = first
     several = len(first.hosts) > 1
@@ -93,7 +93,7 @@ def _start(job: HostJob, restarts_of_agents: int) -> Ending:
 
 
 def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """Return the job without the broken devices, by a plan of its own.
+    """Return the job without the broken devices, with a new plan for the others.
 
     Raises PlanError if the plan file has changed, and DeviceError if no device is left or
     the job spans several hosts.

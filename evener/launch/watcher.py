@@ -1,9 +1,10 @@
 """The process that outlives a launcher: `python watcher.py RUN PREFIX`.
 
 Its standard input is a pipe from the launcher. It creates the training run's folder and prints its
-name. When the launcher ends, however that happens, it ends the run's remaining processes, unless
-the launcher has reported that the run ended well, and removes the folder. It imports nothing of
-evener so that it starts quickly.
+name. When the launcher exits or is killed, the watcher waits for the run's leftover processes,
+kills those that don't exit in time, and removes the folder. If the launcher has reported that the
+run succeeded, leftover processes may go on. The watcher imports nothing of evener so that it starts
+quickly.
 """
 
 from __future__ import annotations
@@ -16,15 +17,15 @@ import tempfile
 import time
 from contextlib import ExitStack, suppress
 
-GRACE_SECONDS = 3.0  # time for ranks to end after the kernel's SIGTERM
-LONGEST_SECONDS = 10.0  # a process that hangs in a driver can't be ended
+GRACE_SECONDS = 3.0  # time for ranks to exit after the kernel's SIGTERM
+LONGEST_SECONDS = 10.0  # limit, as a process that hangs in a driver can't be killed
 POLL_SECONDS = 0.2
 WELL = b"well"
 MARK = "EVENER_RUN"  # as in evener.training.launched; all that a rank starts inherits it
 
 
 def main() -> None:
-    """Wait for the launcher to end, then end its training run and remove the folder."""
+    """Wait for the launcher to exit, kill its run's leftover processes and remove the folder."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of the pipe ends this process
     run, prefix = sys.argv[1:]

@@ -67,7 +67,7 @@ class ShareChange(msgspec.Struct, frozen=True):
     """A change of a training run's shares while it ran."""
 
     step: Count  # the first with the new shares
-    at: Rate  # seconds since the epoch
+    at: Rate  # Unix time in seconds
     # samples of each rank
     before: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]
     after: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]
@@ -79,7 +79,7 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
     number: Count  # the number of the batch
     input_s: Seconds
-    own_work_s: Seconds  # includes the meeting if the two can't be told apart
+    own_work_s: Seconds  # includes `meeting_s` if the two can't be told apart
     meeting_s: Seconds  # waiting for other ranks, and the exchange
     between_s: Seconds  # includes the optimizer and the time before the step
 

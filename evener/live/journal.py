@@ -1,6 +1,6 @@
 """The journal of a training run: its steps/s, changes of shares and restarts.
 
-Only some training runs keep one. It is a file of JSON lines in the run's folder. The launcher names
+Only some training runs keep one. It is a JSON Lines file in the run's folder. The launcher names
 the run, so a training run that starts again continues the same file. If the folder or disk can't be
 written, one warning is issued and training goes on; the missing entries are written once there is
 room. Each line is written whole or removed again.
@@ -27,7 +27,7 @@ from ..training.noise_scale import NoiseScale
 from ..training.step_sums import StepSums
 from .files import LONGEST_TEXT, Count, LiveRecord, Rate, ShareChange, start_ticks
 
-At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # seconds since the epoch
+At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds
 
 TRAINING_JOURNAL = "training.jsonl"
 SPEED_SECONDS = 30.0  # between two lines of steps/s
@@ -100,13 +100,13 @@ class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The training run ended by itself.
+    """The training run finished, or failed with an exception.
 
-    One that is killed, or interrupted by Ctrl-C, writes no such entry.
+    A training run that is killed or interrupted by Ctrl-C writes no such entry.
     """
 
     at: At
-    failure: str = ""  # the exception, its first line
+    failure: str = ""  # the exception's class and first line; empty: finished
 
 
 TrainingEntry = (
@@ -144,7 +144,7 @@ class TrainingRecord(msgspec.Struct, frozen=True):
 
     @property
     def began_at(self) -> float:
-        """The time of the first start, in seconds since the epoch."""
+        """The Unix time of the first start, in seconds."""
         first = self.entries[0]
         return first.at if isinstance(first, StartEntry) else 0.0
 
@@ -201,10 +201,11 @@ class TrainingJournal:
             self._note_speed(record)
 
     def count(self, step: int, at_s: float, sums: Callable[[], StepSums]) -> None:
-        """Record that `step` steps have been taken by the time `at_s`, in seconds.
+        """Count `step` steps by the time `at_s`, and add an entry once a window is long enough.
 
-        `sums` returns the first rank's sums so far. Entries stay in memory until the next report is
-        recorded, because writing may take long on a slow disk.
+        `at_s` is in monotonic seconds, and `sums` returns the first rank's sums so far. Entries
+        stay in memory until the next report is recorded, because writing may take long on a slow
+        disk.
         """
         if self._window is None:
             self._first_s = at_s
@@ -242,7 +243,10 @@ class TrainingJournal:
         self._noted = []
 
     def close(self) -> None:
-        """Record the final speed and the end of the training run, and close the file."""
+        """Record the final speed and how the training run ended, and close the file.
+
+        After Ctrl-C no end is recorded.
+        """
         if not self._began or self._last is None:
             return
         self._write_noted()
@@ -283,7 +287,10 @@ class TrainingJournal:
         )
 
     def _note_speed(self, record: LiveRecord) -> None:
-        """Record the steps/s since the last such entry; the first report only starts the clock."""
+        """Record the speed since the last speed entry, and the noise scale if it is known.
+
+        The first report only starts the clock.
+        """
         earlier = self._from
         self._from = record
         if earlier is not None and record.updated_at > earlier.updated_at:

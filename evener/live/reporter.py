@@ -59,8 +59,9 @@ class DeviceTimes(NamedTuple):
 
 
 def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
-    """Return the summary of steps with these compute times (own work)
-    and waiting times, in seconds.
+    """Return the medians of compute times (own work) and waiting times, in seconds.
+
+    The result also has the first decile of the waiting times and the spread of the compute times.
     """
     return DeviceTimes(middle(own), middle(waiting), max(0.0, _lowest_tenth(waiting)), spread(own))
 
@@ -125,7 +126,7 @@ class _Cores:
         self._whole_s = self._starved_s = 0.0
 
     def read(self) -> tuple[float, float]:
-        """Return both fractions; they are updated every few seconds."""
+        """Return the recent and the total fraction, updated at most every CORE_SECONDS."""
         now = time.monotonic()
         if now >= self._read_at + CORE_SECONDS:
             self._read_at = now
@@ -225,7 +226,10 @@ class Reporter:
                     self._publish(*self._last_call, self._rates(now))
 
     def close(self) -> None:
-        """Remove this process's file; a later report starts a new one."""
+        """Record the last steps, close the journal and remove this process's file.
+
+        A later report starts a new file.
+        """
         with self._lock:
             if self._file is not None:
                 with contextlib.suppress(OSError):

@@ -1,6 +1,7 @@
-"""Collectives in the program's own code: what they exchange, and where the results go.
+"""Inspect the collectives in the program's own code: what they exchange, and where results go.
 
-A collective exchanges rows, or values derived from rows.
+Uneven shares change a training run if its ranks exchange rows, or if values computed from rows go
+into what the model learns.
 """
 
 from __future__ import annotations
@@ -128,7 +129,10 @@ class Exchanges:
         guard: Guard | None,
         is_uneven: bool,
     ) -> Any:
-        """Call a collective, and inspect what it exchanges if `guard` is given."""
+        """Call a collective, and inspect what it exchanges if `guard` is given.
+
+        If shares are uneven (`is_uneven`), a gather returns as many rows as each rank has.
+        """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
             return wrapped(*arguments, **keywords)
@@ -150,7 +154,11 @@ class Exchanges:
         return result
 
     def note_entered(self, words: str, what: str) -> None:
-        """Record as the fault that values exchanged by a call go into what the model learns."""
+        """Set `fault`, because values that a collective exchanged affect what the model learns.
+
+        `words` names the collective, and `what` says where its values go. Nothing changes if
+        `words` is empty or there is a fault already.
+        """
         if words and not self.fault:
             self.fault = (
                 f"what its ranks exchange by {words} goes into {what}, and uneven shares would "
@@ -195,7 +203,10 @@ class Exchanges:
 def make_call(
     wrapped: Callable[..., Any], arguments: Any, keywords: Any, place: str
 ) -> ExchangeCall:
-    """Return the call of a function that ARGUMENTS or FUNCTIONAL lists."""
+    """Return the call of a collective that is listed in ARGUMENTS or FUNCTIONAL.
+
+    `place` is the file and line of the call in the program's own code.
+    """
     bound = _signature(wrapped).bind(*arguments, **keywords)
     bound.apply_defaults()
     name = wrapped.__name__

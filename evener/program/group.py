@@ -1,9 +1,8 @@
 """The process group of a program.
 
-It is made of ranks that evener started, or of processes that the program, or a launcher in it,
-started itself. evener's first rank releases the others when it makes a process group with them. Any
-other process that makes a group is given a device according to its rank in that group; the program
-decides the number of such ranks.
+The group consists of ranks that evener started, or of processes that the program or its launcher
+started. evener's first rank releases evener's other ranks, which wait for it, when it makes a
+process group with them. A process that evener didn't start gets a device by its rank in its group.
 """
 
 from __future__ import annotations
@@ -99,8 +98,8 @@ def _read_place(given: dict[str, Any]) -> GroupPlace | None:
 def _is_evener_s(place: GroupPlace, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
-    The script, or what starts it, may choose another address for evener's ranks, so an address that
-    differs is no proof; a launcher inside the program also starts sibling ranks.
+    A script may choose another address for evener's ranks, so a different address alone doesn't
+    rule them out. It does if a launcher in the program has also started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):
@@ -170,9 +169,7 @@ def _take_device(place: GroupPlace) -> None:
 
 
 def _free_interfaces(place: GroupPlace) -> None:
-    """Let ranks on several machines communicate, by removing the restriction to loopback that
-    evener sets for a single machine.
-    """
+    """Remove evener's restriction to loopback if a group has ranks on several machines."""
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
         for name in _INTERFACES:

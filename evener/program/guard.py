@@ -51,12 +51,12 @@ MakeBench = Callable[..., Bench]  # makes a Bench for models
 class Guard(Recorder):
     """Records how a batch's loss is computed.
 
-    After the first backward pass `fault` says why shares would change what the model learns.
-    `fault` is empty if shares change nothing. `measured` is True if both ways were computed and
-    their results differ. `few` returns a few rows of the batch, collated as the shares would
-    collate them, if that differs from slicing the batch. `rows` is the batch's number of rows; by
-    default, its first tensor's length. `bench` makes the Bench that computes gradients; the default
-    computes those of the models alone.
+    After the first backward pass `fault` says why shares would change what the model learns, or why
+    that can't be determined; it is empty if shares change nothing. `measured` is True if the rows
+    were computed in both ways and the results differ. `few` returns a few rows of the batch,
+    collated as the shares would collate them, if that differs from slicing the batch. `rows` is the
+    batch's number of rows; by default, its first tensor's length. `bench` makes the Bench that
+    computes gradients; the default computes those of the models alone.
 
     If ranks communicate in the models' layers, losses are compared instead, and all ranks compute
     the same passes. `agree` exchanges each rank's fault before and after these passes, and
@@ -189,9 +189,10 @@ class Guard(Recorder):
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return the fault of this loss.
+        """Return why shares would change what is learned from this loss, or why it isn't known.
 
-        The result is empty if shares give the same gradient as the program's own launcher.
+        The result is empty if shares give the same gradient as the program's own launcher, or, if
+        ranks communicate in the models' layers, the same loss.
         """
         record = self._find_record(loss)
         if self._agree is not None:

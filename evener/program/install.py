@@ -170,8 +170,9 @@ def _watch_steps(_: Any) -> None:
 def end_in_a_sentence(
     before: Any, kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
-    """Print an error of evener's own as one message instead of a traceback, and end the
-    process with the error's exit code.
+    """Print evener's own error as a message instead of a traceback, and exit with its exit code.
+
+    Any other error is passed to `before`, the previous sys.excepthook.
     """
     if not isinstance(error, EvenerError):
         before(kind, error, trace)

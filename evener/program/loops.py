@@ -1,5 +1,6 @@
-"""A plain PyTorch loop: a DataLoader whose sampler splits rows evenly, and a
-DistributedDataParallel model.
+"""Follow a plain PyTorch loop, and split its rows by shares.
+
+Such a loop has a DataLoader whose sampler splits rows evenly, and a DistributedDataParallel model.
 
 Each rank asks its batch sampler for the batches of every rank, so every rank knows the global
 batches and splits their rows by shares without communication. Nothing changes before one
@@ -100,7 +101,7 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """The class that chooses which rows form a batch; empty if PyTorch's own class does."""
+        """The name of the class that chooses the rows of a batch; empty if PyTorch's class does."""
         return name_own_sampler(self.dealer.given)
 
     def follow(self, training: Any) -> None:
@@ -187,8 +188,9 @@ class SharedBatches:
         yield from self._deal() if opens else self.given
 
     def _deal(self) -> Iterable[Any]:
-        """Return the rows of an epoch split by shares, or the original
-        batches if that is impossible.
+        """Return this rank's batches of an epoch, split by shares.
+
+        If that is impossible, set `fault` and return the original batches.
         """
         self.fault = ""
         try:
@@ -319,7 +321,7 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
-    """Leave a loop alone if only one rank has a loader."""
+    """Run a loop in which one rank reads the rows of all ranks, and report why shares stay even."""
     if PROGRAM.trains():
         PROGRAM.stay(DISPATCHED)
     with PROGRAM.left_alone():

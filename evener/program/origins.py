@@ -33,7 +33,10 @@ class Origins:
         self.read = ""  # the call whose result the program has read as a number
 
     def write(self, data: Any, place: str) -> None:
-        """Record that values exchanged at `place` were written into these tensors."""
+        """Record that values exchanged at `place` were written into these tensors.
+
+        `place` names a collective and its line, as in "all_reduce (train.py:12)".
+        """
         self.seen = True
         for tensor in each_tensor_in(data):
             storage = _storage(tensor)
@@ -53,7 +56,7 @@ class Origins:
             self.read = place
 
     def find(self, data: Any) -> str:
-        """Return the place where something in nested data was exchanged; empty if nothing was."""
+        """Return the place where a tensor in nested data was exchanged; empty if none was."""
         for each in leaves_of(data):
             place = self._find_tensor(each) if isinstance(each, torch.Tensor) else ""
             if place:

@@ -1,5 +1,6 @@
-"""End a script that evener launch started if it hasn't read its plan
-within its first optimizer steps.
+"""Stop a script that evener launch started if it doesn't read its plan.
+
+A PyTorch script is checked after its first optimizer steps, and a Keras script when it calls fit.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def check_use() -> None:
-    """End this process unless a process of the launch has read a plan."""
+    """Print why and raise SystemExit unless a process of the launch has read a plan."""
     if is_used(os.environ[PLAN_USED]):
         return
     words = describe_unused(sys.modules, program="torch" in sys.modules)

@@ -1,4 +1,7 @@
-"""A program that `evener run` started, seen from one of its processes in a plain PyTorch loop."""
+"""Follow a program that `evener run` started, and train its plain PyTorch loop by shares.
+
+Each process of the program has one `Program`: PROGRAM.
+"""
 
 from __future__ import annotations
 
@@ -54,7 +57,8 @@ class Program:
         self._looks_alone = False  # the guard's batch follows a change that this rank has seen
         self._updated = False  # an optimizer has stepped since that batch
         self._fault = ""  # why the program's use of gradients rules uneven shares out
-        # a digest of the optimizers' settings: of this step, then of all steps by shares
+        # a digest of the optimizers' settings in this step; by shares, of the learning rates in all
+        # steps so far
         self._rates = 0
         self._steps = 0  # steps taken by shares
         self._uneven = 0  # steps whose shares differed between ranks
@@ -189,8 +193,9 @@ class Program:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
-        """Record the settings with which an optimizer steps, and whether it trains
-        parameters outside all models.
+        """Record an optimizer's settings, and whether it trains parameters outside all models.
+
+        Once the program trains by shares, only its learning rates are recorded.
         """
         undecided = self.training is None and not self._fault and bool(self.models)
         if undecided and sharded.trains_others(optimizer, self.models):
@@ -220,7 +225,10 @@ class Program:
         return not has_group and is_started_rank() and not is_released()
 
     def stay_for_one(self, advice: str) -> None:
-        """Report that the program trains on one device, and advise how to change that."""
+        """Report that the program trains on one device, and advise how to change that.
+
+        Raises RequestError if the program was started with `--strict`.
+        """
         self.notebook.stay(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
 
@@ -236,7 +244,8 @@ class Program:
     def _note_obstacle(self, optimizer: Any) -> None:
         """Report why this step belongs to no loop that can be followed.
 
-        A later loop may still be followed.
+        A later loop may still be followed. Raises RequestError if the program was started with
+        `--strict`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
@@ -246,8 +255,8 @@ class Program:
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Clip gradients as the program requests.
 
-        Raises RequestError if the program clips before gradients are summed, so that clipping
-        depends on the shares, and shares are no longer even.
+        Raises RequestError if the program trains by shares and clips before gradients are
+        all-reduced, because clipping would then depend on the shares.
         """
         if not self._others and any(
             not getattr(each, "require_backward_grad_sync", True) for each in self.models
@@ -272,8 +281,9 @@ class Program:
             self.notebook.warn(views.EXCHANGED)
 
     def begin(self, loop: Any) -> None:
-        """Handle the next batch of a loop: begin its step, and record it
-        with a guard if a check is due.
+        """Begin the step of a loop's next batch.
+
+        If a check of the batch is due, make a guard that records its forward and backward pass.
         """
         if loop is not self._loop:
             left = self._loop
@@ -347,7 +357,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """Handle the end of a loop."""
+        """Handle the end of a loop; if it trained by shares, compare what the ranks have seen."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -424,8 +434,8 @@ class Program:
     def _compare(self, loop: Any) -> None:
         """Compare what the ranks have seen since the last comparison.
 
-        Raises RequestError if their row orders or optimizer settings differ; returns to even shares
-        if another difference or a fault was found.
+        Raises RequestError if their row orders or learning rates differ. If another difference or a
+        fault was found, the training returns to even shares.
         """
         every = self.exchange(self._view(loop))
         loop.compared = True
@@ -471,10 +481,9 @@ class Program:
         training.audits.follow_launcher(partial(self.go_even, training))
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
-        """Exchange a value with all ranks, and return the values in rank order.
+        """Gather a value from every rank through the process group's store, in rank order.
 
-        `seconds` is a timeout after which an empty list is returned if a
-        rank is missing; 0 for none.
+        If a rank is missing after `seconds`, return an empty list; with 0 there is no timeout.
         """
         self._met += 1
         store = default_store()
@@ -574,7 +583,11 @@ class Program:
         )
 
     def _view(self, loop: Any) -> RankView:
-        """Return this rank's view of the steps since its last view."""
+        """Return what this rank has seen in the steps since the ranks last compared.
+
+        The view has a fault, digests of the row order and of the optimizers' settings, and the
+        numbers in the loss.
+        """
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -626,7 +639,10 @@ class Program:
             self._others -= 1
 
     def stay(self, why: str) -> None:
-        """Leave the program as it is and report why; with `--strict`, end it."""
+        """Leave the program as it is, and report why.
+
+        Raises RequestError if the program was started with `--strict`.
+        """
         self.notebook.stay(why)
         self._end_strictly(self.notebook.why)
 

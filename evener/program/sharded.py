@@ -67,9 +67,10 @@ def follow(training: Any, model: Any) -> None:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a model whose gradients a library averages can't be taken over.
+    """Return why a model whose gradients a library averages can't train by shares.
 
-    Empty if each rank computes its own rows and the ranks' mean covers all gradients.
+    The result is empty if each rank computes its own rows and all gradients are averaged over
+    ranks.
     """
     match find_library(model):
         case "FSDP2":

@@ -35,7 +35,7 @@ class ProgramStrategy(PlanStrategy):
     loaders_in_checkpoints = False
 
     def teardown(self) -> None:
-        """End the training run, and give the trainer its own strategy back."""
+        """Tear the strategy down, and give the trainer its own strategy back."""
         _forget_figures(self)
         trainer = self.lightning_module.trainer
         super().teardown()
@@ -105,8 +105,8 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
     """Raise RequestError on every rank if shares change the gradient of the first batch.
 
-    What a later audit finds takes two steps to reach all ranks, and a plan's shares are uneven from
-    the first step on.
+    This audit can't wait for the first step: a plan's shares are uneven from that step on, and what
+    a later audit finds takes two steps to reach all ranks.
     """
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):
@@ -151,8 +151,9 @@ def _forget_figures(strategy: Any) -> None:
 
 
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
-    """Return a loader that splits, by shares, the global batches that a
-    DistributedSampler splits evenly.
+    """Return a loader that splits by shares the global batches of a DistributedSampler.
+
+    Raises RequestError if the number of rows in a global batch has changed.
     """
     if _count_rows(loader) != strategy.planned.ranks.global_batch:
         raise RequestError(

@@ -1,7 +1,7 @@
 """Make a Trainer of transformers, or of a subclass, train by shares.
 
 When its training begins, a trainer by shares with the same state replaces it. For `evener run
---balance` the program creates the Trainer, and is ended at the point where it would train.
+--balance` the program runs until its Trainer would train, so that evener can measure that Trainer.
 """
 
 from __future__ import annotations
@@ -53,9 +53,9 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if a Trainer is followed as a loop of accelerate.
+    """True if the hooks for loops of accelerate handle a Trainer, without a trainer by shares.
 
-    Its model is then sharded by FSDP or DeepSpeed, or its loader makes batches itself.
+    They do if its model is sharded by FSDP or DeepSpeed, or its loader makes batches itself.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
@@ -151,7 +151,7 @@ class _Found(BaseException):
 def build() -> Any:
     """Run the program up to its training, and return its transformers.Trainer, not yet trained.
 
-    Raises RequestError if the program ends without training one.
+    Raises RequestError if the program exits without training a Trainer.
     """
     from transformers import Trainer
 
@@ -177,9 +177,9 @@ _start = subprocess.Popen.__init__
 
 
 def _start_no_python(process: Any, words: Any, *more: Any, **options: Any) -> None:
-    """Start a process unless it is another Python, as a launcher starts, which would train.
+    """Start a process, in place of `subprocess.Popen.__init__`.
 
-    Raises RequestError for such a process.
+    Raises RequestError if it is another Python or torchrun, because that process would train.
     """
     first = words if isinstance(words, str | bytes | os.PathLike) else next(iter(words), "")
     if Path(os.fsdecode(first).split(" ")[0]).name.startswith(("python", "torchrun")):

@@ -75,7 +75,7 @@ class RankView(msgspec.Struct, frozen=True):
 
     fault: str = ""
     order: tuple[int, ...] = ()  # a digest of the order of rows, and the number of batches
-    rates: int = 0  # a digest of the optimizers' rates
+    rates: int = 0  # a digest of the optimizers' settings; by shares, of their learning rates
     numbers: tuple[float, ...] | None = None  # numbers in its loss, if the guard has checked it
     uses: tuple[float, ...] = ()  # numbers applied to weights and gradients after the backward pass
     warning: str = ""  # about what may differ under shares
