@@ -1,12 +1,13 @@
-"""Decides how many steps to time next, and when a step's time is known precisely enough. Pure: it
-has no clock.
+"""Decides how many steps to time next, and when a step's time is known precisely enough. Pure: the
+caller runs the steps and measures their time.
 
-It warms up until two windows of steps agree, then times blocks of equal length until the 95 %
-interval of the mean step is within `TIGHT`, or the time is used up. Half of the time ends a probe
-if the other half would not make the interval that narrow. A step that takes longer than the whole
-probe was meant to ends it; the precision is then estimated from the difference to the step before.
-A probe whose speed drifted or was throttled is timed once more, and always gets a warning. A whole
-run ends with its time or its steps, regardless of precision.
+A `BlockTimer` warms up until two windows of steps agree, then requests blocks of steps until the 95
+% interval of the mean step time is within `TIGHT`, or the probe's seconds are used up. A probe also
+ends after half of its seconds if its interval would still exceed `HOPELESS` at the end. If the
+first warm-up step takes longer than the probe's seconds, the probe ends with that step, and its
+precision is estimated from the difference to the step before it. A probe with a drift or throttling
+warning is timed a second time, for half of its seconds, and keeps the warning. A whole run ends
+when its requested seconds or steps are reached, regardless of precision.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ AGAIN_SHARE = 0.5  # for this part of its time
 
 
 class Block(msgspec.Struct, frozen=True):
-    """Steps that were timed together. `own_seconds`: each device's compute time (own
-    work), where known.
+    """A series of steps that were timed together. `own_seconds` has each device's compute time (own
+    work); None if unknown.
     """
 
     steps: int
@@ -92,8 +93,8 @@ class StepTiming(msgspec.Struct, frozen=True):
 
 
 class BlockTimer:
-    """Decides the next block's steps in `next_steps`, which returns 0 at the end, and takes
-    measured blocks in `add`.
+    """Chooses the number of steps of each block of a probe. The caller runs the steps that
+    `next_steps` returns, until it returns 0, and passes each measured block to `add`.
 
     `first_seconds` is the time of the step before the first block; 0 if unknown.
     """
@@ -129,8 +130,8 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _cannot_pay(self) -> bool:
-        """True if one step takes longer than the whole probe was meant to; the probe then
-        reports that step.
+        """True if the first warm-up step took longer than the whole probe was meant to. The probe
+        then reports that step.
         """
         return len(self._windows) == 1 and self._windows == self._blocks
 
@@ -148,7 +149,9 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """The seconds per step so far, with their interval; None before the second block."""
+        """Return the mean seconds per step so far with their 95 % interval; None before
+        the second timed block.
+        """
         clean = self._clean()
         return interval_of(clean) if len(clean) > 1 else None
 
@@ -162,8 +165,8 @@ class BlockTimer:
         return StepTiming(step, steps, _own(clean), self._warnings(clean, step), mean_parts(clean))
 
     def _sized(self, last: Block) -> int:
-        """Return the number of steps that fill a block. After a tiny block it is at most 16 times
-        as many, as the tiny block's time is imprecise.
+        """Return the number of steps that fill a block, judging by the last block. At most 16 times
+        as many as in the last block, because the time of a short block is imprecise.
         """
         wanted = (
             round(self._block_seconds / last.step_seconds)
@@ -173,7 +176,9 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _steady(self) -> bool:
-        """True if two full windows agree, or the warm-up has used up its share of the time."""
+        """True if the last two windows agree and the last one is long enough, or if the warm-up has
+        used up its share of the time. Records a slow start if steps were still getting faster then.
+        """
         windows = self._windows
         if len(windows) < 2:
             return False
@@ -193,10 +198,10 @@ class BlockTimer:
         return over
 
     def _start_again(self) -> bool:
-        """Start a second round once, if the first one was unsteady. It takes half the time, and its
-        measurement is the one reported.
+        """Start a second round and return True, if the first round drifted or was throttled. The
+        second round takes half the time, and only its blocks are reported. There is no third round.
 
-        A whole run isn't restarted, as it lasts for the requested time or steps.
+        A whole run isn't restarted, because it lasts for the requested time or steps.
         """
         timing = self.result()
         if self._whole or self._unsteady is not None or timing is None:
@@ -240,15 +245,17 @@ class BlockTimer:
         )
 
     def _clean(self) -> list[Block]:
-        """Return the blocks that were not disturbed and took no new memory, or all blocks if
-        too few remain.
+        """Return the blocks that other processes didn't disturb and in which no memory was newly
+        allocated. Returns all blocks if fewer than `FEWEST_BLOCKS` of them are left.
         """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the fraction of the cores' time that other processes took in disturbed blocks."""
+        """Return the mean fraction of the cores' time that other processes
+        took in disturbed blocks.
+        """
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -280,9 +287,9 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Warned, bool]:
-    """Return a warning about throttling, from what the devices report or from the gap between the
-    mean and the median block, and whether it is worth showing. The warning names the device if
-    it is known.
+    """Return a warning about throttling, and whether it is worth showing. Its value is the larger
+    of the throttled time that devices report and the gap between the mean and the median block. The
+    warning names the device if devices reported it.
     """
     spent = sum(block.wall_seconds for block in clean)
     slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
@@ -306,10 +313,12 @@ def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool
 
 
 def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Return the seconds per step of timed blocks, by Student's t on block means.
+    """Return the mean seconds per step of timed blocks, with the 95 % interval by Student's t
+    over the blocks' means.
 
-    The value is total time divided by total steps, so blocks may differ in length. A single block
-    is compared with the step before it, which took `first_seconds`, unless that step was unusual.
+    The value is total time divided by total steps, so blocks may differ in length. The interval of
+    a single block is estimated from its difference to the step before it, which took
+    `first_seconds`, unless that step took much longer.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -326,11 +335,11 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 
 
 def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
-    """True if a probe would stay imprecise to its end, judging by the noise between the
-    blocks so far.
+    """True if the probe's interval would still exceed `HOPELESS` at its end, judging by the noise
+    between the blocks so far.
 
-    The noise is the median of the gaps, so that a single change of speed isn't counted as noise:
-    that needs the full time.
+    The noise is the median difference between consecutive blocks, so that a single change of speed
+    doesn't count as noise: a probe with such a change needs its full time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
@@ -350,7 +359,9 @@ def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return the parts of each rank's step over all blocks; empty if any block has no parts."""
+    """Return the parts of each rank's mean step over all blocks, in seconds; empty if any
+    block has no parts.
+    """
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
         return ()
@@ -359,7 +370,10 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Sum the parts of one rank over its blocks, and divide them by this number of steps."""
+    """Return the parts of one rank's mean step: the sums over its blocks, divided by
+    `steps`. A part that is unknown in any block is None. `taken_by` comes from the block
+    that waited longest for cores.
+    """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
         known = [each for each in seconds if each is not None]
@@ -379,8 +393,8 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the difference between the means of the later and the earlier half, and whether it
-    exceeds the noise.
+    """Return the relative change of the mean from the earlier to the later half of the blocks, and
+    whether it exceeds the noise.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

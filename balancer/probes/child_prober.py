@@ -1,9 +1,9 @@
 """Measures with real child processes: started when needed, kept between probes if memory allows,
 and replaced on failure.
 
-A solo probe has its own child. A split has one child over all its devices if one process can
-drive them (GPUs without limits, in TensorFlow), else one child per device; these children step
-as a group over loopback.
+A solo probe has its own child. A split has one child over all its devices if one process can drive
+them (GPUs without limits, in TensorFlow), else one child per device. These children step as a
+group, over loopback if all devices are on one host.
 """
 
 from __future__ import annotations
@@ -60,10 +60,10 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 
 
 class ChildProber:
-    """Measures probes with real children. The output of failing children is kept in
-    `error_file`, if given.
+    """Measures probes with real child processes. The output of failing children is appended to
+    `error_file`, if there is one.
 
-    A probe that fails is an observation, never an exception.
+    A probe that fails yields an observation about the failure, never an exception.
     """
 
     def __init__(
@@ -87,7 +87,7 @@ class ChildProber:
         self._looked_at: set[Layout] = set()  # layouts whose limits were measured
         # positions of devices that took part in a probe, and so are watched
         self._used: set[int] = set()
-        self._unused: tuple[int, ...] = ()  # of those, devices that no running probe uses
+        self._unused: tuple[int, ...] = ()  # devices in `_used` that no running probe uses
         self._lock = threading.Lock()
         self._closed = threading.Event()
 
@@ -101,9 +101,9 @@ class ChildProber:
         """Run all probes at the same time, each driven by its own thread, and yield each probe's
         observation as it ends.
 
-        Once `stop` is set, it ends early without observations for unfinished probes. A resumed run
-        requests only some of its earlier probes again: `finished` are the others, which count as
-        running where devices share something.
+        Once `stop` is set, `measure` ends early, without observations for unfinished probes.
+        `finished` are the probes of the same round that a resumed run has measured before; their
+        devices don't count as unused.
         """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -156,7 +156,9 @@ class ChildProber:
     def _observe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe with idle children or new ones; retry if one of their ports was taken."""
+        """Run a probe with idle children or new ones; retry if a port that they need was taken
+        meanwhile. None if the session stops.
+        """
         started = time.monotonic()
         for left in reversed(range(PORT_TRIES)):
             try:
@@ -177,7 +179,7 @@ class ChildProber:
         raise AssertionError("unreachable")
 
     def _blame_host(self, probe: Probe, lost: HostLostError) -> GroupError:
-        """Return the failure of the first rank on a host that was lost."""
+        """Return the loss of a host as the failure of the first rank on it."""
         active = probe.layout.active
         rank = next(
             rank
@@ -222,8 +224,9 @@ class ChildProber:
         return seen
 
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a child that ran out of memory and has released the memory of the step. False for
-        any other failure, and for the ranks of a group, some of which may wait in an all-reduce.
+        """Keep a lone child that ran out of memory and recovered, and return True. Returns
+        False for any other failure, and for a group, because its other ranks may be
+        waiting in an all-reduce.
         """
         if len(group.children) > 1 or not (error.root.out_of_memory and error.root.recovered):
             return False
@@ -238,8 +241,8 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True for the first measurement of a layout that may become the plan: the limits of its
-        step are then measured too.
+        """True if the limits of the layout's step (input, host) should be measured too: in the
+        first probe of a layout that may become the plan, if its batches come from host memory.
         """
         explores = probe.stage == "solo" and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
@@ -266,7 +269,7 @@ class ChildProber:
         busy_cores: float | None,
         stop: threading.Event,
     ) -> None:
-        """Keep the children for the next probe, and record what this probe showed about them."""
+        """Keep the children for the next probe, and record the memory and cores that they used."""
         layout = seen.probe.layout
         group.fresh = False
         try:
@@ -289,10 +292,10 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return the bytes of each device's memory that other processes hold. Empty if none is seen
-        and any of them is unknown.
+        """Return the bytes of each device's memory that other processes hold, by position. Empty if
+        no such bytes were found and some device doesn't report them.
 
-        `clean`: no child of this layout runs.
+        `clean`: no child of this layout is running.
         """
         if key.traits.side_by_side:
             return ()  # under MPS, the memory is attributed to the daemon
@@ -306,8 +309,9 @@ class ChildProber:
         return tuple(short.get(i, 0) for i in range(len(self._devices))) if said else ()
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
-        """Return a share to step on before the probe's own, or 0. TensorFlow traces the first size
-        separately and the second for all sizes, so new children get another size first.
+        """Return the share for a warm-up step before the probe's own share; 0 for no such step.
+        TensorFlow traces the first size separately and the second for all sizes, so new children
+        step on another size first.
         """
         request = self._resolved.request
         traced = (
@@ -373,7 +377,7 @@ class ChildProber:
         return min((speed.bytes_per_second for speed in speeds), default=0.0)
 
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return a child's environment. Raises GroupError if its devices can't have one."""
+        """Return a child's environment. Raises GroupError if its devices don't support one."""
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -429,8 +433,8 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the devices on which a rank has failed; empty if its process has several devices
-        and the error names none.
+        """Return the devices on which a rank has failed; empty if its process drives several
+        devices and the error doesn't name one of them.
         """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
@@ -439,8 +443,8 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report where a probe was stopped before it measured. A stack with a line of the user's is
-        saved in the run's error file.
+        """Report in which phase a probe was stopped before it measured. If its stack contains a
+        line of the user's code, the stack is saved in the run's error file.
         """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         saved = stack.where and self._save_output(
@@ -449,8 +453,8 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append the output of a failed child to the run's error file. False if it
-        can't be written.
+        """Append the output of a failed child to the run's error file, unless the file is already
+        large. False if there is no file or it can't be written.
         """
         if self._error_file is None:
             return False
@@ -465,25 +469,25 @@ class ChildProber:
         return False
 
     def _free_memory(self, probes: tuple[Probe, ...]) -> None:
-        """End idle children that would leave the next children too little memory."""
+        """Kill the idle children that would leave too little memory for these probes."""
         held = {key: group.held_bytes for key, group in self._idle.items()}
         for key in self._memory.groups_to_end(probes, held):
             self._idle.pop(key).end()
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """True for a split over GPUs in PyTorch: NCCL hangs if the driver reports a path between GPUs
-    that the board doesn't have.
+    """True for PyTorch ranks on GPUs. Their link is checked first, because NCCL hangs if the driver
+    reports a path between GPUs that the board doesn't have.
     """
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Add the facts of one more child. `engine` keeps its split in step; empty if its layout
-    isn't a split.
+    """Return the facts, updated with what one more child reported. `engine` synchronizes the ranks
+    of that child's split; empty if its layout isn't a split.
 
-    The digest of the first child is kept: the model's own digest if it has one, which a training
-    script compares with its model's.
+    The workload's digest stays that of the first child: the model's own digest if the child reports
+    one, which a training script compares with its model's.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -512,10 +516,11 @@ def make_prober(
     error_file: Path | None = None,
     end_seconds: float = math.inf,
 ) -> Prober:
-    """Return a prober whose clock starts at `start_seconds`. Tracebacks of children
-    go to `error_file`.
+    """Return a prober whose clock starts at `start_seconds`. Tracebacks of
+    children go to `error_file`.
 
-    Simulated probes stop at `end_seconds` on its clock; the session stops real probes.
+    Simulated probes stop at `end_seconds` on the simulated clock; real probes are
+    stopped by the session.
     """
     if job.machine is not None:
         return SimulatedProber(

@@ -1,9 +1,10 @@
-"""The child processes of a layout, which together form a group: starts, commands, replies and ends.
+"""Starts the child processes of a layout as a group, sends them commands, collects their
+replies and kills them.
 
-Threads of this process drain a child's two pipes, so no amount of output can block the child or
-fill this process's memory. A layout has one child on one device, one child over several GPUs, or
-one child per device that step as a group. If a child fails, the others get a moment to report too;
-the root cause is then chosen from their messages.
+Two threads for each child drain its standard output and standard error, so no amount of output can
+block the child or fill this process's memory. A layout has one child on one device, one child over
+several GPUs, or one child per device that step as a group. If a child fails, the others get
+`GRACE_SECONDS` to report too; the root cause is then chosen from their messages.
 """
 
 from __future__ import annotations
@@ -87,8 +88,8 @@ class RunningChild(ABC):
 
 
 class Child(RunningChild):
-    """A worker that `server` forks. Its messages go to `inbox` with its rank. It is killed with
-    its process group.
+    """A worker process that `server` forks. Its messages are put into `inbox` together with its
+    rank. Killing it also kills its process group.
     """
 
     def __init__(
@@ -129,8 +130,8 @@ class Child(RunningChild):
         return thread
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has ended, as its server reports. `peak_bytes` is
-        its peak memory.
+        """Record that the child has exited, as its fork server reports. `peak_bytes`
+        is its peak memory.
         """
         self.alive = False
         self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
@@ -144,8 +145,8 @@ class Child(RunningChild):
 
     @property
     def stderr_tail(self) -> str:
-        """The end of the child's standard error and standard output; before the child runs,
-        the end of its server's output.
+        """The end of the child's standard error and standard output; before the child runs, the end
+        of the fork server's output.
         """
         written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
@@ -194,7 +195,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put(self, message: Message) -> None:
-        """Put a message into the inbox. Messages beyond the inbox's capacity are dropped."""
+        """Put a message into the inbox. Drops it if the inbox stays full for `WAIT_SECONDS`."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -217,16 +218,16 @@ def _kernel_kills() -> int:
 
 
 class ChildGroup:
-    """Children in rank order, with one shared inbox."""
+    """The children of a layout in rank order, with one shared inbox."""
 
     def __init__(self, children: Sequence[RunningChild], inbox: Inbox, ranks: RankMap) -> None:
         self.children, self.ranks = list(children), ranks
         self.fresh = True  # it hasn't measured anything yet
-        # that its children waited for the process that they are forked from
         self.link_speed = 0.0  # bytes per second of an all-reduce between its ranks; 0: unknown
         self.link_path = ""  # between their devices; empty: unknown
+        # seconds that its children waited for the imports of the fork server
         self.import_seconds = 0.0
-        self.held_bytes: dict[int, int] = {}  # position -> bytes that it keeps there while it rests
+        self.held_bytes: dict[int, int] = {}  # position -> bytes held while it rests
         self._inbox = inbox
 
     def call(
@@ -243,10 +244,10 @@ class ChildGroup:
 
     def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
         """Return one reply of the expected type from every rank, in rank order. Raises GroupError
-        if they don't arrive within `seconds`.
+        if a rank fails or doesn't reply within `seconds`, and StoppedError if `stop` is set.
 
-        A rank that is silent when another rank fails does not count as failed: its reply just
-        wasn't waited for.
+        Once a rank has failed, the others get `GRACE_SECONDS` to reply. A rank that is silent until
+        then doesn't count as failed, unless its host was lost.
         """
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
@@ -274,14 +275,16 @@ class ChildGroup:
         return [replies[rank] for rank in range(len(self.children))]
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError, with the stack of a late rank if that rank is in the user's code."""
+        """Raise StoppedError. It has the stack of the first late rank if the children were still
+        starting, building or preparing, because that rank may be running the user's code.
+        """
         late = [child for child in self.children if child.rank not in replies]
         in_users_code = expected in (Ready, Built, Prepared)
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return the silent ranks whose device or host was lost; other ranks may have failed
-        because of that.
+        """Return the failures of silent ranks whose host was lost, because that may be
+        why another rank failed.
         """
         found = {}
         for rank in silent:
@@ -291,9 +294,11 @@ class ChildGroup:
         return found
 
     def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory. Returns the bytes kept by position, where known.
+        """Make every rank release unused memory. Returns the bytes that the group still holds, by
+        device position, without positions where that is unknown.
 
-        It may take `seconds`. Raises GroupError and StoppedError as `receive` does.
+        Raises GroupError if a rank doesn't reply within `seconds`, and
+        StoppedError as `receive` does.
         """
         replies = self.call(lambda _: Rest(), Rested, seconds, stop)
         sizes = [size for reply in replies for size in cast(Rested, reply).memory_bytes]

@@ -74,8 +74,8 @@ _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 
 class StoppedError(Exception):
-    """The session stops, so running probes have no outcome. `stack` shows where a child was that
-    had not started to measure.
+    """The session stops, so running probes have no observation. `stack` is that of a child that had
+    not begun to measure; None if unknown.
     """
 
     def __init__(self, stack: Stack | None = None) -> None:
@@ -103,8 +103,8 @@ class RankFailure(msgspec.Struct, frozen=True):
 
 
 class GroupError(Exception):
-    """A rank of the group has failed. The group's children are not reused, unless a lone
-    child has recovered.
+    """One or more ranks of the group have failed. The group's children are not reused, except for a
+    lone child that has recovered.
     """
 
     def __init__(self, *failures: RankFailure) -> None:
@@ -113,8 +113,8 @@ class GroupError(Exception):
 
     @property
     def root(self) -> RankFailure:
-        """The likely root cause: out of memory before other failures, ranks that only lost
-        a peer last.
+        """The failure that is most likely the root cause. Out of memory ranks before other
+        failures, and ranks that only lost a peer rank last.
         """
         return min(
             self.failures,
@@ -123,8 +123,8 @@ class GroupError(Exception):
 
 
 def exit_failure(rank: int, end: Exited) -> RankFailure:
-    """Return the failure of a rank whose child has ended, from the child's exit code
-    and last output.
+    """Return the failure of a rank whose child has exited, based on the child's exit
+    code and last output.
     """
     memory = exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
     cause, words = describe_exit(end.code)
@@ -165,7 +165,7 @@ def names_hardware(text: str) -> bool:
 
 
 def exit_is_memory(code: int, cap_share: float, kernel_killed: bool, stderr_tail: str) -> bool:
-    """True if a child that ended with `code` (negative: by a signal) ran out of memory.
+    """True if a child with exit code `code` (negative: killed by a signal) ran out of memory.
 
     `cap_share` is its peak memory as a fraction of its memory cap (0: no cap).
     """
@@ -184,7 +184,7 @@ def _memory_words() -> tuple[str, ...]:
 
 
 def describe_exit(code: int) -> tuple[Cause, str]:
-    """Return the cause of a child's end, and a one-line message about it."""
+    """Return the cause of a child's exit, and a one-line message about it."""
     if code >= 0:
         return "exit", f"its process ended by itself with exit code {code}"
     try:
@@ -195,8 +195,8 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 
 
 def find_gpu_number(text: str) -> int | None:
-    """Return the framework's number of the GPU that an error names; None if the error names no
-    GPU, or several.
+    """Return the number of the GPU that an error names, as the framework numbers them; None if it
+    names no GPU or several.
     """
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None
@@ -219,5 +219,7 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Cut the text after the last whole word that fits; a single long word is cut within."""
+    """Cut the text after the last whole word that fits in `longest` characters; a single longer
+    word is cut within.
+    """
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

@@ -1,9 +1,9 @@
-"""The process that children are forked from. It imports their modules once, so that each child
-starts at once.
+"""The process that children are forked from. It imports the framework once, so that each child
+starts without a delay for imports.
 
 `ForkServer` runs in that process: it reads requests from a socket, one per datagram, and answers
-them; it never imports the user's own code. It ends when the other end of its socket closes, and its
-children end with it. `ServerProcess` is the other end.
+them; it never imports the user's own code. It exits when the other end of its socket closes, and
+kills its children then. `ServerProcess` is the other end.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ LOG_BYTES = 64 << 10  # how much of the end of a server's output is kept
 
 
 class Start(msgspec.Struct, frozen=True, tag=True):
-    """Fork a child with these environment variables on these cores. Its three standard streams come
-    with the message.
+    """Fork a child with these environment variables, on these cores. The descriptors of its three
+    standard streams come with the message.
     """
 
     key: int  # identifies the child on both sides
@@ -59,14 +59,14 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
 
 
 class Forked(msgspec.Struct, frozen=True, tag=True):
-    """A child has started."""
+    """A child has been forked."""
 
     key: int
     pid: int
 
 
 class Ended(msgspec.Struct, frozen=True, tag=True):
-    """A child has ended; `code` is negative for a signal."""
+    """A child has exited; `code` is negative if a signal killed it."""
 
     key: int
     code: int
@@ -78,7 +78,7 @@ _answer_decoder: msgspec.json.Decoder[Forked | Ended] = msgspec.json.Decoder(For
 
 
 class ForkServer:
-    """Forks children that call `run` with this process's pid, and reports how they end."""
+    """Forks children that call `run` with this process's pid, and reports their exit codes."""
 
     def __init__(self, channel: socket.socket, run: Callable[[int], object]) -> None:
         self._channel = channel
@@ -101,7 +101,7 @@ class ForkServer:
             self._send_signal(Signal(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
-        """Handle the next request; False if there are no more requests."""
+        """Handle the next request. Returns False if the socket has closed."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, 3)
         if not data:
             return False
@@ -166,8 +166,8 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str]) -> None:
-    """Import each "module" or "module:attribute". If an import fails or starts a driver, restart
-    the program without imports, as this process can't be forked.
+    """Import each "module" or "module:attribute". If an import fails or starts a device's driver,
+    restart the program without imports, because a process that runs a driver can't be forked.
     """
     try:
         for name in names:
@@ -185,7 +185,7 @@ def import_first(names: Sequence[str]) -> None:
 
 
 def _has_started_driver() -> bool:
-    """True if a device's driver runs in this process, which then can't be forked."""
+    """True if this process has opened a device's driver, and so can't be forked."""
     names = [name for backend in all_backends() for name in backend.driver_files]
     for entry in Path("/proc/self/fd").iterdir():
         with suppress(OSError):
@@ -196,23 +196,23 @@ def _has_started_driver() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it ends."""
+    """Have the kernel kill this process when the thread that started it exits."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class ForkedChild(Protocol):
-    """A child from the point of view of its server's caller."""
+    """What `ServerProcess` needs of a child."""
 
     pid: int  # 0 until it runs
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has ended; `peak_bytes` is the most memory that it held."""
+        """Record that the child has exited; `peak_bytes` is its peak memory."""
 
 
 class ServerProcess:
-    """A running fork server. Raises OSError if it can't be started. It ends with the thread that
-    created it, or by `close`.
+    """A running fork server. Raises OSError if it can't be started. The kernel kills it when the
+    thread that created it exits.
     """
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
@@ -241,11 +241,11 @@ class ServerProcess:
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Fork a child once everything is imported, and close its streams in this process. Returns
-        the server's key for the child.
+        """Request a child, which the server forks once its imports are done, and close the child's
+        streams in this process. Returns the server's key for the child.
 
-        If the server has ended, the child is reported as ended too. Raises OSError if the request
-        can't be sent.
+        If the server has exited, the child is reported as exited too. Raises OSError if the
+        request can't be sent.
         """
         key = next(self._keys)
         self._children[key] = child
@@ -265,7 +265,9 @@ class ServerProcess:
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to a child, or to the server itself without a key."""
+        """Send a signal to the child with this key, and with `group` to its process group. If `key`
+        is None, send it to the server itself.
+        """
         if key is None:
             self._process.send_signal(number)
         else:
@@ -273,7 +275,7 @@ class ServerProcess:
                 self._channel.send(msgspec.json.encode(Signal(key, number, group)))
 
     def read_log(self) -> bytes:
-        """Return the end of the server's output."""
+        """Return the end of the server's standard output and standard error."""
         if self._last_words is None:
             with suppress(OSError):
                 return os.pread(
@@ -282,8 +284,8 @@ class ServerProcess:
         return self._last_words or b""
 
     def close(self) -> None:
-        """End the server; the kernel then ends children that are still running. Safe
-        to call twice.
+        """Kill the server; the kernel then kills the children that are still running.
+        Safe to call twice.
         """
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -329,8 +331,8 @@ def _run(
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment updated with `variables`. The server imports the same
-    evener that runs here.
+    """Return this process's environment variables updated with `variables`, and with an import path
+    from which the server imports the same evener as this process.
     """
     merged = {**os.environ, **variables}
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))

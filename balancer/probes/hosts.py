@@ -87,7 +87,9 @@ class LocalHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> Child:
-        """Start a new child. Raises OSError or RuntimeError if it can't be started."""
+        """Start a new child. Raises OSError or RuntimeError if it can't be started. Also kills what
+        exited children have left in their process groups.
+        """
 
         def start() -> Child:
             if self._closed.is_set():
@@ -102,8 +104,8 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
-        """Return the server that forks children with the same values of the variables that affect
-        the framework's import.
+        """Return a running fork server whose environment variables that affect the framework's
+        import equal those of `environment`. Starts one if there is none.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -121,8 +123,8 @@ class LocalHost:
             server.close()
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
-        """Return the bytes that each device lacks because other processes hold them. No child runs
-        on the `clean` devices.
+        """Return the bytes that each device lacks because other processes hold them, by position.
+        No child runs on the `clean` positions.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.measure_short(positions, own, clean)
@@ -144,8 +146,8 @@ class LocalHost:
 
 
 class HostServant(LocalHost):
-    """A host whose methods are called from another machine, each call in its own thread. Keys
-    identify its children.
+    """The local host in evener's actor on another machine, where each call runs in its own thread.
+    Integer keys identify its children.
     """
 
     def __init__(
@@ -168,14 +170,16 @@ class HostServant(LocalHost):
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
-        """Send a command to a child, after adapting the path of the user's script to this host."""
+        """Send a command to a child. A `Build` command gets the path of the script's
+        copy on this host.
+        """
         if isinstance(command, Build):
             command = msgspec.structs.replace(command, workload=self._workload)
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return the messages that children have sent, with the children's keys. Waits a limited
-        time for the first message.
+        """Return the messages that children have sent, with the children's keys. Waits up to
+        `RECEIVE_SECONDS` for the first message.
         """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
@@ -244,13 +248,13 @@ class RemoteChild(RunningChild):
         self._host.forget(self._key)
 
     def receive(self, message: Message) -> None:
-        """Take a message from the child, or the message that its host was lost."""
+        """Put a message from the child into the inbox, or the message that its host was lost."""
         self.alive = not isinstance(message, Exited | HostLost)
         self._inbox.put((self.rank, message))
 
 
 class RemoteHost:
-    """One host of the cluster. Raises HostLostError if its actor doesn't answer."""
+    """One remote host of the cluster. Raises HostLostError if its actor doesn't answer."""
 
     def __init__(
         self,
@@ -272,7 +276,7 @@ class RemoteHost:
 
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
         """Call a method of the host as `LocalHost.ask` does, and wait for its answer as `Kept.ask`
-        does. If the actor has ended, a new actor is asked.
+        does. If the actor has exited, a new actor is started and asked instead.
         """
         if self._lost is not None:
             raise self._lost
@@ -285,8 +289,8 @@ class RemoteHost:
         return self.servant.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Restart the host in a new actor. The children of the old actor have ended with it. False
-        if the host was lost.
+        """Restart the host in a new actor, and report the old actor's children as killed. Returns
+        False if the host can't be restarted or this session has closed it.
         """
         if self._closed.is_set() or not self.servant.restart(generation):
             return False
@@ -315,8 +319,8 @@ class RemoteHost:
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the drivers of the host's GPUs answer. Raises StoppedError if `stop`
-        is set before.
+        """Wait until the drivers of the host's GPUs answer. Raises StoppedError if
+        `stop` is set meanwhile.
         """
         self.ask("wait_for_drivers", tuple(positions), stop=stop)
         if stop.is_set():
@@ -344,7 +348,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _lose(self, error: Exception) -> None:
-        """Handle the loss of the host: its children are lost too."""
+        """Record that the host is lost, and tell each of its children's groups."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -371,11 +375,12 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return the addresses at which a group's ranks meet, each on its device's host.
+        """Return the addresses at which a group's ranks meet, one per device, each
+        on its device's host.
 
-        Their ports are free at this moment. On one host the addresses are on loopback, but
-        PyTorch's ranks meet in a file there: any user of the machine could connect to a store's
-        port and write to it.
+        Their ports are free at this moment. On one host the addresses are on loopback. PyTorch's
+        ranks on one host get the path of a file instead, because any user of the machine could
+        connect to a store's port and write to it.
         """
         places = Counter(device.host for device in devices)
         if len(places) == 1 and self._framework == "torch":
@@ -409,8 +414,8 @@ class Hosts:
         return found
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
-        """Return the bytes that each device lacks because other processes hold them. No child runs
-        on the `clean` devices.
+        """Return the bytes that each device lacks because other processes hold them, by position.
+        No child runs on the `clean` positions.
         """
         found: dict[int, int] = {}
         for host in self._among(positions):
@@ -427,7 +432,7 @@ class Hosts:
         return found
 
     def available_memory_bytes(self) -> int:
-        """Return the available memory of the host that has the least."""
+        """Return the available memory in bytes of the host that has the least."""
         sizes: list[int] = []
         for host in self._by_name.values():
             with suppress(HostLostError):
@@ -444,8 +449,8 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """Yield the hosts of those devices that have drivers. A remote host isn't asked
-        about its CPU.
+        """Yield the hosts of the GPUs among these positions. CPU slices are left out, so that a
+        host isn't asked about its CPU.
         """
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]

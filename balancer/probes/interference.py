@@ -1,8 +1,8 @@
-"""Finds what disturbs a probe from outside: heat and power limits, memory held by other processes,
-a lost device.
+"""Finds what disturbs a probe from outside: heat and power limits, memory held by other
+processes, a lost device.
 
-GPUs are read through the driver, only between timed blocks. For CPU slices, the host's free
-memory is known.
+GPUs are read through their driver, only between timed blocks. CPU slices have no driver, so only
+the host's free memory is read for them.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ CLOSE_SECONDS = 0.2  # for all watches together
 
 
 class Neighbours(NamedTuple):
-    """Other processes on a device: the fraction of the time in which their kernels ran while the
-    session's own waited, and the processes' names.
+    """Other processes that compute on a device: the fraction of the time in which the session's
+    kernels waited for theirs, and the processes' names.
 
-    A GPU gives each process time slices in turn, so a kernel waits about as long as it runs, if the
-    other processes have as much to do.
+    A GPU gives each process time slices in turn, so the session's kernels wait about as long as
+    they run, but no longer than the kernels of the others run.
     """
 
     part: float
@@ -56,7 +56,9 @@ class Neighbours(NamedTuple):
 
 
 class InterferenceMonitor:
-    """Watches a session's devices on this host. Each watch starts when a probe first needs it."""
+    """Watches the session's devices on this host. The watch of a device starts when a
+    probe first needs it.
+    """
 
     def __init__(
         self, devices: Sequence[Device], host: str = "", silent_seconds: float = SILENT_SECONDS
@@ -68,8 +70,8 @@ class InterferenceMonitor:
         self._short: dict[int, int] = {}  # position -> bytes others hold, as last reported
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for each driver's answer. Raises GroupError, which names a device that is gone
-        or doesn't answer.
+        """Wait until each device's driver answers. Raises GroupError, which names a device that is
+        gone or doesn't answer, and StoppedError if `stop` is set.
         """
         self._read(positions, READ_SECONDS)
         watches = list(self._find_watches(positions).values())
@@ -96,12 +98,11 @@ class InterferenceMonitor:
     def measure_short(
         self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
     ) -> dict[int, int]:
-        """Return the bytes that each device lacks because other processes hold them, without
-        positions where they are unknown.
+        """Return the bytes that each device lacks because other processes hold them, by position.
+        Positions where that is unknown are left out.
 
-        `own` are the pids of the session's children, `clean` the positions where no child
-        runs. If the driver doesn't name processes, the bytes that others hold are known only
-        on a clean device.
+        `own` are the pids of the session's children, `clean` the positions where no child runs. If
+        the driver doesn't list processes, other processes' bytes are known only for a clean device.
         """
         found: dict[int, int] = {}
         for position in self._own(positions):
@@ -115,7 +116,7 @@ class InterferenceMonitor:
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
         """Return the processes other than the session's children, whose pids are `own`, that
-        compute on each device. Leaves out positions where the driver doesn't name the children.
+        compute on each device. Positions where the driver doesn't list any child are left out.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
@@ -129,8 +130,8 @@ class InterferenceMonitor:
         return found
 
     def _round(self, position: int, short: int) -> int:
-        """Return the bytes to report, rounded up to whole steps. Keeps the value reported before
-        unless the bytes have grown.
+        """Return the bytes to report, rounded up to multiples of `STEP`. Repeats the last reported
+        value unless the bytes have exceeded it.
         """
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))
@@ -138,7 +139,7 @@ class InterferenceMonitor:
         return self._short[position]
 
     def close(self) -> None:
-        """End every watch, without waiting for a watch that its driver blocks."""
+        """Close every watch, without waiting for one whose driver hangs."""
         until = time.monotonic() + CLOSE_SECONDS
         watches = [watch for watch in self._watches.values() if watch]
         for watch in watches:
@@ -155,7 +156,7 @@ class InterferenceMonitor:
         ]
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
-        """Return the watches of the positions whose devices report something."""
+        """Return the watches by position, without devices that report nothing."""
         own = self._own(positions)
         found = {}
         for position in own:
@@ -192,8 +193,8 @@ class InterferenceMonitor:
                 )
 
     def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int | None:
-        """Return the missing bytes, None if unknown. An increase over the last report must last
-        through several readings, as a process may just be ending.
+        """Return the missing bytes; None if unknown. An increase over the last report must persist
+        through several readings, because the process that holds them may be exiting.
         """
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
@@ -236,10 +237,10 @@ class DeviceWatch(DriverReader, Protocol):
 
 
 class ProbeInterference:
-    """Records what throttled a probe's devices in each block, and the power that these devices and
-    idle devices drew.
+    """Records how much a probe's devices were throttled in each block, and the power that these
+    devices and idle devices drew.
 
-    `idle`: readings of unused devices from before the probe.
+    `idle` has readings of unused devices from before the probe.
     """
 
     def __init__(
@@ -255,8 +256,8 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Return the block with the drivers' data for its time. Raises GroupError if a device
-        was lost meanwhile.
+        """Return the block with what the drivers report about its time. Raises GroupError if a
+        device was lost meanwhile.
         """
         before = self._before
         self._before = self._monitor.read(self._positions)
@@ -283,8 +284,8 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """Return the mean power by position from the start to the last block, without devices that
-        report no energy.
+        """Return each device's mean power in watts from the start of the probe to the last block,
+        by position. Devices that report no energy are left out.
         """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
@@ -303,9 +304,9 @@ class ProbeInterference:
 def _add_lost(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Add to the parts of a rank's block of `wall_seconds` the work that its device lost to
-    lower clocks. The loss is the clock's distance from the highest clock while heat or
-    power limited it.
+    """Return the parts of a rank's block with the seconds that its device lost to lower
+    clocks while heat or power limited it. The lost fraction is the clock's relative distance
+    from the highest clock.
     """
     if now is None or now.clock_part is None:
         return part
@@ -319,8 +320,8 @@ def _add_lost(
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """Return the drivers' readings of devices that a probe doesn't use. Empty if one of them is
-    gone, as the probe doesn't depend on it.
+    """Return the drivers' readings of devices that a probe doesn't use. Empty if a device is gone,
+    because the probe doesn't need these devices.
     """
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}

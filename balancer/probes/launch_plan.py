@@ -1,8 +1,8 @@
-"""Determines the children that a layout needs, the build command for each, and which idle children
-must end to free memory.
+"""Determines the children that a layout needs, the build command of each child, and which idle
+children to kill to free memory.
 
 PyTorch's children release their cache while they rest, and report what they keep. TensorFlow's
-allocator never releases memory: such an idle child still holds its peak, and somewhat more.
+allocator never releases memory, so an idle child still holds its peak, and somewhat more.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ MOST_HELD = 256  # sockets
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """Return the engine that keeps a split over these devices in step; empty for a layout that has
-    no choice of engine.
+    """Return the engine that synchronizes a split over these devices; empty for a layout
+    that isn't a split.
     """
     if not key.traits.together:
         return ""
@@ -77,8 +77,8 @@ def map_ranks(
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """Return the positions of a group's ranks. `busy_cores` is by position, as far as solo probes
-    have measured it.
+    """Return the positions of a group's ranks. `busy_cores` has the cores that a step keeps busy,
+    by position; for positions that no solo probe has measured, all threads count as busy.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -99,8 +99,8 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """Return the build command of each child. A group's ranks meet at `peers`, which has one
-    address per rank.
+    """Return the build command of each child. The ranks of a group meet at `peers`, which has one
+    address (or file) per rank; without `peers`, the children don't form a group.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -152,8 +152,8 @@ _held: deque[int] = deque()
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Find free ports on an address of this machine, for servers with SO_REUSEADDR. The ports stay
-    bound, so that the system gives them to no other program before the servers start.
+    """Return free ports on an address of this machine, for servers that set SO_REUSEADDR. The ports
+    stay bound, so that the system gives them to no other program before the servers start.
     """
     ports = []
     for _ in range(count):
@@ -168,7 +168,9 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device limited to an equal part of its memory, as a logical device has it."""
+    """Return the device limited to an equal fraction of its memory, for one
+    of `processes` logical devices.
+    """
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
     return msgspec.structs.replace(
@@ -177,16 +179,16 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of its speed that a CPU slice is slowed to by spinning. GPUs are limited
-    by their driver.
+    """Return the fraction of its full speed to which a CPU slice is slowed by spinning; 1 for GPUs,
+    because their driver limits them.
     """
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap that the workload sets itself; caps of TensorFlow and of torch on CPU
-    slices are set from outside.
+    """Return the memory cap in bytes that the framework must set itself; None if there is none.
+    Caps of CPU slices are set from outside the framework.
     """
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
@@ -218,12 +220,12 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 
 
 class MemoryBudget:
-    """The memory that processes were seen to hold, by position and rows per pass, and the memory
-    left on each device.
+    """The memory that processes were seen to hold, by position and rows per pass. Decides which
+    idle children must be killed to make room.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
-        # the latter: of the host with the least
+        # available_bytes: of the host that has the least
         self._devices = devices
         self._available_bytes = available_bytes
         self._peaks: dict[int, dict[int, int]] = {}
@@ -242,12 +244,12 @@ class MemoryBudget:
         self._peaks.setdefault(position, {})[rows] = held_bytes
 
     def record_short(self, position: int, short_bytes: int) -> None:
-        """Record the bytes of a device's memory that other users hold."""
+        """Record the bytes of a device's memory that other processes hold."""
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
-        """Return the idle groups that have to end before these probes start. Groups that will run
-        the probes stay.
+        """Return the idle groups to kill before these probes start. Groups that will run
+        the probes are kept.
         """
         wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]
@@ -275,8 +277,8 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return an upper bound on the needed bytes, from what processes held for other passes:
-        memory grows at most in proportion to the rows.
+        """Return an upper bound on the bytes for passes of `rows` rows, from what processes held
+        for other passes; None if unknown. Memory grows at most in proportion to the rows.
         """
         peaks = self._peaks.get(position, {})
         return min(
@@ -286,8 +288,8 @@ class MemoryBudget:
     def _is_tight(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU can't hold the idle children besides a child that needs this much. An
-        unknown need counts as the whole memory.
+        """True if a GPU has too little memory for a child that needs `need` bytes beside the idle
+        children. An unknown need counts as the whole memory.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

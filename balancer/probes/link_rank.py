@@ -1,8 +1,8 @@
 """One rank of a link measurement: it joins the other ranks, runs all-reduces with the ranks that a
-command names, and checks the results.
+command names, and checks the sums.
 
-Run as a program. Commands and answers are JSON lines on standard input and output; anything a
-library prints goes to standard error. It ends when its input ends.
+Run as a program. Commands and replies are JSON Lines on standard input and output; anything that a
+library prints goes to standard error. It exits when its standard input ends.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ if TYPE_CHECKING:
 
 
 class Join(msgspec.Struct, frozen=True, tag=True):
-    """Meet the other ranks in this file."""
+    """Join the other ranks through this rendezvous file."""
 
     file: str
     rank: int
@@ -30,7 +30,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
-    """Measure an all-reduce with these ranks, including this one."""
+    """Measure an all-reduce between these ranks, including this one."""
 
     members: tuple[int, ...]
 
@@ -40,11 +40,13 @@ class RankReady(msgspec.Struct, frozen=True, tag=True):
 
 
 class Joined(msgspec.Struct, frozen=True, tag=True):
-    """All ranks have met."""
+    """All ranks have joined."""
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """The sums have arrived. The fields are those of `evener.torch.sums.link.LinkSums`."""
+    """The measured all-reduce. The fields are those of `evener.torch.sums.link.LinkSums`; `wrong`
+    describes an incorrect sum.
+    """
 
     latency_seconds: float
     bytes_per_second: float
@@ -52,7 +54,7 @@ class Summed(msgspec.Struct, frozen=True, tag=True):
 
 
 class RankFailed(msgspec.Struct, frozen=True, tag=True):
-    """The command ended in an exception."""
+    """The command raised an exception."""
 
     error: str
 
@@ -63,7 +65,9 @@ _decoder: msgspec.json.Decoder[LinkCommand] = msgspec.json.Decoder(LinkCommand)
 
 
 def main() -> None:
-    """Answer commands until standard input or the parent process ends."""
+    """Answer commands until standard input ends. The kernel kills this process
+    if its parent exits.
+    """
     die_with_parent()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)
     os.dup2(2, 1)
@@ -82,14 +86,14 @@ def main() -> None:
 
 
 class LinkRank:
-    """This process as one of the ranks that meet."""
+    """Executes the commands of this process's rank."""
 
     def __init__(self) -> None:
         self._member: LinkMember | None = None
         self._rank = 0
 
     def execute(self, command: LinkCommand) -> LinkReply:
-        """Carry out one command."""
+        """Execute one command. Raises ValueError for an all-reduce before the ranks have joined."""
         from evener.torch.sums.link import LinkMember
 
         if isinstance(command, Join):

@@ -45,7 +45,9 @@ _Reply = TypeVar("_Reply", RankReady, Joined, Summed)
 
 
 class LinkFigure(msgspec.Struct, frozen=True):
-    """One measurement between devices over one transport. Rates are 0 if the sums didn't arrive."""
+    """One measurement of an all-reduce between devices over one transport. Rate and latency are 0
+    if the all-reduce failed.
+    """
 
     devices: tuple[str, ...]  # labels
     way: Way
@@ -59,7 +61,7 @@ class LinkFigure(msgspec.Struct, frozen=True):
 
 
 class Doing(NamedTuple):
-    """The words for what a rank should do."""
+    """The verb phrases for a rank's task in a message."""
 
     verb: str
     past: str
@@ -89,8 +91,9 @@ def measure_links(
     report: Callable[[LinkFigure], None] = lambda _: None,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[LinkFigure, ...]:
-    """Measure every pair and all devices together, over each transport that these devices have.
-    Each measurement is reported as it completes, before a cure is sought.
+    """Measure every pair of devices and all devices together, over each transport that
+    these devices have. `report` is called after each measurement, before a cure for a
+    failed one is sought.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -109,7 +112,9 @@ def measure_links(
 
 
 def find_cure(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """Return the variables with which these devices sum correctly; empty if there are none."""
+    """Return the environment variables with which an all-reduce between these devices gives correct
+    sums, such as NCCL_P2P_DISABLE=1; empty if no transport works.
+    """
     everyone = [tuple(range(len(devices)))]
     for way, variables in WAYS.items():
         if not variables:
@@ -133,15 +138,15 @@ def name_path(devices: Sequence[Device]) -> str:
 
 
 def write_variables(variables: Mapping[str, str]) -> str:
-    """Format environment variables for a shell."""
+    """Format environment variables as in a shell command: NAME=value, separated by spaces."""
     return " ".join(f"{name}={text}" for name, text in variables.items())
 
 
 def _measure_by(
     devices: Sequence[Device], sets: Sequence[tuple[int, ...]], way: Way, program: Sequence[str]
 ) -> Iterator[LinkFigure]:
-    """Measure each set of devices over one transport, with shared processes. After a fault, each
-    set gets processes of its own.
+    """Measure each set of devices over one transport, in the same processes. After a failure, each
+    remaining set gets new processes.
     """
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
@@ -173,7 +178,7 @@ def _measure_by(
 def _try_alone(
     devices: Sequence[Device], labels: tuple[str, ...], way: Way, program: Sequence[str]
 ) -> LinkFigure:
-    """Measure devices in processes of their own."""
+    """Measure a set of devices in new processes."""
     group: LinkGroup | None = None
     try:
         group = LinkGroup(devices, WAYS[way], program)
@@ -198,8 +203,8 @@ def _describe(devices: Sequence[Device], way: Way, summed: Summed) -> LinkFigure
 
 
 class LinkGroup:
-    """One process on each device; the processes have met. Raises LinkError if they can't meet;
-    close the group in any case.
+    """One process on each device, joined in one group. Raises LinkError if they can't join; call
+    `close` in any case.
     """
 
     def __init__(
@@ -228,7 +233,9 @@ class LinkGroup:
         self._expect(Joined, everyone, JOIN_SECONDS, JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Return the slowest measurements of these ranks, with the first wrong sum."""
+        """Return the highest latency and lowest rate of an all-reduce between these ranks, with the
+        first incorrect sum. Raises LinkError if a rank fails or doesn't answer.
+        """
         for rank in members:
             self._ranks[rank].send(Sum(members))
         replies = self._expect(Summed, members, SUM_SECONDS, END)
@@ -253,8 +260,8 @@ class LinkGroup:
         doing: Doing,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Return the answer of each rank within `seconds`, or within `late_seconds` of the first
-        answer. Raises LinkError, which names the ranks that gave none.
+        """Return the reply of each rank within `seconds`, and within `late_seconds` of the first
+        reply if given. Raises LinkError, which names the ranks that didn't reply.
         """
         began = time.monotonic()
         until = began + seconds
@@ -322,15 +329,15 @@ class _RankProcess:
         self._decoder: msgspec.json.Decoder[LinkReply] = msgspec.json.Decoder(LinkReply)
 
     def send(self, command: LinkCommand) -> None:
-        """Send a command. If the process has ended, its answer is missing, which shows it."""
+        """Send a command. If the process has exited, `receive` returns None."""
         assert self._process.stdin is not None
         with suppress(OSError):
             self._process.stdin.write(msgspec.json.encode(command) + b"\n")
             self._process.stdin.flush()
 
     def receive(self) -> LinkReply | None:
-        """Return the answer that has begun to arrive. None if the process has ended, or
-        wrote something else.
+        """Return the reply that has begun to arrive. None if the process has exited or
+        has written something else.
         """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             piece = os.read(self.replies, LONGEST_LINE)
@@ -343,7 +350,7 @@ class _RankProcess:
         return None
 
     def kill(self) -> None:
-        """Kill the process and what it started; safe if the process has ended."""
+        """Kill the process and everything it started; safe to call if the process has exited."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 

@@ -1,5 +1,5 @@
-"""Runs one probe on running children: first step, warm-up and timed blocks, until the timing
-rules end it.
+"""Runs one probe on running children: first step, warm-up and timed blocks, until the `BlockTimer`
+requests no more blocks.
 """
 
 from __future__ import annotations
@@ -88,7 +88,9 @@ class ProgressReporter:
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """Store the latest rate and error, and report them if a report is due."""
+        """Store the latest rate (samples per second) and its relative error, and report them if
+        a report is due.
+        """
         self._figures = rate, relative
         self.repeat()
 
@@ -111,9 +113,11 @@ class ProgressReporter:
 
 
 class Measurement:
-    """Measures one probe on one group of children. The group may raise GroupError and StoppedError.
+    """Measures one probe on one group of children. Raises GroupError if a child fails, and
+    StoppedError if the session stops.
 
-    With `closer`, the limits of the step are measured afterwards.
+    With `closer`, the step is also measured without input, and on GPUs without
+    waiting for the host.
     """
 
     def __init__(
@@ -153,11 +157,11 @@ class Measurement:
         warm_up_share: int,
         short_bytes: tuple[int, ...],
     ) -> Timed:
-        """Time the probe. With a `warm_up_share`, a step of other sizes no larger than
-        that runs first.
+        """Time the probe. If `warm_up_share` isn't 0, another step runs first, with half of each
+        share but at most `warm_up_share` rows.
 
-        `started` is when the probe began, by the monotonic clock; `short_bytes` is the memory that
-        other users held then.
+        `started` is when the probe began, by the monotonic clock; `short_bytes` has the memory that
+        other processes held then, by position.
         """
         self._progress.enter("warming up")
         command = prepare_command(self._probe.layout, self._ranks)
@@ -196,8 +200,9 @@ class Measurement:
         )
 
     def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure the step without input, if input takes a part of it; on GPUs also the step in
-        which no kernel waits for the host.
+        """Measure the step on a kept batch, if input takes a noticeable part of the step
+        (`LEAST_SHARE`) or its time is unknown. On GPUs, also measure a step that the host has
+        enqueued completely before it starts.
         """
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
@@ -221,7 +226,9 @@ class Measurement:
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Time the step on the kept batch, in a few blocks of some tenths of a second."""
+        """Time the step on the kept batch, for a fifth of the probe's seconds but
+        at least two steps.
+        """
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         timer = BlockTimer(seconds)
         while steps := timer.next_steps():
@@ -236,8 +243,8 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """The number of cores that a step keeps busy when alone on its own cores: at least one, at
-        most its number of threads.
+        """The mean number of cores that the step of a process alone on its cores keeps busy, from 1
+        to its number of threads; None if unknown.
         """
         if not self._work_seconds:
             return None
@@ -277,7 +284,7 @@ class Measurement:
         return self._add_neighbours(timing)
 
     def _add_neighbours(self, timing: StepTiming) -> StepTiming:
-        """Add the other processes that compute on each rank's device to the parts of the timing."""
+        """Return the timing with the other processes on each rank's device added to its parts."""
         positions = self._ranks.unique_positions
         if len(timing.parts) != len(positions):
             return timing
@@ -301,8 +308,8 @@ class Measurement:
         return (Warned("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """Return the command to run `steps` steps. The trainings of a pack run for equal time
-        instead, so that none idles.
+        """Return the command to run `steps` steps. The trainings of a pack run for the same time
+        instead, so that none of them idles while others finish.
         """
         if self._probe.layout.processes == 1:
             return RunSteps(steps)
@@ -354,9 +361,8 @@ class Measurement:
         )
 
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Scale the times to what the same steps would take with the data's mean number of tokens.
-
-        Otherwise the random text lengths in a block would add noise.
+        """Scale the times of the replies to what the same number of steps would take with the
+        data's mean number of tokens, because the random text lengths in a block would add noise.
         """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
@@ -394,11 +400,11 @@ class Measurement:
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """Return a pack's block: the time per step of one training, as the steps of all trainings
-        in the time of the longest-running training.
+        """Return a pack's block. Its time per step is the time of the longest-running training,
+        divided by the mean number of steps per training.
 
-        Only then do steps not count that one training ran while another was still building
-        or had ended.
+        The longest time is used because a training steps faster while another one has not begun yet
+        or has already finished.
         """
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)

@@ -48,11 +48,11 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make batches of these sizes and run the first step. `micro` has the rows of one pass; if
-    empty, each share is one pass.
+    """Make batches for these shares and run the first step. `micro` has the rows per pass for each
+    share; if empty, each share is one pass.
 
-    With `costs`, rows are assigned by length, in passes of at most `tokens`; with `length`, all
-    rows have that length.
+    With `costs`, rows are distributed by length, in passes of at most `tokens` padded tokens; with
+    `length`, all rows are padded to that length.
     """
 
     shares: tuple[int, ...]
@@ -63,14 +63,14 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
-    """Run `steps` steps as one timed block, and repeat the block until `seconds` have passed."""
+    """Run `steps` steps, again and again until `seconds` have passed, as one timed block."""
 
     steps: int
     seconds: float = 0.0
 
 
 class KeepBatch(msgspec.Struct, frozen=True, tag=True):
-    """Step on one kept batch repeatedly, or on new batches again."""
+    """Reuse one batch in all following steps if `kept`, otherwise take new batches again."""
 
     kept: bool
 
@@ -80,11 +80,13 @@ class MeasureLink(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Time one step that a device computes after the host has enqueued all of it."""
+    """Measure a device's time for one step that the host has enqueued completely before
+    the device begins it.
+    """
 
 
 class Rest(msgspec.Struct, frozen=True, tag=True):
-    """No step follows for now: release unused memory."""
+    """Release unused memory, because no step follows for now."""
 
 
 Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | Rest
@@ -101,7 +103,7 @@ class Built(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepared(msgspec.Struct, frozen=True, tag=True):
-    """The first step of these sizes has run."""
+    """The first step with the prepared shares has run."""
 
     first_step_seconds: Seconds
 
@@ -129,7 +131,7 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
-    """One batch is kept, or none any longer. `able` is False if the workload can't keep a batch."""
+    """The reply to `KeepBatch`. `able` is False if the workload can't keep a batch."""
 
     able: bool
 
@@ -141,14 +143,14 @@ class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The seconds that the device took for a step; None if the device has no clock of its own."""
+    """The seconds that the device took for the step; None if the device has no clock of its own."""
 
     seconds: Seconds | None
 
 
 class Rested(msgspec.Struct, frozen=True, tag=True):
-    """The bytes that the child keeps on each of its devices. None: as many as at its
-    peak, or unknown.
+    """The bytes that the child still holds on each of its devices; None if unknown, or if the
+    framework never releases memory.
     """
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]
@@ -181,7 +183,7 @@ def encode_line(message: Command | Reply) -> bytes:
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The child ended; `code` is negative for a signal."""
+    """The child has exited; `code` is negative if a signal killed it."""
 
     code: int
     cap_share: float = 0.0  # the most memory that it held as a part of its cap; 0 without a cap
@@ -197,7 +199,7 @@ class InvalidReply(msgspec.Struct, frozen=True):
 
 
 class HostLost(msgspec.Struct, frozen=True):
-    """The child's host was lost, and the child with it."""
+    """The child's host doesn't answer any more, so the child is lost too."""
 
     text: str
 
@@ -216,8 +218,8 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """What a child's main thread is doing: importing packages, running the user's file, calling the
-    user's function, or none of these.
+    """The stack of a child's main thread. `step`: importing packages, loading (running the user's
+    file), building (calling the user's function), or preparing (anything else).
     """
 
     step: Step

@@ -41,7 +41,9 @@ def copy_script(script: Path) -> ScriptCopy:
 
 
 def copy_workload(workload: str) -> ScriptCopy | None:
-    """Read the script of `file.py:function`; None for a workload that is installed."""
+    """Read the script of the workload `file.py:function`, and the files beside it; None for a
+    workload that isn't a file.
+    """
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None
 
@@ -56,7 +58,7 @@ def _list_sources(folder: Path) -> Iterator[Path]:
 
 
 class WrittenScript:
-    """A script's files in a temporary folder of this host, until it is closed."""
+    """Writes a script's files to a temporary folder of this host, where they stay until `close`."""
 
     def __init__(self, script: ScriptCopy) -> None:
         self._script = script
@@ -68,13 +70,15 @@ class WrittenScript:
 
     @property
     def path(self) -> str:
-        """The path of the script on this machine."""
+        """The path of the script's copy on this host."""
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Return the text with the paths on this host replaced by the user's own paths."""
+        """Return the text with the paths of the copies replaced by the paths of
+        the user's own files.
+        """
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:
-        """Remove the folder."""
+        """Remove the temporary folder."""
         shutil.rmtree(self._folder, ignore_errors=True)

@@ -1,7 +1,7 @@
 """Measures simulated devices, with the machine's physics and seeded noise, on a virtual clock.
 
-The timing rules are the same as for real children, so the intervals have the same meaning. A
-probe's noise depends only on the seed and the probe, never on earlier measurements.
+The timing rules are those for real children, so the intervals have the same meaning. A probe's
+noise depends only on the seed and the probe, never on earlier measurements.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ LATER = (
 
 
 class SimulatedProber:
-    """Measures probes on a simulated machine. `pace` 1 takes real time, 0 none. Its clock
-    starts at `start_seconds`.
+    """Measures probes on a simulated machine. `pace` is the real time per simulated time: 1 takes
+    real time, 0 none. Its clock starts at `start_seconds`.
 
     Probes that are still running at `end_seconds` are stopped without an observation.
     """
@@ -82,11 +82,13 @@ class SimulatedProber:
                 yield runs[i].seen
 
     def now(self) -> float:
-        """Return the virtual seconds."""
+        """Return the seconds of the virtual clock."""
         return self._clock
 
     def facts(self) -> Facts:
-        """Return a digest of the machine, which also serves as the workload's digest."""
+        """Return the facts of the simulated model. The workload's digest is a
+        digest of the machine.
+        """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
         if shards is None:
@@ -102,12 +104,12 @@ class SimulatedProber:
         )
 
     def close(self) -> None:
-        """End a paced wait. There are no children to kill."""
+        """Interrupt a paced wait. There are no children to kill."""
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock to `virtual`, in real time if paced. False if it was
-        stopped before that.
+        """Advance the clock to `virtual`, in real time if paced. Returns False if it was stopped
+        before, or if the clock has reached `end_seconds`.
         """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -189,7 +191,9 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of one step and each active device's own part of it, without noise."""
+        """Return the seconds of one step, and each active device's own compute time
+        in it, without noise.
+        """
         layout = self._probe.layout
         machine = self._machine
         active = layout.active
@@ -254,8 +258,8 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return the power of each device. None if another probe uses the device, or if its
-        power isn't specified.
+        """Return the power of each device in watts. None if another probe uses the device, or if
+        its power isn't specified.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -271,8 +275,8 @@ class _SimulatedProbe:
     def _hold_back(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the step and its parts while devices are throttled: each throttled device's part
-        is longer, and the other devices wait.
+        """Return the step and each device's part of it while devices are throttled. Each throttled
+        device's part is longer, and the other devices wait for it.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]
@@ -282,15 +286,15 @@ class _SimulatedProbe:
         return step + max(filter(None, held)) - max(filter(None, parts)), held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the slowdown of the most throttled device, and its position; -1 if
-        none is throttled.
+        """Return the slowdown (fraction of speed lost) of the most throttled device, and its
+        position; -1 if no device is throttled.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)
         return slowed, -position if slowed else -1
 
     def _lost(self, elapsed: float) -> Failed | None:
-        """Return the failure of the probe if one of its devices is lost by then."""
+        """Return the failure of the probe if one of its devices is lost by then, otherwise None."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):

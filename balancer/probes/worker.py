@@ -1,12 +1,12 @@
-"""The child process of a probe: builds one workload and runs its steps as commanded, on
-its own cores.
+"""The child process of a probe: builds one workload and runs its steps as commanded,
+on its own cores.
 
-Run as a program, this is the fork server, which imports the framework and then forks a child
-for each request.
+Run as a program, this is the fork server, which imports the framework and then forks a
+child for each request.
 
-The protocol has private copies of standard input and output. Descriptor 0 is empty and descriptor 1
-leads to standard error, so a workload can neither read commands nor write replies. The child ends
-when its parent does, however that ends.
+The protocol uses private copies of standard input and output. Descriptor 0 is then empty and
+descriptor 1 leads to standard error, so a workload can neither read commands nor write replies. The
+kernel kills the child when its parent exits.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as
 
 
 def main() -> None:
-    """Import the modules named after the first argument, then fork children as requested on the
-    socket with that descriptor.
+    """Import the modules that the arguments after the first one name, then fork children as
+    requested on the socket. The first argument is the socket's descriptor.
     """
     die_with_parent()
     faulthandler.register(protocol.STACK_SIGNAL)
@@ -62,8 +62,8 @@ def main() -> None:
 
 
 def run_child(parent: int) -> None:
-    """Execute the commands on standard input until it ends or a command fails. The child ends with
-    the process `parent`.
+    """Execute the commands on standard input until it ends or a command fails. Exits if the process
+    `parent` has exited, and is killed when it exits.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
@@ -84,17 +84,17 @@ def run_child(parent: int) -> None:
         replies.write(protocol.encode_line(reply))
         replies.flush()
         if isinstance(reply, protocol.ChildError) and not reply.recovered:
-            break  # a child that failed otherwise is never reused
+            break  # a child that has failed without recovering is never reused
     _exit_now()
 
 
 class Worker:
-    """The one workload of this process, and how it is stepped."""
+    """Builds the one workload of this process and executes commands on it."""
 
     def __init__(self) -> None:
         self._workload: Workload | None = None
         self._build: protocol.Build | None = None
-        self._busy_seconds = 0.0  # of the last step: the basis of a slowed process's spinning
+        self._busy_seconds = 0.0  # of the last step: determines how long a slowed process spins
         self._shares: tuple[int, ...] = ()  # of this process' devices
         self._steps = 0  # since the workload was built
         self._not_finite_step = 0
@@ -104,7 +104,7 @@ class Worker:
         self._takers = ""
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
-        """Execute one command."""
+        """Execute one command. Raises ValueError if it needs a workload and none is built yet."""
         match command:
             case protocol.Build():
                 return self._build_workload(command)
@@ -124,12 +124,12 @@ class Worker:
                 raise ValueError(f"unknown command: {command}")
 
     def rest(self) -> None:
-        """Report to the monitor that nothing is being trained now."""
+        """Report to the monitor that this process isn't training now."""
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """Return the error's class names, text and traceback, and the user's own line if the error
-        passed through one.
+        """Return the error's class names, text and traceback, and the line of the user's code that
+        raised it, if any. Also prints the traceback to standard error.
         """
         trace = _encodable(
             "".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :]
@@ -146,8 +146,8 @@ class Worker:
         return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """Release the memory of a failed step. Returns the reply, which says whether this child can
-        continue after a step that ran out of memory.
+        """Release the memory of a failed step if it ran out of memory. Returns the reply; its
+        `recovered` is True if this child can continue.
         """
         if self._workload is None or not error_is_memory(reply.types, reply.text):
             return reply
@@ -233,10 +233,11 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that used the cores while this process was starved of them; empty if
-        it wasn't starved.
+        """Return the programs that used the cores while this process was ready to run but had no
+        core; empty if that took less than `NAMED_FROM` of the time.
 
-        Processes of this search are recognised by the fork server among their ancestors.
+        Other processes of this search are recognised by the fork server, which
+        is their common ancestor.
         """
         if starved.part < NAMED_FROM:
             return ""
@@ -249,8 +250,8 @@ class Worker:
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """Check the loss and report the steps to the monitor; called after the steps,
-        outside their timing.
+        """Check the loss and report the steps to the monitor. Called after the
+        steps, outside their timing.
         """
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
@@ -274,11 +275,12 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to slow the step to the device's limit, then step. Returns the seconds spun.
+        """Spin to imitate a slower device, then take a step. Returns the seconds spent spinning.
 
-        It spins before the step, for a time based on the previous step, so the other ranks of a
-        group wait for it as for a slow device. Alone, the wall time is slowed; in a group only the
-        compute time (own work), because waiting for others is not slowness.
+        It spins before the step, because the other ranks of a group then wait for this rank
+        as for a slow device. The time depends on the previous step: on its wall time for a
+        lone process, but in a group only on its compute time (own work), because waiting for
+        other ranks isn't slowness.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -315,8 +317,8 @@ def _encodable(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent ends; end it now if the parent
-    has already ended.
+    """Have the kernel kill this process when its parent exits; exit now if the
+    parent has already exited.
     """
     die_with_parent()
     if os.getppid() != parent:
@@ -324,7 +326,9 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _exit_now() -> None:
-    """End this process at once, with everything it started: its process group is its own."""
+    """Exit at once, and kill all processes that this process has started. Its process
+    group contains no others.
+    """
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():
         os.killpg(os.getpid(), signal.SIGKILL)
@@ -332,8 +336,8 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return standard input and output for the protocol alone. From here on nothing can be read
-    from descriptor 0.
+    """Return copies of standard input and output for the protocol alone. Afterwards descriptor 0 is
+    empty, and writes to descriptor 1 go to standard error.
     """
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -344,7 +348,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines as they arrive. `idle` is called if none has arrived for a while."""
+    """Yield the lines as they arrive. Calls `idle` after `IDLE_SECONDS` without a line."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -355,7 +359,9 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy, to imitate a slower core. Returns the actual seconds."""
+    """Keep the core busy for this time, to imitate a slower core. Returns the seconds
+    that it actually took.
+    """
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass
