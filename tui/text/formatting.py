@@ -65,9 +65,9 @@ class Table(NamedTuple):
     note: str = ""
 
     def lines(self, width: int | None = None) -> list[str]:
-        """Return the title, rows and note, then an empty line; without rows, only what the title
-        and the note contain.
+        """Return the title, rows and note, then an empty line.
 
+        A table without rows gives only one line, "title: note", or no line if either is empty.
         `width` is the terminal's width: if given, the note is wrapped to it.
         """
         if len(self.rows) < 2:
@@ -106,7 +106,9 @@ def toml_text(document: bytes) -> str:
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Return the text with every non-ASCII control character escaped."""
+    """Return the text with DEL and every non-ASCII control or format character, surrogate and line
+    or paragraph separator escaped.
+    """
     if text.isascii() and "\x7f" not in text:
         return text
     return "".join(

@@ -167,7 +167,7 @@ def _shares(report: RunReport) -> str:
 
 
 def _legend(report: RunReport) -> str:
-    """Return each device's colour, its best throughput, and where it runs out of memory."""
+    """Return the legend of the curves: each device's colour and its best throughput alone."""
     entries = []
     for number, curve in enumerate(report.curves):
         colour = SERIES[number % len(SERIES)]
@@ -177,7 +177,9 @@ def _legend(report: RunReport) -> str:
 
 
 def _describe_curve(curve: SoloCurve) -> str:
-    """Describe the best point of a device's curve."""
+    """Return a device's best throughput alone and the batch size that reaches it, or that the
+    device wasn't measured alone.
+    """
     if not curve.points:
         return ": not measured alone"
     batch, speed = max(curve.points, key=lambda point: point[1])

@@ -16,10 +16,10 @@ from evener.balancer.result.learning import Point
 from .run_report import SoloCurve
 
 SERIES = ("#2f81d6", "#c96f14", "#23947d", "#b05cc4", "#cf4f56", "#7c8c12", "#7a6ff0", "#a0714f")
-# of the picture, in pixels of a phone
+# size of the chart, in pixels on a phone
 WIDE = 480
 HIGH = 270
-# its margins
+# margins of the chart, in the same pixels
 LEFT = 48
 RIGHT = 22
 ABOVE = 18
@@ -78,7 +78,12 @@ class _Axes:
 
 
 def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> str:
-    """Return the chart as SVG; a dotted line marks where a device ran out of memory."""
+    """Return the chart as SVG; a dotted line marks the batch size at which a device ran out of
+    memory.
+
+    `frontier` adds two lines over the batch size: the samples/s of the fastest layout (dashed), and
+    the samples/s in small batches that would learn as fast (dash-dotted).
+    """
     axes = _find_axes(curves, frontier)
     parts = [*_draw_ticks(axes)]
     for number, curve in reversed(list(enumerate(curves))):  # the first device on top
@@ -95,7 +100,9 @@ def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> 
 
 
 def _find_axes(curves: Sequence[SoloCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes that cover all points and all batch sizes that ran out of memory."""
+    """Return axes that cover all points, all batch sizes that ran out of memory and the
+    frontier.
+    """
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:

@@ -102,7 +102,7 @@ def where(one: Standing, labels: Sequence[str]) -> str:
 def against(one: Standing, winner: Standing) -> str:
     """Return the difference from the winner, such as "-9.0 % (-9.4 to -8.6)".
 
-    Notes may precede it: `tie`; `unclear` for a possible tie; `larger batch` for a faster layout
+    For the winner itself, return "chosen". Notes may precede the difference: `tie`; `unclear` for a possible tie; `larger batch` for a faster layout
     that wasn't chosen because of its batch size; `too uncertain` if the measurements don't decide.
     """
     if one.against is None:
@@ -121,8 +121,8 @@ def against(one: Standing, winner: Standing) -> str:
 
 
 def packing_tables(found: SearchReport) -> list[Table]:
-    """Return tables of the combined throughput and of each training's time, by the number
-    of concurrent trainings.
+    """Return a table for each way to run several trainings on one device at once, with a row for
+    each number of trainings: throughput together, seconds of a fixed number of steps, memory.
     """
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = found.packings
@@ -145,7 +145,8 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 
 def scaling_table(found: SearchReport) -> Table:
     """Return a table of the seconds that a fixed number of steps takes with an even split on 1, 2,
-    4, ... devices.
+    ... devices, for each number of devices that was measured without tuned options (XLA,
+    precision). Without one device or any even split, the table has no rows.
     """
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]
     single = next((one for one in plain_ones if one.candidate.layout.traits.alone), None)

@@ -47,7 +47,7 @@ class RunReport(msgspec.Struct, frozen=True):
     rivals: tuple[RivalRate, ...]  # the plan first, then what it is compared with
     steps: tuple[str, ...]  # what comes next, with the commands
     written: Written | None = None  # the verdict in words; None for a run without one
-    frontier: Sequence[Point] = ()  # where the noise scale is known
+    frontier: Sequence[Point] = ()  # (batch, samples/s, worth); empty: unknown noise scale
 
 
 def read_report(name: str) -> RunReport:
@@ -115,8 +115,10 @@ def _curve(record: Record, position: int) -> SoloCurve:
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
-    """Return the plan and its rivals, without solos, which the curves show, and without duplicates
-    of a layout under a second name.
+    """Return the plan and its rivals, the fastest first.
+
+    Rivals on one device are left out because the curves show them; larger batches and the plan's
+    own layout under another name are left out too.
     """
     rivals = []
     for rival in plan.evidence:

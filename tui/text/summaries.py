@@ -74,8 +74,8 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return the doubts about a measurement. A single step gives no information on how
-    much steps vary.
+    """Return the doubts about a measurement. If it was timed too briefly, varying steps aren't a
+    doubt, because so few steps don't show how much steps vary.
     """
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -200,8 +200,8 @@ def summary_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """Return the tables, then the verdict, one line each: the answer and its gains, the next
-    `steps`, remarks and warnings.
+    """Return what ran, the tables of shares and rivals, the table of batch sizes with their worth
+    in learning if it is known, then the verdict with the next `steps`, remarks and warnings.
 
     `labels` are the devices' short names, in the plan's order. `width` is the terminal's width: if
     given, sentences are wrapped to it.
@@ -219,7 +219,9 @@ def summary_lines(
 
 
 def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
-    """Return lines on what ran: the workload, preceded by a note if the devices are simulated."""
+    """Return lines on what ran: the workload, preceded by a note if the devices are simulated.
+    Without a verdict (`found`), return no lines.
+    """
     if found is None:
         return []
     lines = []
@@ -279,7 +281,8 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
     """Return a table with a row for each device: its share, its ratio, and its samples/s within the
-    layout and alone. Below it, wrapped to `width`, is what the last column means.
+    layout and alone. Below it are, wrapped to `width`, the meaning of the last column and, if
+    known, tokens/s and samples per joule.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -337,8 +340,8 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 
 
 def frontier_table(found: Verdict | None) -> Table:
-    """Return a table of the batch sizes that are faster than all smaller ones, with the samples/s
-    that each is worth in learning; empty if unknown.
+    """Return a table of the batch sizes that are faster than all smaller batch sizes, each with the
+    samples/s in small batches that would learn as fast; empty if the noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -371,7 +374,12 @@ def _alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RivalRate, each: RivalRate) -> str:
-    """Return the gain of the best layout over another layout, in a few characters."""
+    """Return the gain of the best layout over another layout in a few characters, such as
+    +20.4 %.
+
+    For the sum of all solo throughputs, return the fraction of it that the best layout reaches.
+    Return "tie" if both are as fast, and "unclear" if the other throughput is too uncertain.
+    """
     gain = each.gain_of(best)
     if gain is None:
         return "" if is_known(each.figure) else "unclear"
@@ -405,7 +413,9 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RivalRate, rival: RivalRate) -> str:
-    """Return the samples per step of a multi-device layout; empty if they equal the plan's."""
+    """Return the samples per step of a layout over several devices if they differ from the plan's;
+    empty for one device, and for a larger batch, whose name has them already.
+    """
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
     if total == sum(own.batches) or alone or rival.kind == "larger_batch":

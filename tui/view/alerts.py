@@ -25,7 +25,9 @@ SILENT_REPORT_SECONDS = 30.0  # seconds without a report after which a training 
 
 
 class Alert(NamedTuple):
-    """A problem that lasts; `about` is a device's key or a training's id."""
+    """A problem that lasts; `about` is a device's key, a training's id or, for a training without
+    an id, "pid " and its process ID.
+    """
 
     kind: str
     about: str
@@ -35,14 +37,18 @@ class Alert(NamedTuple):
 
 
 class AlertRules(NamedTuple):
-    """The thresholds of alerts, in percent."""
+    """The thresholds of alerts: the percentage of time throttled from which an alert is raised, and
+    the percentage of the plan's samples/s below which one is raised.
+    """
 
     throttled_percent: float = 20.0
     plan_percent: float = 90.0
 
 
 class AlertWatch:
-    """Checks every snapshot, and reports an alert once, when it has lasted long enough."""
+    """Checks every snapshot, and reports an alert once, as soon as its problem has lasted as long
+    as `SECONDS` requires.
+    """
 
     def __init__(self, rules: AlertRules) -> None:
         self.rules = rules

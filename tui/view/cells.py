@@ -149,7 +149,9 @@ def line(*spans: Span | str, cursor: bool = False) -> Line:
 
 
 def device_tone(position: int) -> Tone:
-    """Return a device's tone, the same on every screen of a session."""
+    """Return the tone of the device at this position in the session's list of devices; every
+    screen uses the same tone.
+    """
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
 
@@ -205,8 +207,8 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """Merge spans of one tone, and blanks with the span before them, so that a row
-    has fewer parts.
+    """Merge adjacent spans of one tone, and blanks with the span before them, so that a row has
+    fewer parts. Spans with an action aren't merged.
     """
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""

@@ -123,8 +123,8 @@ def figure(
 
 
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function from a temperature to its tone: warm within 10 degrees of the limit at
-    which the device throttles itself, hot within 3.
+    """Return a function from a temperature to its tone: "warn" within 10 °C of the limit at
+    which the device throttles itself, "bad" within 3 °C. An unknown limit counts as 90 °C.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -137,7 +137,9 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """Return the tone for a percentage of throttled time: a warning above 0, bad from 20 % on."""
+    """Return the tone for a percentage of throttled time: "warn" from 0.5 % on, "bad" from 20 % on,
+    "dim" below.
+    """
     if number >= 20:
         return "bad"
     return "warn" if number >= 0.5 else "dim"

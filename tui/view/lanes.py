@@ -58,7 +58,9 @@ def _name(lane: Lane, width: int) -> tuple[Span, ...]:
 
 
 def _goes_on(lane: Lane) -> bool:
-    """True until the search has ended: only then are the columns about the running probe useful."""
+    """True while the search runs and after it failed: a finished search has no running probe, so
+    its columns are hidden.
+    """
     return bool(lane.state.fault) or not lane.state.ended
 
 
@@ -157,7 +159,8 @@ def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory (~ if predicted) and the smallest that ran out;
     neither is ever truncated.
 
-    If the chosen share is larger, the passes in which it fits are drawn too.
+    If the chosen layout splits the device's share into several passes, the share and the number of
+    passes are drawn too if they fit.
     """
     forms = _memory_forms(_largest_that_fits(lane), memory_wall(lane.state, lane.device))
     chosen = chosen_layout(lane.state)

@@ -233,8 +233,8 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
 
 
 def draw_chart(chart: Chart, width: int, height: int) -> tuple[Line, ...]:
-    """Return the chart in exactly `height` lines of `width` cells; a message if there
-    is no room.
+    """Return the chart in exactly `height` lines of `width` cells; no lines if that is too small,
+    and one line with a message if the chart is empty.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
         return ()

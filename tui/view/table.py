@@ -25,12 +25,14 @@ class Column(NamedTuple, Generic[RowT]):
     titles: tuple[str, ...]  # titles by length: the longest that fits is shown
     widths: tuple[
         int, ...
-    ]  # cells, from the narrowest on; one that is there twice lets others grow first
+    ]  # in cells, the narrowest first; a width listed twice lets other columns grow first
     draw: Cell[RowT]
     align: Literal["left", "right"] = "right"
     # the sort key of a row; None: not sorted by this column
     value: Callable[[RowT], float | str] | None = None
-    most: int = 0  # cells, of those that are left when all columns have their largest width
+    most: int = (
+        0  # largest width in cells, if cells are left once all columns have their last width
+    )
     needs: int = 0  # the column is hidden if the table has fewer cells
     there: Callable[[RowT], object] | None = None  # the column is drawn if this is true for any row
 
