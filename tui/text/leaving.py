@@ -15,7 +15,8 @@ def leaving_lines(run: str, path: str, width: int | None) -> list[str]:
     """Return a run's verdict, the plan's path or the command that writes the plan, and the command
     that resumes the run; if the run can't be read, only the error.
 
-    A run that hasn't ended gives its number of measurements instead of a verdict. `path` is the plan's file, empty if it wasn't written.
+    A run that hasn't ended gives its number of measurements instead of a verdict. `path` is the
+    plan's file, empty if it wasn't written.
     """
     try:
         found = runs.load_run(run)

@@ -102,8 +102,9 @@ def where(one: Standing, labels: Sequence[str]) -> str:
 def against(one: Standing, winner: Standing) -> str:
     """Return the difference from the winner, such as "-9.0 % (-9.4 to -8.6)".
 
-    For the winner itself, return "chosen". Notes may precede the difference: `tie`; `unclear` for a possible tie; `larger batch` for a faster layout
-    that wasn't chosen because of its batch size; `too uncertain` if the measurements don't decide.
+    For the winner itself, return "chosen". Notes may precede the difference: `tie`; `unclear` for
+    a possible tie; `larger batch` for a faster layout that wasn't chosen because of its batch
+    size; `too uncertain` if the measurements don't decide.
     """
     if one.against is None:
         return "chosen"

@@ -45,9 +45,9 @@ from .cells import (
 )
 from .charts import bar
 
-DETAILED_SHARES = 8  # devices; with more the legend has samples but no percentages
+DETAILED_SHARES = 8  # most devices for which the legend has percentages beside the samples
 MOST_NAMED = 6  # devices of a layout; the others are counted
-MOST_ROWS = 6  # of the answer, which is shown whole for many devices too
+MOST_ROWS = 6  # rows of the answer, enough to show it whole for many devices
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
@@ -84,7 +84,9 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _measures_alone(state: SessionState) -> bool:
-    """True until a split was measured: before that, showing shares would look like a decision."""
+    """True while a search on several devices has measured no split yet: showing shares then would
+    look like a decision.
+    """
     best = state.best
     if state.finished is not None or len(state.devices) == 1 or has_split(state):
         return False
@@ -114,7 +116,9 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the share of each device; devices that don't fit are only counted."""
+    """Return the legend of the shares in as many rows as it takes. With more than `DETAILED_SHARES`
+    devices it has no percentages, and devices without a share are only counted.
+    """
     shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
     items = [
@@ -152,7 +156,9 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """Return the split that is being measured; None if it has the chosen shares and passes."""
+    """Return the first split that is being measured and whose shares or passes differ from the
+    chosen layout's; None if there is none.
+    """
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (chosen.shares, chosen.pass_rows)
     return next((layout for layout in splits if (layout.shares, layout.pass_rows) != known), None)
@@ -188,8 +194,11 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def write_fastest(state: SessionState) -> str:
-    """Return why the best layout so far isn't the fastest measurement, which a chart and the log
-    show; empty if it is the fastest.
+    """Return the fastest measurement, which the chart and the log show, and why it is faster than
+    the best layout so far.
+
+    Return an empty string if no measurement is faster, before a split was measured, and after the
+    search.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
@@ -210,7 +219,7 @@ def write_fastest(state: SessionState) -> str:
 
 USUAL_NAME = 18  # cells for a rival's name
 _RIVAL_CELLS = 54  # cells of a row without its name and its bar
-_ROOMY_CELLS = 80  # from which on longer names are shown whole
+_ROOMY_CELLS = 80  # cells of a row from which on longer names are shown whole
 _WHOLE_CELLS = 51  # a narrower row has an interval or a gain, and nothing else
 _BRIEF_CELLS = 10  # cells of such a row without its name and its gain
 
@@ -245,8 +254,9 @@ def _rival_line(
 
 
 def write_gain_of(best: RivalRate, each: RivalRate) -> str:
-    """Return the gain of the best layout over another layout, and which layout gains:
-    plan +20.4 %.
+    """Return the gain of the best layout over another layout, preceded by the layout that gains:
+    "plan +20.4 %", or "best +20.4 %" during the search. Texts without a gain, such as "tie", stay
+    as `versus` writes them.
     """
     gain = versus(best, each)
     if not gain.startswith(("+", "-")):
@@ -256,14 +266,14 @@ def write_gain_of(best: RivalRate, each: RivalRate) -> str:
 
 
 def versus_tone(text: str) -> Tone:
-    """Return the tone for a gain that `write_gain_of` or `versus` wrote."""
+    """Return "good" for a gain above 0 that `write_gain_of` or `versus` wrote, else "dim"."""
     return "good" if "+" in text and "+0.0" not in text else "dim"
 
 
 def search_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
     """Return lines on what the search does and why, its progress, and the latest measurements.
 
-    While the search runs, at least two rows stay free of warnings for measurements.
+    While the search runs, warnings leave at least two rows for measurements.
     """
     said = state.notes if state.finished is None else other_warnings(state.finished)
     head = [*_doing_lines(state, width), *_progress_lines(state, width)]
@@ -314,10 +324,10 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 
 
 def verdict_head(finished: Finished, width: int) -> list[Line]:
-    """Return the lines with the throughput and its layout, and with the advice, ordered by which is
-    more useful to the reader.
+    """Return the advice, then the throughput with its layout.
 
-    Advice that repeats the layout is shortened to the rest.
+    If the advice ends with the layout, the throughput comes first, and the advice below it leaves
+    the layout out.
     """
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
@@ -341,8 +351,8 @@ def _figure_lines(figure: str, answer: str, simulated: bool, width: int) -> list
 
 
 def _searching_words(state: SessionState) -> str:
-    """Return where the model is being built if nothing else is running, else what is being
-    measured and why.
+    """Return the devices on which the model is being built if every running probe is still
+    building it; otherwise return what is being measured and why.
     """
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
@@ -397,8 +407,8 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 
 
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """Return a plan's warnings, each wrapped, in at most `most` rows; if rows are missing, the last
-    row shows it.
+    """Return a plan's warnings, each wrapped, in at most `most` rows; if not all rows fit, the last
+    row ends in an ellipsis.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)

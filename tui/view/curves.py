@@ -17,8 +17,8 @@ ALIKE = 0.03  # curves whose relative difference stays below this are drawn once
 
 
 def curve_chart(state: SessionState) -> Chart:
-    """Return the chart of the curves in this state. Devices with indistinguishable measurements
-    share a curve labelled with all their numbers.
+    """Return the chart of the curves in this state. Devices whose measurements differ by at
+    most `ALIKE` share a curve, which is labelled with all of them.
     """
     found = curves(state)
     groups = _group_alike(found)
@@ -110,8 +110,8 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _zones(state: SessionState, found: Sequence[CurvePoints]) -> tuple[Zone, ...]:
-    """Return, for each device, the zone where it runs out of memory; batch sizes that run out on
-    all devices are hatched.
+    """Return a line at each device's smallest batch size that ran out of memory; from the largest
+    of these batch sizes on, the chart is hatched.
     """
     walls = [(curve.wall, curve.device) for curve in found if curve.wall is not None]
     if not walls:

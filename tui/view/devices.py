@@ -118,8 +118,8 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """Return totals of several devices, as many as fit: samples/s, utilisation, watts, memory;
-    empty for one device.
+    """Return totals of several devices, as many as fit: samples/s, mean utilisation, watts,
+    memory; empty for one device.
     """
     if len(samples) < 2:
         return ()
@@ -208,8 +208,8 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function from used bytes to a tone: a warning from 98 % of the
-    device's memory on.
+    """Return a function from used bytes to a tone: "warn" from 98 % of the device's memory on, else
+    "memory".
     """
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
@@ -269,7 +269,7 @@ _REASON_LETTERS = {
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
     """Abbreviate the reasons for throttling to letters, as many as fit: P power, T thermal, B
-    brake, S sync, H hardware.
+    brake, S sync or software, H hardware. Any other reason gives its first letter.
     """
     letters = []
     for reason in reasons:
@@ -309,7 +309,9 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the fraction of a step that isn't spent waiting."""
+    """Draw compute time (own work) as a fraction of compute time and waiting together, with a bar
+    if there is room.
+    """
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
     own, waiting = row.work

@@ -80,7 +80,9 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """Return texts of decreasing length on the origin of a snapshot, its host, driver and time."""
+    """Return texts on a snapshot, the longest first: its host, driver and time; host and time; only
+    the time.
+    """
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
     host = plain(snapshot.host.hostname, 30)
@@ -329,7 +331,9 @@ def _figure(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return the value that a column is sorted by; unknown values come last."""
+    """Return the value that a column is sorted by; -1 if it is unknown, so that it comes last in
+    descending order.
+    """
     return -1.0 if reading.value is None else reading.value
 
 

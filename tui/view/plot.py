@@ -199,8 +199,8 @@ class Frame(NamedTuple):
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
-        """Round figures of y at about equal distances on the screen: where rows round them to
-        unequal ones, there are fewer.
+        """Return round values of y for the labels of the axis, in rows that are about equally far
+        apart; fewer values if rounding to rows would make the distances unequal.
         """
         ticks: list[float] = []
         for most in range(max(3, self.height // CELLS_PER_TICK[1]), 0, -1):

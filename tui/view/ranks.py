@@ -19,10 +19,10 @@ from evener.training.limits import LEAST_SHARE, LimitKind, TrainingLimit
 from evener.training.step_limits import MeasuredRank, TrainingFigures
 from evener.training.step_sums import RankStep, StepSums
 
-SILENT_STEPS = 3.0  # steps by which a report is late if its rank hangs, validates, or has gone
+SILENT_STEPS = 3.0  # steps by which the report of a silent rank is late, at least
 # of the time throttled, or of a device's multiprocessors that a neighbour takes
 LEAST_PERCENT = 5.0
-MOST_PASSES = 1000  # of a share; more are no training's, and would take long to write
+MOST_PASSES = 1000  # passes of a share; a report with more is wrong, and would take long to write
 ORDER: tuple[Doing, ...] = get_args(Doing)
 Work = Mapping[
     tuple[str, str], tuple[float, float]
@@ -57,7 +57,7 @@ class RankRow(msgspec.Struct, frozen=True):
     ended_s: float = 0.0  # seconds since the training ended; 0 while it runs
 
 
-SILENT = "silent"  # the kind of a cause when there are no steps
+SILENT = "silent"  # kind of the cause that a rank doesn't report
 HOT = ("thermal", "temperature", "heat")  # words in reasons for low clocks
 
 DOING: dict[Doing, str] = {  # what a silent rank is doing
@@ -135,8 +135,9 @@ def measure_place(place: RankPlace, rows: Sequence[RankRow], report: Training) -
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return how many seconds the next report of a silent rank is overdue; 0 while
-    the rank reports.
+    """Return for how many seconds the next report of a silent rank has been overdue; 0 while the
+    rank reports. A rank is silent once its report is late by more than `OLD_SECONDS` and by more
+    than `SILENT_STEPS` steps.
     """
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
@@ -144,7 +145,7 @@ def silent_seconds(report: Training, at_seconds: float) -> float:
 
 def work_by_device(snapshot: Snapshot) -> Work:
     """Return the compute time (own work) and waiting of a step by host and device id, for all
-    devices whose training reports both.
+    devices whose training reports both; silent processes are left out.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
@@ -168,8 +169,8 @@ def find_causes(
     processes: Sequence[ProcessSample],
     missing: int = 0,
 ) -> tuple[Cause, ...]:
-    """Return the causes that slow a training down: silent ranks, the training's limits, then device
-    problems. `missing` ranks have no report on this machine.
+    """Return the causes that slow a training down: silent ranks, the training's limits, throttled
+    devices, then other processes on its devices. `missing` ranks have no report on this machine.
     """
     rows = [place.row for place in ranks]
     return (
@@ -188,8 +189,9 @@ def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
 
 
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """Yield the silent ranks that others wait for: ranks that are stopped, else the ranks with
-    the least progress.
+    """Yield a cause for each silent rank that others wait for: the stopped ranks, else the ranks
+    with the least progress. If all ranks are silent in the same part of a step, yield one cause for
+    all of them.
     """
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
@@ -198,13 +200,15 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
         return
     held = [row for row in silent if row.doing]
     waits = any(row not in holding for row in held)
-    unknown = missing > 0 or len(rows) > len(silent)  # what some are at
+    unknown = missing > 0 or len(rows) > len(silent)  # of some ranks, the part of the step
     for row in holding:
         yield _describe_silent(row, _name_rank(row, rows), waits, unknown)
 
 
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Return the silent ranks that the others wait for."""
+    """Return the silent ranks that the others wait for: the stopped ranks, else the ranks with the
+    least progress.
+    """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
         return stopped

@@ -35,8 +35,8 @@ from .table import whole_table
 
 WIDEST_NAME = 30
 GAIN_CELLS = 14
-MOST_LEGEND = 3  # rows
-MOST_REMARK = 8  # rows of one, so that none is cut in a word
+MOST_LEGEND = 3  # most rows of the legend of shares
+MOST_REMARK = 8  # most rows of one remark, enough that none is cut
 LEAST_BAR = 8
 BAR_SIGN = "▇"
 PLAN_NAME = "this plan"
@@ -123,7 +123,7 @@ def _blocks(part: float, width: int, first: bool) -> tuple[Span, ...]:
 
 
 def _remarks(finished: Finished, width: int) -> list[Line]:
-    """Return the doubts, then the remarks, each on a few rows."""
+    """Return the doubts and the plan's other warnings, then the remarks, each on a few rows."""
     written = _written(finished)
     doubts = written.doubts if written is not None else ()
     remarks = written.remarks if written is not None else ()
@@ -189,7 +189,9 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the gains and all remarks that the headline doesn't contain."""
+    """Return the verdict's gains, its doubts, the plan's other warnings and the remarks; empty for
+    a run that stored only the text of its verdict.
+    """
     written = _written(finished)
     if written is None:
         return []

@@ -15,8 +15,8 @@ from evener.printable import plain
 from .cells import Line, Mark, Span, Tone, cut, fit, line, text_lines
 
 LABEL_CELLS = 14
-CHANGE_CELLS = 14  # at least
-MOST_CELLS = 44  # of a fact: figures that are compared aren't far from each other
+CHANGE_CELLS = 14  # least cells of the change
+MOST_CELLS = 44  # most cells of a value, so that compared values are close together
 
 
 class ComparedFact(NamedTuple):
@@ -97,8 +97,8 @@ def _signed(change: float) -> str:
 
 
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
-    """Return the differences, a row each: the first run's value, the second run's, and the change;
-    a warning if the runs had different requests.
+    """Return the samples/s and every fact that differs, a row each: the first run's value, the
+    second run's value, and the change. A warning comes first if workload or devices differ.
     """
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
@@ -130,8 +130,8 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Shorten a text to fit; of a path, keep the file name, which is more informative
-    than its folders.
+    """Return a text that fits in `cells` as it is; of a longer text, return the part behind the
+    last slash, because a file's name tells more than its folders.
     """
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]

@@ -40,7 +40,9 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Return a file's name, preceded at any width by a mark if the run used simulated devices."""
+    """Draw the workload without a file's folders, or why the run can't be read; a mark in front,
+    which is never cut off, shows that the run used simulated devices.
+    """
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
     name = Span(cut(plain(text), width - cells(mark)), "text" if row.workload else "bad")
@@ -88,7 +90,7 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
         (19,),
         text_cell(lambda row: row.created.replace("T", " ").removesuffix("Z"), "dim"),
         "left",
-        needs=110,  # a run's id begins with its date
+        needs=110,  # narrower tables show the date only as the beginning of the run's id
     ),
     Column(
         "devices",
@@ -122,18 +124,18 @@ RUN_COLUMNS: tuple[Column[RunSummary], ...] = (
 
 
 def has_failed(summary: RunSummary) -> bool:
-    """True if a run has nothing to show."""
+    """True if a run failed or can't be read."""
     return summary.state in ("failed", "unreadable")
 
 
 def _end_state(run: StoredRun) -> SessionState:
-    """Return the state of a run's end, as the Balance screen shows it."""
+    """Return the state of a session at the end of a run, without its measurements."""
     state = first_state(run.header.devices, run.header.workload, run.header.run)
     return msgspec.structs.replace(state, finished=run.end, ended=True)
 
 
 def _with_measurements(run: StoredRun) -> SessionState:
-    """Return the state of a run's end with all its measurements."""
+    """Return the state of a session at the end of a run, with all measurements of the run."""
     seen = run.record.seen
     return msgspec.structs.replace(_end_state(run), seen=seen, probes=len(seen))
 
@@ -162,7 +164,7 @@ def _state_words(run: StoredRun) -> str:
 
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
     """Return a run's plan: shares, rivals (with bars if `height` allows), verdict and warnings, and
-    below them its measurements if there is room.
+    below them its measurements if there is room. A run that hasn't ended gives its name and state.
     """
     name = f" {plain(run.header.run)} "
     title = line(

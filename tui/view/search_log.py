@@ -68,8 +68,11 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return what a measurement adds to the measurements before it: it is the best, or it gains
-    over a smaller batch.
+    """Return the doubts about a measurement or, if there are none, what it adds to the earlier
+    measurements.
+
+    For one device that is the gain over the next smaller batch measured on it; for several devices,
+    that no measurement was faster so far. Otherwise return an empty string.
     """
     if not isinstance(seen, Timed):
         return ""

@@ -102,7 +102,9 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_words(state: SessionState) -> str:
-    """Return "paused", or what is still running, because a pause waits for the running probe."""
+    """Return that the search is paused or, as long as a probe runs, which devices must finish it
+    first.
+    """
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."
     busy = sorted({place for each in state.running for place in each.probe.layout.active})
@@ -113,7 +115,7 @@ def _pause_words(state: SessionState) -> str:
 
 
 def _now_words(state: SessionState) -> str:
-    """Return what runs on which devices, and the phase of its work."""
+    """Return which layouts are being measured, and the phase that has lasted longest."""
     if not state.running:
         return "the next measurement is being chosen."
     names = [name_layout(each.probe.layout, state.devices) for each in state.running]

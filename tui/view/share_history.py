@@ -36,7 +36,7 @@ def share_lines(
     figure_cells = max(len(str(row.share)) for row in shown) + 3
     if room < LEAST_LANE + figure_cells:
         return ()
-    last = room - figure_cells  # the figure of the newest share has its place behind it
+    last = room - figure_cells  # the newest share's number is written behind the last change
     ends = [min(last, _place(each, known, at_seconds, room)) for each in known]
     lines = [
         Line((Span(f" {label:<{label_cells}}", "dim"), *lane))

@@ -32,9 +32,9 @@ EXCHANGE = PartStyle("exchange", "accent", "▚")
 BETWEEN = PartStyle("between steps", "dim", Mark.DOT)
 PARTS = (INPUT, OWN_WORK, WAITING, EXCHANGE, BETWEEN)  # in the order of a step
 LEAST_LANE = 10  # cells
-STEP_CELLS = 9  # of a step in a lane, about
-LEAST_IN_COMMON = 3  # steps that all ranks report, for lanes of the same ones
-LEAST_WITH_GAP = 4  # cells of a step in a lane, from which on a blank one ends it
+STEP_CELLS = 9  # about the cells of a step in a lane
+LEAST_IN_COMMON = 3  # steps that all ranks must report for their lanes to show the same steps
+LEAST_WITH_GAP = 4  # cells of a step in a lane from which on its last cell is blank
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
@@ -153,7 +153,7 @@ def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
     """Draw some steps over `width` cells, which are `span_s` seconds; each step in its parts, with
-    a blank between steps.
+    a blank behind each step of at least `LEAST_WITH_GAP` cells.
     """
     if span_s <= 0:
         return [Span(" " * width)]

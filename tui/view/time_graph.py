@@ -16,7 +16,7 @@ from .cells import Tone
 SPANS = (30.0, 60.0, 120.0, 300.0, 600.0)  # seconds that graphs may show
 _ROUND_SECONDS = (5, 10, 15, 30, 60, 120, 300, 600, 900, 1800, 3600, 7200, 14400, 86400)
 _CELLS_PER_LABEL = 9
-MOST_STRETCH = 8  # columns of dots of one tick
+MOST_STRETCH = 8  # most columns of dots of one tick
 _LEFT = (0x00, 0x40, 0x44, 0x46, 0x47)  # dots of a braille sign's left column, from below
 _RIGHT = (0x00, 0x80, 0xA0, 0xB0, 0xB8)
 
@@ -42,9 +42,9 @@ class TickWindow(NamedTuple):
     """
 
     width: int
-    per_dot: int
-    ticks: int  # so far
-    stretch: int = 1  # columns of dots of each tick, where there are few; more than one fit all
+    per_dot: int  # ticks of each column of dots
+    ticks: int  # since the start
+    stretch: int = 1  # columns of dots of each tick; above 1 only if all ticks fit
 
     @property
     def last_cell(self) -> int:
@@ -171,7 +171,9 @@ def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | 
 
 
 def axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """Return the axis with round times before now, each at its cell."""
+    """Return the time axis: "now" at the right end, and round times before now ("30 s", "2 min"),
+    each at its cell.
+    """
     signs = list("─" * width)
     signs[-4:] = " now"
     if len(times) < 2:

@@ -20,7 +20,7 @@ LABEL_CELLS = 9  # the device in front of its graphs
 GUTTER_CELLS = 6  # in front of each graph: its newest figure, and the ends of its axis
 LEAST_GRAPH = 14  # cells of a graph, below which a column is left out
 LEAST_ROWS, MOST_ROWS = 2, 30  # of a graph
-MIDDLE_ROWS = 5  # from which on the middle of the axis is named too
+MIDDLE_ROWS = 5  # rows of a graph from which on the middle of its axis is labelled too
 COLDEST = 20.0  # °C, the lower end of temperatures
 
 
@@ -31,7 +31,7 @@ class GraphMetric(NamedTuple):
     field: str
     tone: Tone
     draw: Callable[[float], str]
-    top: Callable[[DeviceSample], float | None]  # None: a round figure above the highest
+    top: Callable[[DeviceSample], float | None]  # None: a round value above the highest
     low: float = 0.0
 
 
@@ -60,7 +60,7 @@ class TimeView(NamedTuple):
 
     per_dot: int = 1
     cursor: int | None = None
-    common_top: bool = False  # all devices' samples/s and watts on one scale
+    common_top: bool = False  # each metric has one scale for all devices
     chosen: str = ""  # the key of the device under the list's cursor
     stretch: int = 1  # columns of dots of a tick, for a short history
 
@@ -113,7 +113,7 @@ def _has_past(sample: DeviceSample, metric: GraphMetric, past: PastTicks) -> boo
     """True if a device reports a metric, or reported it in the stored ticks."""
     value = getattr(sample, metric.field).value
     if value or (value is not None and metric.top(sample)):
-        return True  # a figure without an upper end, as samples/s, shows nothing while it is 0
+        return True  # a metric without an upper end, such as samples/s, isn't drawn while it is 0
     return any(past.history(sample.device.key, metric.field, HISTORY_TICKS))
 
 

@@ -24,10 +24,10 @@ from .time_graph import (
 )
 from .trainings import TrainingRow
 
-LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # of a graph
-GOOD_HEIGHT = 8  # from which they are stacked, for longer histories
+LEAST_WIDTH, LEAST_HEIGHT = 40, 5  # least cells and rows of a graph
+GOOD_HEIGHT = 8  # rows of a graph from which graphs are stacked, which shows longer histories
 GUTTER_CELLS = 6  # in front of each graph: the ends of its axis
-BETWEEN_CELLS = 2  # graphs that are beside each other
+BETWEEN_CELLS = 2  # between graphs that are side by side
 Values = tuple[float | None, ...]
 
 
@@ -53,7 +53,7 @@ class Reader(NamedTuple):
     window: TickWindow
 
     def read(self, key: str, metric: str) -> Values:
-        """Return the values of a device or of a training."""
+        """Return the newest values of a metric of a device or of a training."""
         return self.past.history(key, metric, self.window.newest)
 
 
@@ -66,7 +66,7 @@ def training_graph_lines(
     interval_seconds: float,
 ) -> tuple[Line, ...]:
     """Return as many graphs of a training as fit in `size` (cells, rows), or a message that says
-    why there are none.
+    why there are none; no lines if there is no room.
 
     The graphs show at least `seconds`, of readings that are `interval_seconds` apart.
     """
@@ -112,7 +112,9 @@ def _most_columns(width: int, most: int, ticks: float) -> int:
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns in which `count` graphs are high enough."""
+    """Return the smallest number of columns, at most `most`, in which `count` graphs have
+    `GOOD_HEIGHT` rows each.
+    """
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
             return columns
@@ -123,8 +125,8 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions: the whole training, then each of its devices if there is room for all,
-    then their power.
+    """Return the captions: all devices together unless ranks are missing, each device if there is
+    room for every caption, then power and noise scale if they are known.
     """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []
@@ -225,7 +227,7 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Return the sum at each tick, None at ticks where any device has no value."""
+    """Return the sum over all devices at each tick, None at ticks where any device has no value."""
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )

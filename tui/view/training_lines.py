@@ -43,13 +43,13 @@ class Wanted(NamedTuple):
 
     ranks: int = 0
     text: int = MOST_TEXT
-    lanes: int = 0  # of last steps
-    shares: int = 0  # over time
+    lanes: int = 0  # rows of the last steps
+    shares: int = 0  # rows of the shares over time
 
 
 def arrange_trainings(height: int, frame: int, trainings: int, wanted: Wanted) -> dict[str, int]:
-    """Return the rows of each panel, frames included: some trainings, every rank, sentences, the
-    last steps, the shares so far, and graphs.
+    """Return the rows of each panel, frames included: trainings in about a quarter of `height`,
+    every rank, sentences, the last steps, the shares so far, and graphs.
 
     Without a training there is one panel, which says how to start one.
     """
@@ -96,8 +96,8 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the causes as text, or each kind of cause once; for an ended training, how long
-    ago it ended.
+    """Draw the causes as text if they fit, else each kind of cause once; for an ended training,
+    draw how long ago it ended.
     """
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
@@ -113,8 +113,8 @@ def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the name of the workload; of a file only its name, because a narrow column would show
-    the beginning of its path.
+    """Return the name of the workload, or the framework if it has none. A file's folders are left
+    out, because a narrow column would show only the beginning of its path.
     """
     return row.workload.rpartition("/")[2] or row.framework
 
@@ -180,8 +180,8 @@ def _rank_figure(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a `draw` function for a rank's value, empty if `there` is 0; the value of a silent
-    rank is drawn as stale.
+    """Return a `draw` function for a rank's value, which draws a dash if `there` returns 0; the
+    value of a silent rank is drawn as stale.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -206,13 +206,13 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """Format a part of a step; 0 has no decimals."""
+    """Format the seconds of a part of a step; less than `LEAST_PART_S` is written as 0 ms."""
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return the seconds of waiting without the exchange, like the bar and the sentences; both
-    together if the parts of the rank's step are unknown.
+    """Return the seconds of a step that a rank waits, without the exchange of gradients, as the
+    bar shows them. If the parts of the rank's step are unknown, the exchange is included.
     """
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 

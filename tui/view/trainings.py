@@ -18,8 +18,8 @@ from evener.training.step_limits import TrainingFigures, judge_training
 
 from .ranks import Cause, Placed, RankPlace, RankRow, find_causes, measure_place, place_ranks
 
-AS_PLANNED = 0.95  # fraction of the plan's samples/s from which no cause is searched
-CROWDED = 1.25  # load per core from which the host is overloaded
+AS_PLANNED = 0.95  # fraction of the plan's samples/s from which a training is as fast as its plan
+CROWDED = 1.25  # 1-minute load per core from which the host is overloaded
 
 
 class TrainingRow(msgspec.Struct, frozen=True):
@@ -29,7 +29,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     workload: str
     framework: str
     ranks: tuple[RankRow, ...]
-    missing_ranks: int  # ranks on other hosts, or ended
+    missing_ranks: int  # ranks without a report here: on other hosts, or ended
     step: int
     samples_per_second: float
     tokens_per_second: float
@@ -40,7 +40,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     step_s: float
     step_spread: float  # interquartile range over the median
     input_s: float  # seconds of a step waiting for data
-    # of a step, between the backward pass and the next batch, without the optimizer
+    # seconds of a step between the backward pass and the next batch, without the optimizer
     between_s: float
     causes: tuple[Cause, ...]  # causes of its waiting, the most certain first
     advice: Advice | None  # shares that would be faster
@@ -50,7 +50,7 @@ class TrainingRow(msgspec.Struct, frozen=True):
     limits: tuple[TrainingLimit, ...] = ()  # limits of its steps, the largest first
     starved: float = 0.0  # fraction of the time in which threads of a rank waited for cores
     pending: PendingShares | None = None  # the next change of shares that it makes by itself
-    run: str = ""  # with its journal; empty: it keeps none
+    run: str = ""  # id of the run that keeps its journal; empty: it keeps none
     ended_s: float = 0.0  # seconds since it ended; 0 while it runs
     summary: tuple[str, ...] = ()  # its summary after the end, if it wrote one
 
@@ -76,7 +76,9 @@ class EndedTrainings:
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """Return the running trainings, followed by those that ended recently."""
+        """Return the running trainings, followed by the newest `MOST_KEPT` of those that ended
+        within the last `KEPT_SECONDS`.
+        """
         running = {row.key for row in rows}
         ended = [
             self._end(row, seen_at, at_seconds)
@@ -173,8 +175,8 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the totals of all ranks; samples per joule and the fraction of the plan only if no
-    rank is missing.
+    """Add the totals of all ranks that aren't silent; samples per joule and the fraction of the
+    plan's samples/s stay 0 if a rank is missing.
     """
     reporting = [rank for rank in row.ranks if not rank.silent_s]
     speed = sum(rank.samples_per_second for rank in reporting)
