@@ -91,7 +91,7 @@ class Finding(msgspec.Struct):
 class StepAudit:
     """The audits of a model's training by an engine.
 
-    With `strict`, a confirmed difference ends the training at any time. `pass_rows` is the number
+    With `strict`, a confirmed difference raises RequestError in any step. `pass_rows` is the number
     of rows in the engine's largest pass; None without passes.
     """
 
@@ -377,7 +377,10 @@ class StepAudit:
         return not isinstance(self._try(plain, _read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
-        """Yield the rows of each pass of this process; one pass per device without passes."""
+        """Yield the rows of each pass that this process computes.
+
+        A device takes two passes if the engine takes passes, otherwise one.
+        """
         cut, total = self._engine.cut, int(count_rows(rows))
         edges = [int(edge) for edge in cut.bounds(total)]
         for device, (start, stop) in enumerate(pairwise(edges)):
@@ -428,7 +431,8 @@ class StepAudit:
     ) -> Finding | None:
         """Compare gradients, losses, logs and states, with these values of variables.
 
-        Returns a finding if they differ; logs only cause a warning.
+        Returns a finding if they differ; logs only cause a warning. If `moved` isn't empty, it
+        describes changed values or labels, and only gradients are compared.
         """
         plain, shared = steps
         values = {**self._list_seeds(), **values}
@@ -496,8 +500,10 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return a difference of gradients, or of losses, which gradients of 0 may hide.
+        """Return the largest difference of the gradients, or else that of the losses, if any.
 
+        Losses are compared because gradients of 0 would hide a difference; with `moved`, they
+        aren't.
         The tolerance comes from `repeats`, results of the reference step with rounding errors.
         """
         sketches = [each.gradients for each in repeats]

@@ -80,7 +80,7 @@ class TracedStep:
         self._model = model
         self._plain = plain
         self._shifts = Shifts() if shifted else None
-        self._places: list[str] = []  # places of decisions
+        self._places: list[str] = []  # of each decision, as find_place names it
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
         with kept_attributes(model), draws_alike(model), calls_of_steps():
@@ -231,7 +231,7 @@ def _has_rows(output: Any) -> bool:
 
 
 def _sum_rows(output: Any, seed: Any) -> Any:
-    """Return PROJECTIONS sums of the numbers in each row."""
+    """Return PROJECTIONS weighted sums of the numbers in each row, with random signs."""
     if output.dtype.is_complex:
         output = tf.stack([tf.math.real(output), tf.math.imag(output)], -1)
     flat = tf.cast(output, tf.float64 if output.dtype == tf.float64 else tf.float32)
@@ -295,7 +295,7 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """Return the keys of variables that a graph may assign: it doesn't just read them."""
+    """Return the keys of the variables that a graph may assign: all that it doesn't only read."""
     found = set()
     for outer, inner in graph.captures:
         uses = {operation.type for operation in inner.consumers()}

@@ -111,7 +111,8 @@ def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool
 def _save_backup(backup: Any) -> None:
     """Save like BackupAndRestore, but so that the epoch of the saved weights is always known.
 
-    This holds even if the process is killed while it saves.
+    That is so even if the process is killed while it saves: the metadata are written before the
+    weights, and name the optimizer's step and the epoch of the save before.
     """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -130,7 +131,8 @@ def _save_backup(backup: Any) -> None:
 def _match_epoch(backup: Any) -> None:
     """Set the initial epoch to that of the weights that were restored.
 
-    If the last save was interrupted, the weights are those of the save before it.
+    If the optimizer's step isn't the one in the metadata, the last save was interrupted, so the
+    weights are those of the save before it.
     """
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
@@ -143,9 +145,11 @@ def _match_epoch(backup: Any) -> None:
 def save_whole(
     rank: int, save: Callable[..., Any], filepath: Any, *arguments: Any, **named: Any
 ) -> Any:
-    """Call `save` or `save_weights` so that the file appears in one step, complete.
+    """Call `save` or `save_weights` so that a `.keras` or `.h5` file is replaced atomically.
 
-    A reader always finds a complete file, even if the process is killed while it saves.
+    So a reader always finds a complete file, even if the process is killed while it saves. A file
+    with another suffix, a remote file, and one saved with `zipped` or `overwrite` set to False is
+    saved directly.
     """
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False

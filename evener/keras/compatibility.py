@@ -202,10 +202,10 @@ def warn_loss_metric(state: Any) -> None:
 
 
 def warn_summed_metrics(model: Any) -> None:
-    """Warn about metrics that may not add up over rows.
+    """Warn that metrics other than Keras' own may be wrong, unless they add up over rows.
 
-    Metrics other than Keras' own are affected if the outputs are too large to be
-    sent to every process.
+    It is called if the outputs are too large to be sent to every process, so that each process
+    counts its own rows.
     """
     metrics = model._compile_metrics.metrics if model._compile_metrics else []
     own = [
@@ -279,7 +279,7 @@ class PartKinds(msgspec.Struct, frozen=True):
 
     By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
     ROWS, SUM, one of COUNTS, or OTHER. `states` gives the kind (ROWS, SUM, SAME or OTHER) of each
-    state's change, by its place in `model.non_trainable_variables`. `attributes` gives the kind of
+    state's change, by its index in `model.non_trainable_variables`. `attributes` gives the kind of
     tensors that a call leaves in attributes and that don't consist of rows.
     """
 
@@ -290,7 +290,7 @@ class PartKinds(msgspec.Struct, frozen=True):
     seen: str = ""  # a message about the loss, if it is OTHER
 
     def added_kind(self, place: int) -> str:
-        """Return how the added loss at this place adds up."""
+        """Return how the layers' loss number `place` adds up: ROWS unless `added` has its kind."""
         return self.added[place] if place < len(self.added) else ROWS
 
 

@@ -260,7 +260,7 @@ class ArrayBatches:
         return self._dataset(take_own, endless)
 
     def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
-        """Return a dataset of `DealtArrays`: global batches with rows dealt to devices by length.
+        """Return a dataset of `DealtArrays`: global batches with rows distributed by length.
 
         `tokens` are the lengths of all rows.
         """
@@ -404,10 +404,10 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 
 
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
-    """True if these shapes equal the shapes of the model's inputs without the batch axis.
+    """True if these are the shapes of single samples: they lack one axis of each input.
 
-    Each shape then has one axis less than its input. If an input has as many axes as a batch of
-    another input would, an open axis of the inputs or a known first axis of the samples decides.
+    If all their first axes are open, they may be batches instead, so an input must have an open
+    axis beside the batch axis.
     """
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -417,9 +417,9 @@ def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
 
 
 def _lead_batches(shapes: Sequence[Any]) -> bool | None:
-    """Tell by the first axes whether these are shapes of batches; None if they don't tell.
+    """True if all first axes are open, as in batches; False if they differ; otherwise None.
 
-    Batches have an open first axis. Samples with several arrays have first axes of unequal length.
+    Arrays of a single sample have first axes of different length; those of a batch don't.
     """
     leading = {shape[0] for shape in shapes}
     if leading == {None}:
@@ -496,9 +496,9 @@ def _to_tensor(array: Any) -> Any:
 
 
 def _own_threads(count: int) -> Any:
-    """Return options for a private thread pool of `count` threads.
+    """Return tf.data options for a private pool of `count` threads.
 
-    With it, neither a waiting collective nor the training delays a batch.
+    TensorFlow's own pool would let a waiting collective or the training delay a batch.
     """
     options = tf.data.Options()
     options.threading.private_threadpool_size = count

@@ -26,11 +26,12 @@ CALLED = tuple(
     f"{KERAS}{each}/" for each in ("ops", "backend", "utils")
 )  # called by users and by Keras
 
-Margins = dict[str, list[Any]]  # left minus right sides of comparisons, by place
+# left minus right sides of comparisons, by place: the line of user code, as find_place names it
+Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield the comparisons of users' code in a graph with their places.
+    """Yield (place, operation) for each comparison of users' code in a graph.
 
     Comparisons that have a result for each row are left out.
     """

@@ -36,9 +36,10 @@ LARGEST_KEY = (1 << 31) - 1
 
 
 class Group:
-    """The processes that train in step; make it before TensorFlow's first operation in the process.
+    """The processes that train one model together.
 
-    Raises RequestError unless each process sees one device.
+    It must be made before TensorFlow's first operation in the process. Raises RequestError unless
+    each process sees one device.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:
@@ -74,7 +75,8 @@ class Group:
 
         Every process must call this with tensors of the same shapes. Put tensors that are ready
         early first: if there are many bytes, most of them are summed while the last tensors are
-        still computed. No other sum waits for the last `apart` tensors.
+        still computed, and the last `apart` tensors are summed separately at the end, so that no
+        other sum waits for them.
         """
         if tf.executing_eagerly():
             return self.sum_now(tensors)
@@ -252,7 +254,7 @@ def digest_batch(data: Any) -> BatchDigests:
 
 
 def _digest_rows(data: Any) -> Any:
-    """Return a hash of these tensors; of a tensor with large rows, only the first row counts."""
+    """Return a hash of these tensors; only row 0 counts if a row has more than `FEW` elements."""
     return digest(
         [
             leaf if (leaf.shape[1:].num_elements() or FEW + 1) <= FEW else leaf[:1]
@@ -284,7 +286,10 @@ def check_same_arrays(group: Any, data: Any, size: int, settings: Sequence[Any])
 
 
 def refuse_other(rank: int) -> None:
-    """Raise RequestError for the first process whose data differ from rank 0's; 0 means none."""
+    """Raise RequestError unless `rank` is 0.
+
+    `rank` is the first process whose data differ from those of rank 0; 0 if none does.
+    """
     if rank:
         raise RequestError(
             f"Rank {rank} has other rows in a batch than rank 0, or batches them otherwise.",

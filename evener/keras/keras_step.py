@@ -321,7 +321,10 @@ def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
 
 
 def main_part(kind: str, part: Any) -> Any:
-    """Return the weight of a value of this part of the rows, which adds up by rows or as a sum."""
+    """Return the weight of a part's value in the value of the whole batch.
+
+    It is 1 if `kind` is SUM (0 for a filler row), otherwise `part`, the part's fraction.
+    """
     return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
@@ -355,7 +358,10 @@ def _headroom(model: Any) -> float:
 
 
 def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
-    """Multiply by the headroom; the result is NaN if it would be infinite in float16."""
+    """Return the gradient times the headroom.
+
+    With `is_half`, numbers of a dense gradient that overflow in float16 are NaN.
+    """
     if gradient is None:
         return None
     if isinstance(gradient, tf.IndexedSlices):

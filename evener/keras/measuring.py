@@ -46,8 +46,8 @@ def measure(
     """Compare parts of the first rows, (x, y, weight), with all of them.
 
     `call` comes from `make_call`. `partial`: parts of a batch have separate losses. `whole` is the
-    number of rows of the batch, 0 if unknown. Nothing is learned from rows that the model can't
-    compute alone; an audit will report them.
+    number of rows of the batch, 0 if unknown. The default `PartKinds` are returned if the model
+    can't compute some of the rows alone; an audit will report that.
     """
     batch = int(keras.tree.flatten(data)[0].shape[0])
     if batch < 2:  # add a second row with different numbers
@@ -190,7 +190,7 @@ def _raise_zeros(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Seque
 
 
 def _change_weights(model: Any, every: Sequence[Tensors]) -> tuple[list[Any], Sequence[Tensors]]:
-    """Change the weights too, and the signs of the rows."""
+    """Return values like `_raise_zeros`, weights with added noise, and rows with reversed signs."""
     varied, _ = _raise_zeros(model, every)
     for number, variable in enumerate(model.trainable_variables):
         value = tf.convert_to_tensor(variable)
@@ -227,7 +227,10 @@ def _judge_states(
     parts: list[CallResult],
     sizes: tuple[int, ...],
 ) -> dict[int, str]:
-    """Return how the change of each assigned state adds up; BatchNormalization's do by rows."""
+    """Return how the change of each assigned state adds up, by the state's index.
+
+    Changes of BatchNormalization's states are always weighted by rows.
+    """
     normal = {
         id(state) for layer in list_normalizations(model) for state in layer.non_trainable_variables
     }
@@ -310,7 +313,8 @@ def build_variables(
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
     """Return the first batch, and an iterator that gives all batches including that one.
 
-    The first batch is None if there is none, or if its type can't be read.
+    The first batch is None if there is none, or if the iterator has elements that aren't tensors.
+    Up to `steps` batches are read ahead.
     """
     if not isinstance(batches, tf.data.Iterator):
         seen = list(islice(batches, steps))
@@ -378,7 +382,10 @@ def check_batch(engine: Engine, first: Tensors, training: bool = True) -> None:
 
 
 def _check_rows(batch: Tensors) -> None:
-    """Raise RequestError unless the first axis of all arrays is the batch's rows."""
+    """Raise RequestError if the first axes of a batch's arrays differ in length.
+
+    Then they can't all be its rows.
+    """
     leaves = [leaf for leaf in keras.tree.flatten(batch) if leaf is not None]
     counts = [int(leaf.shape[0]) for leaf in leaves]
     if len(set(counts)) > 1:

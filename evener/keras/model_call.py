@@ -27,7 +27,7 @@ class CallResult(NamedTuple):
     outputs: Tensors
     losses: list[Any]  # of layers
     added: list[float]  # losses without regularizers, as numbers
-    states: dict[int, Any]  # new values by place
+    states: dict[int, Any]  # new values by index in model.non_trainable_variables
     attributes: Leaves  # tensors that were left in attributes
 
 
@@ -42,7 +42,7 @@ class ModelCall:
             *(each for each in model.non_trainable_variables if not is_seed(each)),
             *([model.optimizer._iterations] if model.optimizer else []),
         ]
-        self._places: list[int] = []  # places of the states that a call assigns
+        self._places: list[int] = []  # indices of the states that a call assigns
         self._left: Any = None  # the attributes as a call leaves them
         self._run: Any = self._call
         if not model.run_eagerly:
@@ -61,7 +61,8 @@ class ModelCall:
     ) -> CallResult:
         """Call the model on these rows.
 
-        `states`, by place, and `varied` variables have these values during the call.
+        During the call, states and variables have the values in `states`, by index in
+        `model.non_trainable_variables`, and in `varied`, which are (variable, value).
         """
         every = self.model.non_trainable_variables
         given = {id(every[place]): value for place, value in (states or {}).items()}
@@ -79,7 +80,7 @@ class ModelCall:
         return CallResult(outputs, losses, added, found, attributes)
 
     def leave(self, result: CallResult) -> None:
-        """Put into attributes what the call with this result left there."""
+        """Set the model's attributes to the tensors that the call with this result left there."""
         self._left.restore()
         self._left.put(result.attributes)
 

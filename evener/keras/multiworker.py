@@ -141,7 +141,8 @@ class Workers:
     def methods(self) -> dict[str, Callable[..., Any]]:
         """Return replacements for methods of the model.
 
-        Steps on one batch start from shared weights, and files are complete at any moment.
+        `train_on_batch` and `test_on_batch` create the weights first, so that the processes can
+        share them; `save` and `save_weights` replace files atomically.
         """
         model, rank = self.model, self.group.rank
         return {
@@ -257,7 +258,8 @@ class Workers:
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
         """Run as many steps as Keras has in one execution, and return the logs of the last one.
 
-        Keras would put them into a loop of one graph, whose sums TensorFlow can't tell apart.
+        Keras would put them into a loop of one graph, but TensorFlow can't tell the all-reduces of
+        a loop's steps apart.
         """
         steps = self.model.steps_per_execution
         if steps == 1:

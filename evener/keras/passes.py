@@ -231,12 +231,12 @@ class DevicePasses:
         self._starts = self._states.starts(number)
         self._copies = [tf.identity(variable) for variable in model.trainable_variables]
         self._changed: set[int] = set()  # ids of states that a pass updates
-        self._reached: list[int] = []  # places of the weights that have a gradient
+        self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def run(self, passes: Any) -> PassSums:
-        """Run `passes` passes of nearly equal size one after another.
+        """Run `passes` passes of nearly equal size one after another, at least one.
 
-        If the device has no row that counts, run one.
+        A device without rows that count runs its only pass on a filler row.
         """
         with tf.device(HOST):
             passes, first = tf.maximum(passes, 1), tf.zeros([], tf.int64)

@@ -319,7 +319,8 @@ class Split:
     def _check_against_plan(self, model: Any) -> None:
         """Warn about each difference between this training and the one the plan was measured with.
 
-        Raises PlanError instead if `strict`.
+        Raises PlanError if the plan was measured with another framework or, with `strict`, if there
+        is any difference.
         """
         plan = self.plan
         if plan is None:
@@ -352,7 +353,7 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """Warn if the plan was measured with devices that were slowed or capped.
+    """Warn if the plan was measured with limits on devices (after `@` in a device's name).
 
     This training doesn't have such limits, so a different split may be the fastest.
     """

@@ -30,7 +30,7 @@ Steps = Callable[[Any], Any]  # Keras' function of some steps, given an iterator
 class FitStep(NamedTuple):
     """The seconds of a step's parts."""
 
-    input_s: float
+    input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
     between_s: float  # between the previous step and this one
 
@@ -47,7 +47,7 @@ class StepTimes:
         self.sums = RunningSums()
         self.kept: deque[FitStep] = deque(maxlen=KEPT_STEPS)
         with tf.device(HOST):
-            # when the rows of the last step were available, in seconds since the epoch
+            # when the rows of the last step were available (Unix time)
             self._ready = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self._notes = False  # True if a step's graph notes when its rows are available
         self._left_out = WARM_STEPS  # warm-up steps left
@@ -124,7 +124,8 @@ class StepTimes:
     def read_input_s(self) -> float | None:
         """Return the seconds that all counted steps have waited for their rows.
 
-        Return None if the steps don't note that, such as the graph of a step with passes.
+        Return None if no step notes when its rows are available, for example with XLA, or with
+        passes in engine multiworker.
         """
         return self.sums.whole.input_s if self._notes else None
 

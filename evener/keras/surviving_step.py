@@ -44,7 +44,7 @@ class SurvivingStep:
         self._finish: Any = None
         self._states: list[Any] = []  # states that a pass may change
         self._updated: list[tuple[Any, str]] = []  # states that passes return, and their kinds
-        self._reached: list[int] = []  # places of the weights that have a gradient
+        self._reached: list[int] = []  # indices of the trainable weights with a gradient
 
     def __call__(self, batches: Any) -> Any:
         """Train on the next batch and return its logs.

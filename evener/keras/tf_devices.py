@@ -139,7 +139,7 @@ def _visible_gpus() -> list[str] | None:
 
 
 def _position(share: Share, visible: list[str] | None) -> int:
-    """Return the number under which this process sees the plan's GPU.
+    """Return the index of the plan's GPU among those that this process sees.
 
     Raises DeviceError if CUDA_VISIBLE_DEVICES leaves it out.
     """

@@ -277,7 +277,10 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Note a signature; return True if it is new, so that its step is to be audited."""
+        """Note a signature; return True if it is new, so that its step is to be audited.
+
+        After 32 signatures, no further one is noted.
+        """
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
         self._signatures.add(signature)
@@ -300,7 +303,8 @@ class Audits:
     def decide_by(self, differs: bool) -> Action:
         """Return what follows from the audit of this step.
 
-        `differs` is True if any rank saw a difference.
+        `differs` is True if any rank saw a difference. After step 64, the next step is audited to
+        confirm a difference before anything else follows.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:

@@ -225,8 +225,9 @@ class PassQueue:
     def retry(self, is_whole: bool = True) -> None:
         """Put the rows of the pass taken last back to the front of the queue.
 
-        `is_whole` is True unless rows of an earlier failure are still being recomputed: then what
-        this pass has sent is of its own rows only.
+        With `is_whole`, these rows are a new failed range: `complete` returns False until all of
+        them are recomputed. It is False if rows of an earlier failure are still being recomputed;
+        then the pass stays part of that failure's range.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

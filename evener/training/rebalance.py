@@ -168,7 +168,7 @@ class Rebalancer:
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return the number of passes of each share, if memory holds as many rows as before."""
+        """Return the number of passes of each share by the current limits of rows per pass."""
         if not self._passes:
             return [1] * len(shares)
         return [
@@ -227,7 +227,7 @@ class Rebalancer:
     def _bound(self, limits: Sequence[int], fits: Sequence[int]) -> None:
         """Set the most rows of each pass from now on.
 
-        If the number of passes of the current shares changes, windows are counted from the start.
+        If that changes the number of passes of the current shares, past windows are dropped.
         """
         walls = []
         for rank, (share, most) in enumerate(zip(self.shares, self._most, strict=True)):
@@ -303,9 +303,9 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return each rank's seconds of a further pass by its curve.
+        """Return each rank's seconds for a further pass, in terms of its curve.
 
-        A rank's value that wasn't learned is the mean of the others.
+        Where they weren't learned, they are the mean of the learned ones, or 0 if there are none.
         """
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
@@ -326,9 +326,10 @@ class Rebalancer:
             self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return the shares that the last windows call for, their factors and the gain.
+        """Return faster shares by the last `span` windows, the ranks' factors and the gain.
 
-        Return None if the gain is too small.
+        Return None if the gain is too small, or if there is none in one of the last two windows or
+        in more than a quarter of all.
         """
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
@@ -364,10 +365,11 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return the gain that this number of windows has to show.
+        """Return the least gain for which the shares change after `span` windows.
 
-        It depends on how much windows vary, from one to the next and slowly. A rank's variation
-        counts in proportion to its own work in the step: `seconds` times its factor.
+        It rises with the variation from one window to the next (noise) and over many windows
+        (drift). A rank's variation counts in proportion to its own work in the step: `seconds`
+        times its factor.
         """
         own = [factor * each for factor, each in zip(factors, seconds, strict=True)]
         weights = [each / (max(own) + rest_s) for each in own]
@@ -381,9 +383,10 @@ class Rebalancer:
         return needed if self._last else max(needed, FIRST_SURE / math.sqrt(span))
 
     def _find_drifts(self, count: int) -> list[float]:
-        """Return how much each rank's first windows with these shares vary beside the other ranks'.
+        """Return the standard deviation of each rank's factor relative to the other ranks' factors.
 
-        With too few windows, return the values from earlier shares.
+        It is that of the first `count` windows with the current shares, or of earlier shares if
+        `count` is below 16.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -393,7 +396,7 @@ class Rebalancer:
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
         """Estimate the largest gain of any shares in a step, by the slopes at the current shares.
 
-        Solving for the shares takes far longer.
+        It is estimated first because solving for the shares takes far longer.
         """
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
@@ -474,10 +477,11 @@ def advise(
     most: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """Return the shares that these medians call for, with the gain in a step of `step_s`.
+    """Return the shares for which all ranks finish together, with the gain in a step of `step_s`.
 
-    Return None if the gain is below 2 %. `most` are the rows of one pass that each rank's memory
-    holds, 0 if unknown; without `passes`, no share exceeds its memory.
+    They follow from the medians `own_work_s` of the ranks' compute time (own work) with `shares`.
+    Return None if the gain is below 2 %, or if no shares are possible. `most` are the rows of one
+    pass that each rank's memory holds, 0 if unknown; without `passes`, no share exceeds its memory.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -507,8 +511,9 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the quantum of new shares: a divisor of the shares, at most 8, less if
-    they are small.
+    """Return the rows of which new shares are multiples: a divisor of the shares, at most 8.
+
+    It is smaller if the shares are small.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -524,7 +529,7 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def _beside_others(factors: Sequence[float]) -> list[float]:
     """Return each factor divided by the geometric mean of the others.
 
-    Something that slows all ranks alike is no reason for or against moving rows.
+    So whatever slows all ranks alike doesn't count, because it is no reason to move rows.
     """
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -532,7 +537,7 @@ def _beside_others(factors: Sequence[float]) -> list[float]:
 
 
 def _deviation(ratios: Sequence[float]) -> float:
-    """Return a robust standard deviation of logarithms, from the median of their distances."""
+    """Return the standard deviation of the ratios' logarithms, by the median absolute deviation."""
     middle = median(ratios)
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
