@@ -116,9 +116,9 @@ class TrainerWays:
         return Ways(reference, trained, changes, few.sizes, digest, few.pads)
 
     def at_once(self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0) -> Way:
-        """Compute all rows at once, like one of `world` processes.
+        """Return the way to compute all rows at once, like one of `world` processes.
 
-        `times` multiplies the number of items.
+        The number of items that is passed to the loss is multiplied by `times`.
         """
         items = self.count_items([few.whole])
         return [
@@ -133,7 +133,9 @@ class TrainerWays:
         micro: int = 0,
         excess: bool = False,
     ) -> Way:
-        """Compute the parts like shares do, in passes of up to `micro` rows (0: one pass each).
+        """Return the way to compute the parts like shares do.
+
+        Passes have up to `micro` rows; 0 means one pass for each part.
 
         With `excess`, the loss keeps the factor by which the trainer's own loss is too large.
         """
@@ -151,7 +153,7 @@ class TrainerWays:
         ]
 
     def _by_launcher(self, few: FewRows) -> Way:
-        """Compute equal parts like the program's own launcher: a mean over processes."""
+        """Return the way of the program's own launcher: a mean over processes with equal parts."""
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]

@@ -155,7 +155,7 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """Return the context of a pass whose gradients are exchanged together with later ones."""
+        """Return a context whose gradients are exchanged later, with those of the last pass."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
@@ -167,7 +167,10 @@ class TrainerPasses:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Run the accelerator's backward in a pass that may fail."""
+        """Run the accelerator's backward pass.
+
+        If memory runs out in it, the pass can be undone.
+        """
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()

@@ -118,7 +118,7 @@ def _own_optimizer(trainer: Any) -> Any:
 
 
 def check_shards(trainer: Any) -> None:
-    """Raises RequestError if the Trainer uses something that doesn't work with a sharded model."""
+    """Raise RequestError if the Trainer uses something that doesn't work with a sharded model."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,
         "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled

@@ -73,7 +73,7 @@ def joins_unevenly(ddp: Any) -> bool:
 
 
 def ignored_names(module: Any) -> set[str]:
-    """The names of parameters and buffers that DistributedDataParallel was told to ignore."""
+    """Return the parameter and buffer names that DistributedDataParallel was told to ignore."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -81,12 +81,12 @@ def ignored_names(module: Any) -> set[str]:
 
 
 def default_store() -> Any:
-    """The store through which the ranks of the default process group found each other."""
+    """Return the store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
 
 
 def abort_group() -> None:
-    """End the default process group without waiting for the other ranks."""
+    """Abort the default process group without waiting for the other ranks."""
     dist.distributed_c10d._abort_process_group()
 
 
@@ -98,9 +98,9 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Count the collectives that this process has begun among several ranks.
+    """Return the number of collectives among several ranks that this process has begun.
 
-    Returns the count for each process group and device.
+    There is a number for each process group and device.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {

@@ -115,7 +115,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(figures)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares in force, and the plan's shares, as they only fit this plan."""
+        """Return the shares in force, and the plan's shares to recognize the plan by."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 

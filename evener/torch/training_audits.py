@@ -575,7 +575,7 @@ class TrainingAudits:
     def _tell(self, own: RankVerdict) -> None:
         """Leave this rank's verdict in the store for the other ranks.
 
-        They usually audit the same steps.
+        They usually audit the same step, so that the verdicts can be compared.
         """
         training = self._training
         alone = not dist.is_initialized() or dist.get_world_size() != training.world

@@ -79,7 +79,7 @@ class Bench:
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[Bench]:
-        """A context in which `sketch` has no side effects.
+        """Enter a context in which `sketch` has no side effects.
 
         With `moves`, weights whose values are all equal, such as a head that is initialized to
         zero, are changed a little meanwhile, as they hide what other weights' gradients depend on.
@@ -105,8 +105,9 @@ class Bench:
     def sketch(self, way: Sequence[Piece], disturbance: int = 0, seed: int = SEED) -> Sketch:
         """Return the gradient of some rows, computed in this way.
 
-        Errors of the program's own code propagate. With a `disturbance`, a number, the gradient
-        differs by as much as rounding may cause. Random numbers start from `seed` in each piece.
+        Errors of the program's own code propagate. With a `disturbance` above 0, the gradient
+        differs by as much as rounding may cause, in a way that depends on this number. Random
+        numbers start from `seed` in each piece.
         """
         sums = GradientSums(self._tensors, SIGNS)
         computed: set[torch.dtype] = set()
@@ -155,7 +156,7 @@ class Bench:
 
 @contextmanager
 def _bare(model: Any) -> Iterator[None]:
-    """A context in which a model in DistributedDataParallel is called without the wrapper.
+    """Enter a context in which a model in DistributedDataParallel is called without the wrapper.
 
     The wrapper's reduction belongs to the training step.
     """
@@ -175,7 +176,7 @@ def _bare(model: Any) -> Iterator[None]:
 
 @contextmanager
 def _moved(tensors: Iterable[Any]) -> Iterator[None]:
-    """A context in which weights whose values are all equal are changed a little.
+    """Enter a context in which weights whose values are all equal are changed a little.
 
     Nothing is copied, as a single number restores them.
     """

@@ -23,9 +23,7 @@ _ARITHMETIC = {
 
 
 def map_nested(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return nested tuples, lists, dicts and slices with `function` applied to each
-    value in them.
-    """
+    """Return nested tuples, lists, dicts and slices with `function` applied to each value."""
     if isinstance(data, dict):
         return {key: map_nested(function, each) for key, each in data.items()}
     if isinstance(data, slice):

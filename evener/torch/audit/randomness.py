@@ -325,7 +325,7 @@ class RandomState:
         self._gpu = torch.cuda.get_rng_state() if torch.cuda.is_initialized() else None
 
     def has_changed(self) -> bool:
-        """True if random numbers were drawn since."""
+        """True if random numbers were drawn since this state was saved."""
         now = RandomState()
         same = torch.equal(self._torch, now._torch) and (
             self._gpu is None or torch.equal(self._gpu, now._gpu)
@@ -334,7 +334,7 @@ class RandomState:
         return not same or self._python != now._python or places[0] != places[1]
 
     def restore(self) -> None:
-        """Restore the state."""
+        """Set all these random numbers back to the saved state."""
         random.setstate(self._python)
         numpy.random.set_state(self._numpy)
         torch.set_rng_state(self._torch)

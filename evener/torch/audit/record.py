@@ -167,9 +167,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that replaces a model in a replay:
-        DistributedDataParallel's inner module.
-        """
+        """Return the module that is called for a model in a replay, without DDP's wrapper."""
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
@@ -269,8 +267,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of what led to a loss, or, as a part of a message, why
-        that is unknown.
+        """Return the record of what led to a loss.
+
+        If that is unknown, return why, as a part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -454,9 +453,7 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Return why recomputing the loss of the same rows changes it; "" if the
-        loss is unchanged.
-        """
+        """Return why the loss changes if it is computed again for the same rows; "" if not."""
         kinds = {
             each.dtype
             for entry in self._entries

@@ -163,7 +163,7 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Iterator[None]:
-    """A context in which a tensor's gradient goes to `function` and to none of the step's hooks."""
+    """Enter a context in which only `function` gets a tensor's gradient, not the step's hooks."""
     own = dict(tensor._backward_hooks or {})
     if own:
         tensor._backward_hooks.clear()
@@ -184,8 +184,9 @@ def _plain(name: str) -> str:
 
 
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
-    """Return the trained tensors by name: a model's tensors by their names, other
-    ones by number.
+    """Return the trained tensors by name.
+
+    A model's parameters have their own names; `others`, an optimizer's tensors, are numbered.
     """
     found: dict[str, Any] = {}
     known: set[int] = set()

@@ -21,7 +21,7 @@ _CONTAINERS = (dict, list, deque, set)
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """A context that restores the attributes of all holders, in place, at its end.
+    """Enter a context that restores the attributes of all holders, in place, at its end.
 
     Examples are counters, lists of values, buffers and metrics. Objects in `apart` are left out.
     Parameters aren't copied, except those that a model moves itself, such as a momentum encoder's.
@@ -73,9 +73,9 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """A context that restores the attributes of holders and their modules, and the random state.
+    """Enter a context that restores the attributes of holders, and the random state, at its end.
 
-    Objects in `apart` are left out.
+    A holder that is a module includes its inner modules. Objects in `apart` are left out.
     """
     modules = [
         part

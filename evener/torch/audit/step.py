@@ -34,9 +34,9 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """The path that trains with one thing changed.
+    """The way in which the training computes, with one thing changed.
 
-    `reference` is the reference with the same change, if that makes a difference.
+    `reference` is the reference way with the same change, if it has to change too.
     """
 
     trained: Way
@@ -46,8 +46,9 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 class Ways(msgspec.Struct, frozen=True, eq=False):
     """The ways to compute a few rows.
 
-    `reference` is the correct way, `trained` the path that trains. `changes` are, by the cause of a
-    difference, the path that trains with one thing changed.
+    `reference` is the correct way, and `trained` is the way in which the training computes.
+    `changes` has a changed `trained` for each possible cause of a difference: if it agrees with the
+    reference, that is the cause.
     """
 
     reference: Way

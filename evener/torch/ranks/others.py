@@ -1,6 +1,6 @@
-"""How ranks learn that another rank has ended: each leaves a note in the group's store.
+"""How ranks learn that another rank has exited: each leaves a note in the group's store.
 
-NCCL waits for minutes for a rank that has ended, and reports nothing. On a GPU, a thread of each
+NCCL waits for minutes for a rank that has exited, and reports nothing. On a GPU, a thread of each
 rank reads the store once a second, so steps aren't slowed.
 """
 
@@ -42,7 +42,7 @@ _left: list[Any] = []  # keeps process groups until the interpreter ends
 
 
 class LastNote(msgspec.Struct, frozen=True):
-    """The note that a rank leaves as it ends."""
+    """The note that a rank leaves as it exits."""
 
     words: str | None = None  # its error; empty if it had none, None if it left no note
     batches: int = 0  # that it had begun
@@ -106,7 +106,10 @@ class Others:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Leave a note once this rank's GPU is done, then wait some time for the other ranks."""
+        """Leave a note once this rank's GPU is done, then wait for the other ranks' notes.
+
+        The wait lasts up to WAIT_SECONDS. A rank without a GPU that has left an error doesn't wait.
+        """
         if self._over.is_set():
             return
         computed = self._compute()
@@ -164,7 +167,7 @@ class Others:
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
-        """Return a message about one rank that has ended.
+        """Return a message about one rank that has exited.
 
         A rank with an error comes first, then one without an error, then one that left no note.
         """
@@ -219,7 +222,7 @@ class Others:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _end(self) -> None:
-        """End this process, and print the error in which its main thread is stuck, if any."""
+        """Print the error in which the main thread is stuck, if any, and exit with status 1."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -231,7 +234,10 @@ class Others:
 
 
 def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
-    """Watch for the ends of this group's other ranks, and let them see this rank's end."""
+    """Watch for the exit of the other ranks, and let them see the exit of this rank.
+
+    This process then leaves the process group at exit. `now` is as in Others.
+    """
     newest = Others.newest
     if newest is None:
         _Ends.leaves = True
@@ -275,8 +281,8 @@ class _Ends:
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
     """Print advice, or the rank at fault, below an error that ends the program.
 
-    The process group is left at exit. `advise` is a method of the newest training, if
-    that still exists.
+    It happens at exit, when this process also leaves the process group if `watch_others` was
+    called. `advise` is a method of the newest training, used if that still exists.
     """
     _Ends.advise = advise
     _register_end()
@@ -299,7 +305,7 @@ def _end_of_program() -> None:
 def explain_end(error: BaseException) -> None:
     """Print advice, or the rank at fault, below an error that ends this program.
 
-    The other ranks are told of the error.
+    Unless the error says that other ranks are lost, a note of it is left for them.
     """
     advise = None if _Ends.advise is None else _Ends.advise()
     words = "" if advise is None else advise(error)

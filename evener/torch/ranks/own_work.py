@@ -257,7 +257,7 @@ class StepTimer:
             marks[-1] = (FILES, marks[-1][1])
 
     def note_gradients(self) -> None:
-        """Note that the last gradient is ready; called for each pass if there are several."""
+        """Note that the last gradient of a pass is ready; only that of the last pass counts."""
         if not (self.has_own_work or self._alone):
             return
         self._computed = True
@@ -492,7 +492,10 @@ class StepTimer:
     def _sum_up(
         self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return a step's seconds in the order of StepSums, with those since the last loop."""
+        """Return a step's seconds in the order of StepSums.
+
+        If a loop began with the step, the time since the loop before it is included.
+        """
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s = spans.get(BETWEEN, 0.0), 0.0
@@ -549,8 +552,8 @@ RETREATS = "evener/retreats"  # key of the lines that other ranks leave for rank
 class StepReporter:
     """Reports the steps of one rank to the monitor, and keeps the training's journal.
 
-    The journal is on rank 0, with `journal` or under a launcher. `shares` are those in force, and
-    `timer` has the times of the steps.
+    Rank 0 keeps the journal if `journal` is True or evener launched the training. `shares` are the
+    shares in force, and `timer` has the times of the steps.
     """
 
     def __init__(
@@ -582,7 +585,7 @@ class StepReporter:
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report that a step on this rank's rows is done.
 
-        `tokens` are the tokens of these rows, without and with padding.
+        `tokens` are the numbers of tokens in these rows, without and with padding.
         """
         now = self.shares
         self._reporter.report(

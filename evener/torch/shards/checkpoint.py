@@ -2,7 +2,7 @@
 
 A folder has safetensors files, written one unit at a time, and an index that transformers reads,
 too. Any shares can load it. The index is replaced atomically once all files that it names are on
-disk: if a process ends before that, the old checkpoint stays whole.
+disk: if a process exits before that, the old checkpoint stays whole.
 
 For a model with PEFT's adapters, the folder has what is trained, and PEFT's own files beside it.
 Packed weights (4 bits) aren't written: they are frozen, and the program makes them again.
@@ -343,7 +343,7 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raises RequestError on every rank if rank 0 has found a fault."""
+    """Raise RequestError on every rank if rank 0 has found a fault."""
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 

@@ -138,7 +138,7 @@ def cut_model(
 
 
 def _check(training: PlannedTraining, model: Any) -> None:
-    """Raises RequestError if the model or training can't be combined with shards."""
+    """Raise RequestError if the model or training can't be combined with shards."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or hasattr(model, "_orig_mod"):
@@ -157,7 +157,7 @@ def _check(training: PlannedTraining, model: Any) -> None:
 
 
 def check_buffers(model: Any) -> None:
-    """Raises RequestError if most of the model is in buffers, which aren't sharded."""
+    """Raise RequestError if most of the model is in buffers, which aren't sharded."""
     held = sum(map(byte_count, model.buffers()))
     if held > sum(map(byte_count, model.parameters())):
         raise RequestError(

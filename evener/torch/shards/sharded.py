@@ -337,7 +337,7 @@ class Sharded:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raises RequestError if gradients that wait for their sum were cleared."""
+        """Raise RequestError if gradients that wait for their sum were cleared."""
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
             raise RequestError(

@@ -57,8 +57,9 @@ def _find(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return the repeated blocks and equally large layers, or modules of up to an eighth
-    of a model.
+    """Return the repeated blocks of a model, and the layers at least as large as the smallest.
+
+    Without repeated blocks, return modules of up to an eighth of the model.
     """
 
     def is_called(module: Any) -> bool:
@@ -213,9 +214,7 @@ class Unit:
             slot.point_to(slot.whole)
 
     def hide(self) -> None:
-        """Point the modules to this rank's pieces; the whole parameters stay for
-        the backward pass.
-        """
+        """Point the modules to this rank's pieces; keep the whole parameters in memory."""
         if self.gathered:
             self.hidden = True
             for slot in self.slots:
@@ -260,7 +259,7 @@ class Unit:
             flat.forget()
 
     def check_unchanged(self) -> None:
-        """Raises RequestError if a parameter was frozen, unfrozen or converted after sharding."""
+        """Raise RequestError if a parameter was frozen, unfrozen or converted after sharding."""
         for flat in self.flats:
             for slot in flat.slots:
                 if (

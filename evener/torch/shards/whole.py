@@ -168,7 +168,7 @@ class WholeParameters:
         self._sums, self._views, self._earlier, self.waits = {}, {}, None, False
 
     def check_kept(self) -> None:
-        """Raises RequestError if gradients that wait for their sum were cleared."""
+        """Raise RequestError if gradients that wait for their sum were cleared."""
         if self.waits and not all(slot.is_kept() for slot in self.slots if slot.fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",

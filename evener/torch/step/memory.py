@@ -14,8 +14,8 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 class MemoryGauge:
     """Measures the memory that passes take, and predicts how many rows of a pass will fit.
 
-    `at_risk` is True if a pass that runs out of memory would end the training, or if the lengths of
-    rows vary; then more memory is left free.
+    `at_risk` is True if a pass that runs out of memory would stop the training, or if the lengths
+    of rows vary. Then more memory is left free.
     """
 
     def __init__(self, device: torch.device, world: int) -> None:
@@ -39,7 +39,7 @@ class MemoryGauge:
         return self._peaks.most_rows(capacity_bytes, left)
 
     def _measure_gpu(self, rows: int) -> float:
-        """Note the allocator's peak, and return the bytes that it could have.
+        """Note the allocator's peak, and return the bytes that it could use.
 
         Memory of other processes on the device is subtracted, and the limit of
         set_per_process_memory_fraction applies. Memory that the allocator reserves beyond the
@@ -56,9 +56,9 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Note the process's peak, and return the bytes that it could have.
+        """Note the process's peak, and return the bytes that it could use.
 
-        The other ranks of its host get equal parts of the free memory.
+        They are the peak and this process's equal part of the host's free memory.
         """
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)

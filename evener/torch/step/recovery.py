@@ -47,7 +47,7 @@ SHORT: set[torch.device] = set()  # devices on which a pass of this process has 
 
 
 def free_memory(device: torch.device) -> None:
-    """Return unused memory to the device."""
+    """Collect garbage, and return the allocator's unused memory to the device."""
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
@@ -131,8 +131,8 @@ class Recovery:
     ) -> str:
         """Return the error as text if its pass can be computed again, else an empty string.
 
-        It can if memory ran out and no backward pass has ended. Raises DeviceError if memory ran
-        out and another library sums the gradients.
+        The pass can be computed again if memory ran out before one of its backward passes ended.
+        Raises DeviceError if memory ran out and another library sums the gradients.
         """
         if not is_out_of_memory(error) or running.ended:
             return ""
@@ -168,9 +168,10 @@ class Recovery:
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def settle(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Note that all rows of a failed pass are computed.
+        """Note that all rows of one of the plan's passes are computed.
 
-        Gradients that were sent early need no more care then.
+        Gradients that were sent early then need no more care, because the pass isn't tried again.
+        In the first batch, also note which buffers passes don't change: they aren't copied later.
         """
         for exchange in exchanges:
             exchange.held.settle()

@@ -84,7 +84,7 @@ class BatchWeights(BatchTracker):
     def look_for_tensors(self) -> None:
         """Sum the gradients of tensors that optimizers train and no module has.
 
-        They get this training's weights.
+        These gradients get the weights of this training.
         """
         if self.shares.world == 1 or self.are_averaged:
             return
@@ -149,7 +149,7 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def adopt(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight the gradients that a sharded model sums."""
+        """Weight the gradients that a sharded model sums, and watch its forward passes."""
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -180,8 +180,8 @@ class BatchWeights(BatchTracker):
     def _sample(self, exchange: Exchange) -> None:
         """Measure the noise scale on this model's gradients, if requested.
 
-        The model may be wrapped for a second time. Raises RequestError if another
-        model is measured.
+        If the model was wrapped before, only its new exchange is measured. Raises RequestError if
+        another model is measured already.
         """
         if self.noise is None:
             return
@@ -282,9 +282,9 @@ class BatchWeights(BatchTracker):
         return list(map(self._exchange_alone, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
-        """Return the passes that each rank needs for this batch.
+        """Return the number of passes that each rank needs for this batch.
 
-        The batch's rows aren't assigned by length.
+        It is for batches whose rows aren't assigned by length.
         """
         return [
             max(1, count_passes(*each))
@@ -292,9 +292,10 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return the passes that all ranks take of a sharded model's batch; 0 for other models.
+        """Return how many passes every rank takes with a sharded model; 0 for other models.
 
-        It is the most that any rank needs.
+        It is the number of the rank that needs most. Raises RequestError if the batch's rows are
+        assigned by length.
         """
         if not self.equal_passes:
             return 0
