@@ -182,7 +182,7 @@ class RivalRate(NamedTuple):
 
     @property
     def where(self) -> str:
-        """The batches: 820+568."""
+        """The batches of the devices that take part, as text: 820+568."""
         return "+".join(str(batch) for batch in self.batches if batch)
 
 
@@ -412,8 +412,8 @@ class CurvePoints(NamedTuple):
     """One device's points in the chart of samples/s against batch."""
 
     device: int
-    believed: tuple[tuple[int, float], ...]
-    measured: tuple[tuple[int, float], ...]  # as the list of measurements has them
+    believed: tuple[tuple[int, float], ...]  # (batch, samples/s) as the search predicts
+    measured: tuple[tuple[int, float], ...]  # (batch, samples/s) of each measurement alone
     wall: int | None  # the smallest batch that ran out of memory
 
     @property

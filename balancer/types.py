@@ -41,7 +41,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     # pack: trainings side by side, each with the whole share
     processes: Annotated[int, Meta(ge=1, le=4096)] = 1
     placement: str = ""  # place: the workload's own name for it; pack: "", "logical" or "mps"
-    knobs: tuple[str, ...] = ()  # in addition to the request's settings: "xla", "mixed"
+    knobs: tuple[str, ...] = ()  # options beyond the request's: "xla", "mixed", "workers4"
     # rows of one pass, for each device; empty: every share is one pass
     micro: tuple[Count, ...] = ()
     # rows are assigned by these costs of their lengths; `shares` are then mean row counts
@@ -129,8 +129,8 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One measurement to run. Equal probes are the same measurement; `turn` distinguishes repeats
-    of a layout.
+    """One measurement to run. Equal probes are the same measurement. `turn` numbers the repeats of
+    a layout, or the rounds of a stage in which devices run alone.
     """
 
     layout: Layout
@@ -139,7 +139,7 @@ class Probe(msgspec.Struct, frozen=True):
     turn: int = 0
     whole: bool = False  # measure for the full time, even if the result is precise earlier
     steps: int = 0  # steps to measure instead of a time; `seconds` then bounds the warm-up alone
-    after: int = -1  # the turn of the last check before this one; -1: none
+    after: int = -1  # the turn of the last probe of the check stage; -1: none
 
 
 Doubt = Literal[  # in the order in which they are reported

@@ -67,8 +67,9 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return the single device that is as fast as a plan of several devices, at no larger a batch.
-    None if there is no such device, or if the two may differ by much.
+    """Return the single device that is as fast as a plan of several devices, at the same batch,
+    or at a smaller one if the user set no batch. None if there is no such device, or if the two
+    may differ by much.
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:

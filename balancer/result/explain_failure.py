@@ -24,7 +24,7 @@ from .measurements import PHASES, cut_place, find_taken_bytes
 from .sentences import write_unfinished
 from .state_memory import find_state_memory, write_adapters
 
-IMPORTING = "importing"  # the phase of imports, which aren't the user's fault
+IMPORTING = "importing"  # the phase of imports, whose duration isn't the user's fault
 MEND_CODE = "Fix that in your code: the error is the same on every device."
 MEND = "Fix what failed, free memory, or choose another workload or other devices."
 
@@ -145,8 +145,8 @@ def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Return each phase before measuring in which probes still are, with their devices, the time
-    spent in it, and the line of code.
+    """Return each phase before measuring that running probes are still in, with their devices, the
+    longest time spent in it, and the line of the user's code if known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):

@@ -384,8 +384,8 @@ def _describe_rival(
 
 
 def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNot | None:
-    """Return why a layout with more samples/s than the plan isn't the plan; None for
-    a slower layout.
+    """Return why a layout with more samples/s than the plan isn't the plan. None for a slower
+    layout, and for one whose samples/s are too uncertain.
     """
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
@@ -469,8 +469,8 @@ def _find_cause(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Yield each working device that has no part in the plan, with the fastest split
-    that uses it.
+    """Yield each working device that has no part in the plan, with the fastest split that uses it,
+    or with the reason that no such split was measured near the plan's batch.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -498,7 +498,7 @@ def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[
 
 
 def _list_splits_with(report: SearchReport, position: int) -> list[Result]:
-    """Return the splits that use a device, at a batch near the plan's."""
+    """Return the splits that use a device, with at least half of the plan's batch."""
     least = report.chosen.layout.global_batch / NEAR
     splits = [one for one in report.results if one.layout.traits.together]
     near = [one for one in splits if one.layout.global_batch >= least]

@@ -44,7 +44,7 @@ def find_doubts(
             worst[doubt.code] = doubt
     if error is not None and "noisy" in worst:
         worst["noisy"] = Warned("noisy", error)
-        if error <= ROUGH:  # the search asked for no more
+        if error <= ROUGH:  # the search required no greater precision
             del worst["noisy"]
     return tuple(worst[code] for code in ORDER if code in worst)
 

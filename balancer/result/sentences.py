@@ -505,7 +505,9 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _say_state(verdict: Verdict) -> Iterator[str]:
-    """Yield the memory of a model that doesn't fit on some device, and what would need less."""
+    """Yield the memory of the model's state and of adapters; nothing if a device was seen to hold
+    the whole model and the plan isn't sharded.
+    """
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
         if sentences:
@@ -656,8 +658,8 @@ def _say_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, one: Rival) -> str | None:
-    """Describe the loader of a rival, if several numbers of worker processes were tried; None
-    for other rivals.
+    """Return a rival's number of loader workers as text, if it differs from the plan only in that
+    number; None for other rivals.
     """
     knobs = (*one.knobs, *verdict.chosen.knobs)
     same = (one.devices, one.batches) == (verdict.chosen.devices, verdict.chosen.batches)
@@ -915,8 +917,8 @@ def write_unfinished(one: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield doubts, and devices of one product that differ. Leaves out a ± that is contradicted by
-    a change between measurements.
+    """Yield the doubts, and two devices of one product whose speeds differ. Leaves out the doubt
+    about noise if measurements of one layout differ by more than that.
     """
     changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
     for one in verdict.doubts:
@@ -1038,9 +1040,10 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Explain why the search ended, as `words` say it, with the names of the layouts that tie.
+    """Explain why the search ended, with the names of the layouts that tie. `words` is
+    the reason's usual text.
 
-    A search that ended by its own rules needs no explanation if the verdict is to measure again.
+    Empty if the search ended by its own rules but the verdict is to measure again.
     """
     again = verdict.advice is not None and verdict.advice.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):

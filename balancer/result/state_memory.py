@@ -20,7 +20,9 @@ FEW = 0.1  # of a model's parameters: if no more are trained, only adapters are 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """Return the memory of the model's state. None if shards weren't tried, or if it is unknown."""
+    """Return the memory of the model's state, and of adapters instead unless adapters are what is
+    trained. None if the state is unknown, as when no shards were tried.
+    """
     state = facts.state
     if state is None or not state.parameters:
         return None
@@ -54,8 +56,8 @@ def _find_adapters(way: TrainingWay, parameters: int, devices: Sequence[Device])
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """Describe the memory of the state. Empty if each tested device holds the state and the
-    plan isn't sharded.
+    """Describe the memory of the state. Empty if a device was seen to hold the whole model and
+    the plan isn't sharded.
     """
     if memory.whole_on and not memory.held:
         return ""

@@ -41,7 +41,9 @@ KERAS_INPUT = (
 def find_training_limits(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
-    """Return the limits of the chosen layout, the largest first."""
+    """Return the limits of the chosen layout, the largest first, then the limit that its unequal
+    shares have removed, if any.
+    """
     chosen = report.chosen
     layout = chosen.layout
     turns = [one for one in report.turns_of(layout) if one.parts] or _find_turns(seen, layout)
@@ -68,7 +70,9 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return the measurement of the layout that was followed by the closer look."""
+    """Return the layout's last measurement that includes the closer look: steps on a kept batch, or
+    steps whose kernels were enqueued beforehand.
+    """
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
     return found[-1] if found else None
@@ -363,7 +367,9 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time of a lone CPU in which nothing computes and no rows are fetched."""
+    """Yield the time in which neither the CPU, the input nor other devices are busy, so that the
+    model's own code must be waiting.
+    """
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:
         yield StepPart(kind=LimitKind.OWN_CODE, seconds=seconds)

@@ -88,7 +88,8 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return the seconds that the next probe may measure, if `reserved` seconds follow it.
+        """Return the seconds that the next probe may measure, so that `reserved`
+        seconds remain after it.
 
         In exploration, that is at most 1 / `SURPRISE` of what is left, in other stages 1 /
         `probes_left`, and always enough for two steps. If steps are too slow for that, the result

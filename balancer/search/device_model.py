@@ -32,7 +32,7 @@ from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .time_left import TimeLeft
 
-STRIDE = 32  # most growth over what ran; one recorded kernel has its peak in between
+STRIDE = 32  # largest factor over the batch that ran; a recorded kernel has its peak in between
 
 
 class DeviceModel:
@@ -271,8 +271,9 @@ class DeviceModel:
     def cut(self, share: int, surely: bool) -> int:
         """Return the rows per pass of a share.
 
-        It is computed in one pass if it fits, with `surely` only if it fits with certainty, or if
-        several passes aren't possible.
+        A share is one pass if it fits, or if the device can't use several passes. With
+        `surely`, it fits only if memory certainly suffices. Any other share is divided into
+        passes of about equal size.
         """
         if surely:
             wall = fits = self.certain_rows

@@ -77,7 +77,9 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that exploration ran, by rows if this model is by rows, else by lengths."""
+        """Every split that exploration ran, if its rows are assigned as this model assumes: in the
+        order of the data, or by cost.
+        """
         found = self.seen.timed("split")
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
@@ -104,7 +106,9 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """The seconds of gradient exchange that computation doesn't hide, by hosts and devices."""
+        """The seconds of gradient exchange that computation doesn't hide, by the number of hosts,
+        then by the number of devices.
+        """
         samples = [self._exchange_sample(one) for one in self.splits]
         return fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
 
@@ -161,9 +165,11 @@ class MachineModel:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """Return a layout of these shares, in passes if they don't fit at once or are faster so.
+        """Return a layout of these shares, in passes if they don't fit at once or
+        if passes are faster.
 
-        With `surely`, shares must fit with certainty.
+        With `surely`, passes have only as many rows as certainly fit, on devices
+        that can use passes.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(shares, tuple(device.cut(share, surely) for device, share in both))

@@ -87,16 +87,15 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def full_now(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes hold as much of the device's memory as when it ran out.
-
-        `seen` is the observation in which a layout ran out of memory.
+        """True if other processes hold at least as much of the device's memory as in `seen`, in
+        which a layout ran out of memory. Also true if that is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """Return the settled observations of some stages.
+        """Return the settled observations of some stages: all but failures that are worth a retry.
 
         They are listed stage by stage, each in the order of its probes.
         """
@@ -229,7 +228,10 @@ class Observations:
         return all(self.holds(i, one) for one in ran for i in layout.active)
 
     def holds(self, position: int, seen: Timed) -> bool:
-        """True if other processes leave as much of the device's memory as the layout took there."""
+        """True if other processes leave as much of the device's memory as the layout took there.
+
+        Also true if one of these sizes is unknown.
+        """
         _, others_bytes = self._held[position]
         if not others_bytes:
             return True
@@ -294,9 +296,9 @@ class Observations:
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the most rows of a pass that the device ran alone in exploration.
+        """Return the most rows per pass with which the device ran alone in exploration.
 
-        The result is less than 1 if it hasn't run.
+        The result is 0.5 if it never ran alone.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)

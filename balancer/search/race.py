@@ -68,8 +68,8 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return another measurement of the chosen layout; empty if none is needed.
 
-        It is repeated while more turns may narrow a wide interval. No check is needed if nothing
-        else was measured.
+        A check is repeated if a device was held back in it, or while more turns may narrow a wide
+        interval. No check is needed if nothing else was measured.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):
@@ -191,7 +191,9 @@ class Race:
         return ()
 
     def _reserved(self, layout: Layout, stage: Stage) -> float:
-        """Return the seconds that a turn must leave for other layouts in the race."""
+        """Return the seconds that a probe of a turn must leave: for another such probe and, in the
+        race stage, for a turn of the winner with each knob.
+        """
         knobs = self._knobs_seconds if stage == "race" else 0.0
         return self._budget.least_seconds(layout) + knobs
 

@@ -25,7 +25,7 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     solos: tuple[Result | None, ...] = ()  # each device alone, at its fastest batch
     single: Result | None = None  # the best single device
     turns: Mapping[Layout, tuple[Timed, ...]] = {}  # the turns that determine a layout's samples/s
-    at_rest: frozenset[Layout] = frozenset()  # layouts measured while other devices were idle
+    at_rest: frozenset[Layout] = frozenset()  # layouts measured without contention
     # layouts that failed in the race, with the failure
     broken: tuple[tuple[Candidate, Observation], ...] = ()
     # layouts that were too large, with what ran instead
@@ -37,7 +37,7 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     mean_length: float = 0.0  # tokens per row; 0 if rows have no lengths
     # gradient exchange that computation doesn't hide; None: unknown
     sync_seconds: float | None = None
-    apart_seconds: Mapping[Layout, float | None] = {}  # time of a split's slowest share, alone
+    apart_seconds: Mapping[Layout, float | None] = {}  # the slowest share's seconds, alone
     # exchange by number of hosts, beyond that within one host
     network_seconds: tuple[float, ...] = ()
     curves: tuple[tuple[Knots, int], ...] = ()  # curves of the chosen layout's devices

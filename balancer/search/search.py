@@ -1,4 +1,6 @@
-"""The search: takes a problem, asks for probes, is told observations, and knows the best layout."""
+"""The search: it requests probes for a problem, is given their observations, and
+reports the best layout.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ class Search:
     def tell(self, seen: Observation) -> None:
         """Add an observation.
 
-        Observations may come in any order, more than once, and from probes that weren't asked for.
+        Observations may come in any order, more than once, and from probes that weren't requested.
         """
         self._seen.add(seen)
         self._evaluation = Evaluation(self.problem, self.options, self._seen)

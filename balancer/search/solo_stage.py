@@ -256,9 +256,10 @@ class SoloStage:
         return curve.rows if isinstance(curve, PassCurve) and share > curve.wall else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
-        """Return the relative gain of the optimistic layout over the best known, less errors.
+        """Return the relative gain of the optimistic layout over the best known layout.
 
-        Half of the gain is assumed to come true.
+        Half of the gain is assumed to come true, and the errors of the curves are subtracted.
+        Infinite if no layout is known.
         """
         ran = []
         for one in self._live:
@@ -382,10 +383,10 @@ class SoloStage:
 
 
 def _step(one: DeviceModel, batch: int) -> float:
-    """Return the seconds of a step.
+    """Return the expected seconds of a step of this batch; 0 before any measurement.
 
-    If the device has a single point, it is that point's time: a probe of much longer steps
-    ends at once.
+    If the device has a single point, the result is that point's time for any batch, because a probe
+    of much longer steps ends at once.
     """
     if one.alone is None:
         return 0.0

@@ -1,7 +1,7 @@
 """The time to start a probe's child processes, estimated from the starts seen so far.
 
 A model with a billion parameters takes 20 s to load. Child processes that run serve all layouts on
-their devices; one that ran out of memory may have ended, and then starts again.
+their devices. One that ran out of memory may have exited, and then has to be started again.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ class Starts:
     def seconds(self, layout: Layout) -> float:
         """Return the seconds to start a layout's child processes; 0 if they run already.
 
-        If they ended when a probe ran out of memory, or start anew for each probe, it is their
-        usual start. For new child processes it is estimated from the solo starts, which come first
-        and so are the slowest.
+        If they exited when a probe ran out of memory, or are started for each probe, the result is
+        their shortest start so far. For new child processes it is estimated from the starts in the
+        solo stage, which come first and so are the slowest.
         """
         own = self._of_children.get(layout.children)
         if not own:
@@ -87,10 +87,10 @@ class Starts:
         return self.alone * family_of(layout).start_cost * layout.processes
 
     def _of_pack(self, processes: int) -> float | None:
-        """Return the start of `processes` trainings; None before any pack was started.
+        """Return the seconds to start `processes` trainings; None before any pack was started.
 
-        It is proportional to the largest pack's start, or less if a second size shows that
-        cores are free.
+        They are extrapolated from the largest pack's start: in proportion to the number of
+        trainings, or with a smaller slope if a second size shows that cores are free.
         """
         found: defaultdict[int, list[float]] = defaultdict(list)
         for seen in self._timed:

@@ -128,16 +128,18 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
     return math.fsum(a * b for a, b in zip(one, other, strict=True))
 
 
-# rows dealt for a prediction, or one batch: their mean length is within 2 % if lengths vary by half
+# rows drawn for a prediction, or one batch: their mean length is within 2 % if lengths vary by half
 DRAWN_ROWS = 512
-SMALLEST_BATCH = 4  # rows per device of a free global batch: fewer can't be dealt by cost
+SMALLEST_BATCH = 4  # rows per device of a free global batch: fewer can't be distributed by cost
 LARGEST_BATCH = 1024  # most rows to predict for (limits the CPU time of ask)
 DEALS_KEPT = 128  # cache size: the deals of about four models (limits the CPU time of ask)
 _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime are pseudo-random
 
 
 class TextModel(MachineModel):
-    """The costs by one set of observations, for the devices that are left."""
+    """A model of the machine if rows have unequal lengths, from one set of observations: each live
+    device's cost of passes, rows and tokens.
+    """
 
     by_rows = False
 
@@ -296,7 +298,9 @@ class TextModel(MachineModel):
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """Return the layout of a batch dealt to some devices; shares are mean numbers of rows."""
+        """Return the layout of a batch distributed by cost over the devices at `positions`. Its
+        shares are mean numbers of rows.
+        """
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._deals(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]
@@ -310,7 +314,7 @@ class TextModel(MachineModel):
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """Return the predicted time of one step."""
+        """Return the predicted seconds of one step, the mean over batches distributed by cost."""
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
             max(map(sum, zip(beside_passes, one.seconds, strict=True)))
@@ -343,10 +347,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def best_split(self) -> Layout | None:
-        """The devices that should be fastest together, with a batch dealt to them.
+        """The split that should be fastest, with rows assigned by cost.
 
-        Of all devices, or of those on one host, the slowest may be left out. None if there are
-        fewer than two devices, or if they can't hold the longest row.
+        It is over all devices, or over those of one host, without any number of the slowest. None
+        if there are fewer than two devices, or if they can't hold the longest row.
         """
         able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
@@ -360,7 +364,9 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The global batch: the fixed one, else the smallest within the tolerance."""
+        """The global batch: the fixed one, else the smallest that is predicted to be within the
+        tolerance of the fastest.
+        """
         problem = self.problem
         if problem.global_batch is not None:
             return problem.global_batch
@@ -388,7 +394,8 @@ class TextModel(MachineModel):
 
 @lru_cache(DEALS_KEPT)
 def _deal(ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int) -> Sequence[Deal]:
-    """Return global batches of rows drawn from these lengths and dealt by cost.
+    """Return global batches of rows drawn from these lengths, each distributed by
+    cost over the ranks.
 
     The drawn rows are the same in every search.
     """

@@ -54,9 +54,11 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return the factor by which two steps may turn out longer than predicted.
+        """Return the factor by which a step may take longer than predicted, so that two steps still
+        fit the remaining time for exploration.
 
-        A level curve tells nothing about larger batches, so a step may take longer in proportion.
+        It limits the next batch on a level curve: such a curve tells nothing about larger batches,
+        so a step may take longer in proportion to the batch. Infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -67,9 +69,9 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the longest step, in seconds, of a device alone or in a split.
+        """Return the most seconds that a step of a device alone or of a split may take.
 
-        A probe with such steps leaves time for other probes.
+        A probe of such steps leaves time for other probes.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
@@ -110,7 +112,7 @@ class TimeLeft:
 
     @cached_property
     def tuning_steps(self) -> float:
-        """How long the first step at a new size takes to tune kernels, in usual steps.
+        """The time that the first step at a new size takes to tune kernels, in multiples of a step.
 
         With TensorFlow, it is up to 100. It is computed from each device's quickest and slowest
         step alone. A first step's fixed cost is part of the overhead instead.

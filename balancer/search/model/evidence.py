@@ -285,9 +285,9 @@ def _own_seconds(seen: Timed, position: int) -> float:
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     """Return the evidence with drift between probes added to the errors of points.
 
-    The drift is the median difference between two points of nearly one batch, beyond errors and
-    rows, over all such pairs and one pair without drift: a lasting disturbance changes one pair
-    of one device.
+    The drift is the median difference between two points of nearly one batch that neither errors
+    nor rows explain, over all such pairs. One pair without drift is added, because a lasting
+    disturbance changes one pair of one device.
     """
     drift = median_low([0.0, *_drifts(devices)])
 

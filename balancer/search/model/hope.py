@@ -67,7 +67,7 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 
 
 def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
-    """Return the most hopeful bend (batch, seconds) in the gap before a point.
+    """Return the bend (batch, seconds) that lowers the curve most in the gap before point `right`.
 
     Returns None if no bend is worth a measurement.
     """

@@ -136,7 +136,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split.
 
-        It is the next guess if bytes are known or if `bold`, else what ran.
+        It is what ran if bytes are unknown and `bold` is False, or if two out-of-memory failures
+        have refuted the memory line. Otherwise it is the next guess.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:

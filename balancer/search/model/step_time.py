@@ -349,7 +349,7 @@ def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
 def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, float, float], ...]:
     """Return the places of stairs that put these batches on these levels.
 
-    If a place has stairs of a power of two (tiles), only that one is returned.
+    If stairs whose width is a power of two (tiles) are possible, only their place is returned.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
