@@ -24,8 +24,8 @@ NOISE = 0.3
 
 
 def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """Return `rows` shifted and noisy pictures of digits (rows, 28, 28, 1) in 0 to 1, as float32,
-    and the digits (rows,) as int64.
+    """Return `rows` shifted and noisy pictures of digits (rows, 28, 28, 1), float32 from 0 to 1,
+    and the digits as labels (rows,), int64.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
@@ -41,7 +41,9 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return the ten digits (10, height, width), in which each dot is a square of ones."""
+    """Return pictures of the ten digits (10, height, width), in which each dot is
+    a square of ones.
+    """
     glyphs = []
     for text in _FONT:
         lines = [[int(dot) for dot in line] for line in text.split()]
@@ -50,8 +52,8 @@ def _draw_digits() -> Any:
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
-    """Return coloured pictures of stripes (rows, side, side, 3) around 0 as float32, and the
-    stripes' angle as classes (rows,).
+    """Return coloured pictures of stripes (rows, side, side, 3), float32 with mean 0, and labels
+    (rows,). Each class is an angle of the stripes.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)
@@ -68,8 +70,8 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
 def sine_waves(
     rows: int, steps: int = 64, features: int = 32, classes: int = 10
 ) -> tuple[Any, Any]:
-    """Return noisy sine waves (rows, steps, features) as float32, and their frequency
-    as classes (rows,).
+    """Return noisy sine waves (rows, steps, features), float32, and labels (rows,). Each
+    class is a frequency.
     """
     random = np.random.default_rng(rows)
     labels = random.integers(0, classes, rows)
@@ -91,6 +93,8 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
 
 
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
-    """Return lognormal text lengths (rows,) of 1 to `longest` tokens, as int64."""
+    """Return random text lengths (rows,) in tokens, int64: lognormal with this median and `sigma`,
+    clipped to 1 to `longest`.
+    """
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

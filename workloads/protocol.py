@@ -1,8 +1,8 @@
-"""The interface of the workloads that a probe child runs: built once for a place, then prepared for
-shares and stepped.
+"""The interface of the workloads that a probe child runs: built once for a place, then prepared
+for shares and stepped.
 
 A workload knows nothing about batch search, time or memory limits. When memory runs out, its
-framework raises an exception of its own choice, which `evener.balancer.probes` recognises.
+framework raises an exception of its own type, which `evener.balancer.probes` recognises.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ BACKENDS = {
 
 
 class Place(msgspec.Struct, frozen=True):
-    """Where a child trains, as its framework sees it: its own devices, and its group if it is one
-    of several ranks.
+    """The devices on which a child trains, as its framework names them, and the child's group if it
+    is one of several ranks.
     """
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
@@ -65,8 +65,8 @@ class PhaseSeconds(msgspec.Struct, frozen=True):
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """The time of an all-reduce between the ranks of a group; `wrong` describes
-    an incorrect sum.
+    """The latency and speed of an all-reduce between the ranks of a group. `wrong` describes an
+    incorrect sum; empty if all sums were correct.
     """
 
     latency_seconds: float
@@ -75,29 +75,29 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC):
-    """A model that trains, built at its place. The constructor may take minutes; `step` may return
-    before the devices are done.
+    """A model that trains, built at its place. The constructor may take minutes. `step` may return
+    before the devices have finished.
     """
 
     memory: MemoryMeter
 
     @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Make batches of these samples per device and whatever the first step needs. `shares` has
-        all ranks of a group, else the place's devices, in order. Called again for each new size;
-        a share of 0 leaves that device out.
+        """Prepare batches with these shares (rows per device), and whatever the first step needs.
+        In a group, `shares` has one share per rank, otherwise one per device of the place, in
+        order. A device with share 0 is left out. Called again for each new size.
 
-        `micro` has the rows per pass for each device; without it, each share is one pass.
+        `micro` has the rows per pass for each device; if empty, each share is one pass.
         """
 
     def prepare_dealt(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are assigned by cost. A pass has at most
-        `tokens` padded tokens.
+        """Prepare shares of global batches whose rows are distributed by cost. A pass has at
+        most `tokens` padded tokens.
 
-        This method and `prepare_length` are only called for workloads whose facts have an even
-        sample of their rows' `lengths`.
+        This method and `prepare_length` are only called if the workload's facts have `lengths`, an
+        even sample of the rows' lengths.
         """
         raise NotImplementedError
 
@@ -120,29 +120,34 @@ class Workload(ABC):
         """
 
     def work(self) -> Work | None:
-        """Return the total work of all steps of this process; None if rows have no lengths."""
+        """Return the total work of all steps so far in this process; None if
+        rows have no lengths.
+        """
         return None
 
     def read_waits(self) -> float | None:
-        """Return the seconds that this process's device waited for others since the last reading;
-        None if that can't be measured.
+        """Return the seconds that this process's device waited for other ranks since the last
+        reading; None if that can't be measured.
         """
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the phases of all steps since the last reading. Called when no step is pending."""
+        """Return the seconds of each phase, summed over the steps since the last reading. Called
+        when no step is pending.
+        """
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
-        """Start or stop reusing one kept batch in all steps. False if the workload can't do that.
+        """Reuse one batch in all following steps if `kept`, otherwise take new batches again.
+        Returns False if the workload can't reuse a batch.
 
-        `prepare` also stops it.
+        After `prepare`, steps take new batches.
         """
         return False
 
     def measure_link(self) -> LinkSpeed | None:
-        """Return the speed of the link between all ranks of this group, which must all call this at
-        the same time. None if there is no link, or the framework doesn't report it.
+        """Return the speed of an all-reduce between all ranks of this group; None if there is no
+        group or the framework doesn't report it. All ranks must call this at the same time.
         """
         return None
 
@@ -167,13 +172,15 @@ class Workload(ABC):
 
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory. True if the workload is back in its
-        state before that step, so that another step may be prepared.
+        state before that step, so that it can be prepared again.
         """
         return False
 
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
-        """The plan's facts about the workload: framework version, parameters, engine, ..."""
+        """Return what the plan records about the workload: framework
+        version, parameters, engine, ...
+        """
 
 
 class Entry(msgspec.Struct, frozen=True):
@@ -194,15 +201,15 @@ class Entry(msgspec.Struct, frozen=True):
 
 
 def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the settings that are parameters of a function or of a class."""
+    """Return the settings that are parameters of this function or class."""
     return {key: settings[key] for key in inspect.signature(function).parameters if key in settings}
 
 
 class MemoryMeter:
-    """Measures the growth of this process's memory, as allocators on a CPU report nothing. Create
-    it before the model.
+    """Measures the growth of this process's memory, because allocators on a CPU report nothing.
+    Create it before the model.
 
-    The meters for GPUs have the same methods, based on their framework's allocator.
+    Its subclasses for GPUs read their framework's allocator instead.
     """
 
     def __init__(self, devices: int) -> None:
@@ -217,8 +224,9 @@ class MemoryMeter:
             Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak bytes for each device; None if several devices share the process's
-        memory, or the kernel doesn't report it.
+        """Return how far the process's peak since `reset` exceeds its memory before the model, in
+        bytes. None for each device if several devices share the process's memory, or if the
+        kernel doesn't report it.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:

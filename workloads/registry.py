@@ -1,7 +1,8 @@
-"""Maps names to workloads: lists them, checks their settings and builds them. Imports nothing until
-a workload is built.
+"""Maps names to workloads: lists them, checks their settings and builds them. Imports no framework
+until a workload is built.
 
-A name is in the table below, or the user's own `file.py:attribute` or `package.module:attribute`.
+A name is in the table below, or names the user's own function as `file.py:attribute` or
+`package.module:attribute`.
 """
 
 from __future__ import annotations
@@ -42,7 +43,9 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Return the entry of a model, in the backend that its name begins with."""
+    """Return the entry of a model. The beginning of its name, keras_ or
+    torch_, determines its backend.
+    """
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
@@ -143,7 +146,7 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """Return the names in the table, of one framework if it is given."""
+    """Return the names in the table, only those of `framework` if it is given."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 
@@ -153,16 +156,18 @@ def add(entry: Entry) -> None:
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
-    """Return the workload to use if none is named: a small one for CPUs."""
+    """Return the name of the workload to use if the request names none: a small one for CPUs, a
+    large one for GPUs.
+    """
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 
 def find(name: str, framework: str = "") -> Entry:
-    """Return the entry of `name`. Raises RequestError, which lists the names with
-    close matches first.
+    """Return the entry of the workload called `name`. Raises RequestError for an unknown name, with
+    known names, the closest matches first.
 
-    The user's own code is not run: a file is only parsed for the attribute. A model's script may
-    import a framework, which no command does in its own process.
+    The user's own code is not run, because it may import a framework, which no command does in its
+    own process. A file is only parsed for the attribute.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(
@@ -188,11 +193,11 @@ def find(name: str, framework: str = "") -> Entry:
 
 
 def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default settings updated with `given`, each converted to its default's type.
+    """Return the default settings updated with `given`, each converted to the type of its default.
     Raises RequestError, which names an invalid setting.
 
-    The user's own workload accepts any setting here: its function's signature is checked when
-    it is called.
+    The user's own workload accepts any setting here: its function's signature is checked
+    when it is called.
     """
     if ":" in entry.name:
         return dict(given)
@@ -237,7 +242,9 @@ def find_imports(name: str, framework: str) -> tuple[str, ...]:
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any], framework: str = "") -> Workload:
-    """Import the workload's module and build the workload at `place`. This loads the framework."""
+    """Import the workload's module, which loads the framework, and build the workload at `place`.
+    Raises RequestError if the workload doesn't support the place's placement.
+    """
     entry = find(name, framework)
     chosen = resolve_settings(entry, settings)
     if place.placement not in ("", "single"):

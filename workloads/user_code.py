@@ -1,7 +1,7 @@
-"""The user's own model as a workload: finds the function, calls it, and reports which of the user's
-lines is wrong.
+"""The user's own model as a workload: finds the function, calls it, and reports which of the
+user's lines is wrong.
 
-The framework decides which backend trains the model; no framework is imported here.
+No framework is imported here; the entry of the workload names the backend that trains the model.
 """
 
 from __future__ import annotations
@@ -59,7 +59,9 @@ class UserCodeError(EvenerError):
 
 
 class UserModule(NamedTuple):
-    """The result of the user's function, and the functions of its module that make its data."""
+    """The result of the user's function, and the functions beside it that make its data; None for
+    each that is missing.
+    """
 
     result: Any
     sample_batch: Callable[..., Any] | None
@@ -68,8 +70,8 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """Return the entry for `file.py:attribute` or `package.module:attribute`. The code is
-    parsed, not run.
+    """Return the entry for `file.py:attribute` or `package.module:attribute`. A file is parsed, not
+    run. Raises RequestError if the name or the function is wrong.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
@@ -99,8 +101,8 @@ def names_a_file(home: str) -> bool:
 
 
 def guess_framework(name: str) -> str:
-    """Return the framework that the file of `file.py:attribute` imports; tensorflow if
-    that isn't clear.
+    """Return the framework that the file of `file.py:attribute` imports; "tensorflow" if it imports
+    none or several. Raises an error if the file can't be parsed.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
@@ -110,8 +112,8 @@ def guess_framework(name: str) -> str:
 
 
 def script_framework(script: Path) -> str:
-    """Return the framework that a Python file imports, or on which a library that it imports is
-    based. Empty if that isn't clear.
+    """Return the framework that a Python file imports, directly or through a library based on it.
+    Empty if it imports none or several, or can't be parsed.
     """
     imported: list[str] = []
     with suppress(EvenerError):
@@ -137,8 +139,8 @@ def package_of(name: str) -> str:
 
 
 def find_library_imports(script: Path) -> tuple[str, ...]:
-    """Return the libraries that a script imports, in the form of `list_imports`. Empty if the
-    script sets environment variables before it imports them.
+    """Return the known libraries that a script imports, in the form of `list_imports`. Empty if the
+    script sets environment variables, because the libraries may read them on import.
     """
     source = script.read_text()
     if any(word in source for word in _SETS_VARIABLES):
@@ -149,7 +151,8 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
     """Import the user's module and call the function with `settings` as keyword arguments.
-    Exceptions from the user's code propagate.
+    Exceptions from the user's code propagate; raises RequestError if the function is missing or
+    doesn't accept the settings.
     """
     home, _, attribute = name.rpartition(":")
     module = _import(home, Path(home).resolve() if names_a_file(home) else None)
@@ -171,11 +174,12 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """Return the last line of user code that an error passed through, as "file.py:12"; empty if
-    there is none.
+    """Return the last line of user code that an error passed through, as "file.py:12"; empty
+    if there is none.
 
-    User code is code outside evener, Python itself and installed packages, and the module of the
-    workload called `name`. An error from a TensorFlow graph names its lines only in its message.
+    User code is code outside evener, Python itself and installed packages, or the module of the
+    workload `name` wherever it is. An error from a TensorFlow graph names its lines only in its
+    message, so the message is searched too.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
@@ -256,8 +260,8 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """Return the error for a file named without a function; it lists the functions that could
-    return the model.
+    """Return the error for a file that was named without a function. Its remedy lists the functions
+    that could return the model.
     """
     functions = [node for node in _functions(path) if _could_build(node)]
     free = [node for node in functions if not _required(node)]
@@ -273,7 +277,8 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 
 def find_models(folder: Path) -> tuple[str, ...]:
     """Return the functions in a folder's Python files that could build a model, such as
-    `train.py:build`. Functions whose names suggest it come first, then by file, newest first.
+    `train.py:build`. Functions with a typical name, such as `build`, come first; otherwise those
+    of the newest files.
 
     Files that can't be parsed, or that import no framework, are left out. No code is run.
     """
@@ -290,7 +295,9 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """Return the functions of one file that could be called to get a model."""
+    """Return the functions of a file that could build a model and need no arguments; empty if the
+    file imports no framework.
+    """
     if not script_framework(path):
         return []
     functions = [node for node in _functions(path) if _could_build(node)]
@@ -311,7 +318,9 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """True if a function is public, makes no data, and returns something."""
+    """True if a function is public, isn't one of the functions that make data,
+    and returns a value.
+    """
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
     return any(node.value is not None for node in _own_returns(function))
@@ -330,7 +339,7 @@ def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
 
 
 def _required(function: ast.FunctionDef) -> bool:
-    """True if the function can't be called without arguments."""
+    """True if the function has a parameter without a default."""
     given = function.args
     return (
         len(given.posonlyargs) + len(given.args) > len(given.defaults) or None in given.kw_defaults

@@ -30,8 +30,8 @@ TOWER = ("conv", "pool", "flat", "dense")  # the operations of each tower, after
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
-    """Return the seed's network for MNIST, much larger than needed: 78,923,530 parameters.
-    It never converges.
+    """Return the network of gpu_maxing_model.py (see the registry) for MNIST, much larger than
+    needed: 78,923,530 parameters. Its training never converges.
     """
     stack = [keras.Input((28, 28, 1))]
     stack += [_convolution_or_pool(each) for each in CONVOLUTIONS]
@@ -104,8 +104,8 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the device of each operation (lookup, convolution, pool, flatten, dense) for the
-    user's tower and the item's tower.
+    """Return the devices of the user's tower and of the item's tower. Each has the device of every
+    operation: lookup, convolution, pool, flatten, dense.
     """
     first, second = place.devices[:2]
     if place.placement == "towers":
@@ -176,7 +176,7 @@ class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not fo
 
 class AdamInPlace(DenseAdam):
     """Adam that updates each weight on the weight's own device, so that neither the weight nor its
-    moments are copied.
+    moments are copied to another device.
     """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -189,8 +189,8 @@ class AdamInPlace(DenseAdam):
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Run Keras' train step with each tower's operations on the devices of `places`, and the rating
-    on the first device.
+    """Take Keras' train step, with each tower's operations on the devices in `places`. The rating
+    is computed on the first device.
     """
     x, y = batch
     ends = [call_tower(model, *each) for each in zip(TOWERS, places, x, strict=True)]

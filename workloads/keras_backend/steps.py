@@ -1,6 +1,6 @@
 """The steps of a Keras workload at its place: on one device, by towers, or as a process of a group.
 
-The steps are those of evener's own `Split`: the train function that `fit` runs, on its batches.
+They are the steps of evener's own `Split`: its train function, which `fit` runs, on its batches.
 With `--input device`, the same step takes a batch that is already in the devices' memory.
 """
 
@@ -30,11 +30,11 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
 class KerasSteps:
-    """Steps a model with a `Split`; different devices, or passes, have another `Split`, and each
-    is traced once.
+    """Steps a model with a `Split`. Each set of devices, with or without passes, has its own
+    `Split`, which is traced once.
 
-    `placed` is the step of a workload that places its own parts on several devices. The constructor
-    starts TensorFlow. Raises RequestError if TensorFlow doesn't support the place.
+    `placed` is the train step of a workload that places its own parts on several devices. The
+    constructor starts TensorFlow. Raises RequestError if TensorFlow doesn't support the place.
     """
 
     def __init__(self, place: Place, placed: TrainStep | None = None) -> None:
@@ -84,7 +84,9 @@ class KerasSteps:
         self._take(self._devices, passes=False)
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Train with the split for these devices, which is created on first use."""
+        """Train with the `Split` for these devices from now on. Its train function is
+        made on first use.
+        """
         model = self.model
         split = self.split
         if (devices, passes) not in self._made:
@@ -101,8 +103,8 @@ class KerasSteps:
         self.split, model.train_function, self.times = self._made[devices, passes]
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
-        """Step on these shares from now on, in passes if `micro` is given. Raises RequestError for
-        shares of other devices.
+        """Step on these shares from now on, in passes if `micro` isn't empty. Raises RequestError
+        if the shares don't match this place's devices.
         """
         self._check(shares, micro)
         if self._placed:
@@ -128,7 +130,7 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes above 0 of this process's devices; a single size if the model's parts
+        """Return the sizes of this process's devices, without zeros; their sum if the model's parts
         are on several devices.
         """
         if self._placed is not None:
@@ -138,8 +140,8 @@ class KerasSteps:
         return [size for size in own if size]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
-        """Send own rows (x, y) to the devices. Towers get x in pieces and y whole, as the loss is
-        computed only once.
+        """Send this process's rows (x, y) to its devices. With towers, x is sent in pieces, one per
+        device, and y whole, because the loss is computed only once.
         """
         own = self.own(shares)
         if self.engine == "towers":
@@ -158,7 +160,7 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Run one step of towers on a piece of x for each device, with the labels of all devices."""
+    """Run one step of towers on (a piece of x for each device, the labels of all rows)."""
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
     return towers.train_on_pieces(

@@ -77,7 +77,7 @@ def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, 
 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
     """Return random inputs with the model's input shapes, and labels that fit its loss. Raises
-    RequestError if a shape is undefined.
+    RequestError if the model has no input shapes or a shape isn't fixed.
     """
     random = np.random.default_rng(rows)
     if not model.built or not model.inputs:
@@ -95,7 +95,7 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 def _structures(model: Any) -> tuple[Any, Any]:
     """Return the symbolic inputs and outputs in the structure in which the model is called. A
-    Sequential model that wasn't called yet only lists them.
+    Sequential model has them in lists, but is called with a single tensor.
     """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
@@ -111,8 +111,8 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
-    """Return labels of the first class, which every loss accepts: 0 if labels are class numbers,
-    else a one-hot row.
+    """Return labels of the first class: class number 0 for a sparse loss, otherwise one-hot rows.
+    Every loss accepts these.
     """
     shape = _closed(tensor)
     if "sparse" in loss:
@@ -142,6 +142,8 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the number of integers that every embedding of the model accepts."""
+    """Return the number of token ids that every embedding of the model accepts; 2 if
+    it has no embeddings.
+    """
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

@@ -1,9 +1,9 @@
 """A workload from a Keras model and its training data, stepped as `fit` steps the user's training.
 
-One trace serves every batch size, as Keras' own fit also relaxes shapes. Batches come from host
-memory each step, through the training's pipeline and train function, unless the place says
-otherwise. `sample_batch` is called once, for more rows than fit in a processor's caches, which are
-reused in a shuffled order. The user's `training_data` is fed as in a training.
+One trace serves every batch size, because `fit` also relaxes shapes. Batches come from host memory
+each step, through the training's pipeline and train function, unless the place specifies otherwise.
+`sample_batch` is called for a pool of more rows than fit in a processor's caches, which are reused
+in a shuffled order. The user's `training_data` is fed as in a training run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
-    """The data to train on. `batches` yields endless global batches of a size, in the form that the
-    split's steps take.
+    """The data to train on. `batches(split, batch)` yields endless global batches of `batch` rows,
+    in the form that the split's steps take.
     """
 
     batches: Callable[[Split, int], Any]
@@ -44,8 +44,8 @@ class KerasData(NamedTuple):
 
 
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
-    """Return data from arrays (x, y) or (x, y, weight). `made`: the rows are generated, and a
-    training has more of them.
+    """Return data from arrays (x, y) or (x, y, weight). `made`: the rows are generated, so the
+    number of rows per epoch is unknown.
     """
     length = array_rows(arrays)
 
@@ -60,8 +60,8 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
 
 def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
-    """Return data from the datasets that `make` returns for a number of rows per batch. Raises
-    RequestError if `make` returns something else.
+    """Return data from the datasets that `make(batch)` returns for a number of rows per batch. Its
+    `batches` raises RequestError if `make` returns something else.
     """
 
     def batches(_: Split, batch: int) -> Any:
@@ -90,7 +90,9 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
 
 
 def pool(sample_batch: SampleBatch) -> KerasData:
-    """Return rows made by `sample_batch`, limited by memory."""
+    """Return data from a pool of rows made by `sample_batch`: as many as `POOL_BYTES` allows,
+    within `FEWEST_ROWS` and `MOST_ROWS`.
+    """
     few = as_arrays(sample_batch(2))
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
     count = min(max(POOL_BYTES // row_bytes, FEWEST_ROWS), MOST_ROWS)
@@ -102,8 +104,9 @@ def pool(sample_batch: SampleBatch) -> KerasData:
 
 
 def as_training_data(given: Any) -> KerasData:
-    """Convert the user's data to one form: from arrays, from a tf.data.Dataset of single samples,
-    or from a function batch -> dataset.
+    """Convert the user's data to `KerasData`: arrays (x, y) or (x, y, weight), a
+    tf.data.Dataset of single samples, or a function that returns a dataset for a batch size.
+    Raises RequestError for anything else.
     """
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
@@ -122,7 +125,9 @@ def as_training_data(given: Any) -> KerasData:
 
 
 def as_arrays(data: tuple[Any, ...]) -> Any:
-    """Convert nested arrays to numpy arrays, with floats in Keras' float type, as fit does."""
+    """Convert nested arrays to numpy arrays, with floats in Keras' default float
+    type, as `fit` does.
+    """
 
     def convert(each: Any) -> Any:
         array = np.asarray(each)
@@ -132,8 +137,8 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
 
 
 class KerasRecipe(NamedTuple):
-    """A compiled model and its training data. Without data, a pool of rows from
-    `sample_batch` is used.
+    """A compiled model and its training data. Without `training_data`, a pool of rows
+    from `sample_batch` is used.
     """
 
     model: Any
@@ -142,8 +147,8 @@ class KerasRecipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A compiled model at its place, stepped by `KerasSteps`. `placed` replaces the step
-    of one device.
+    """A compiled model at its place, stepped by `KerasSteps`. `placed` is the train step of a model
+    with its parts on several devices.
 
     Raises RequestError for a place that Keras doesn't support.
     """
@@ -194,8 +199,8 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Start or stop reusing one batch in all steps. Stopping starts the data
-        from the beginning.
+        """Reuse one batch in all following steps if `kept`; otherwise read the data
+        from the beginning again.
         """
         if self.place.input == "device":
             return True
@@ -213,14 +218,16 @@ class KerasWorkload(Workload):
         self._position += 1
 
     def synchronize(self) -> None:
-        """Wait for the devices, then fetch the loss."""
+        """Wait until the devices have finished, and read the loss."""
         if self.place.world == 1 and self._on_gpus:
             tf.test.experimental.sync_devices()  # in a group it would ask the others, out of reach
         if self._logs is not None:
             self._loss = float(self._logs["loss"])
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds spent waiting for rows, if the steps measure them."""
+        """Return the seconds spent waiting for rows since the last reading; None if the
+        steps don't measure them.
+        """
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
         if now is None or self.place.input == "device":
@@ -229,13 +236,15 @@ class KerasWorkload(Workload):
         return PhaseSeconds(input_seconds=now - before)
 
     def loss_is_finite(self) -> bool:
-        """True if Keras' mean loss since the start is finite; once a loss was not finite,
-        it stays so.
+        """True if Keras' mean loss so far is finite. Once a loss wasn't finite,
+        the mean isn't either.
         """
         return math.isfinite(self._loss)
 
     def facts(self) -> Mapping[str, str]:
-        """Return versions, engine, parameters, digest, and what is known about the rows."""
+        """Return the versions, engine, parameter count and digest, and what is known
+        about the data's rows.
+        """
         layers = all_layers(self.model)
         return {
             "tensorflow": tf.__version__,
@@ -256,26 +265,30 @@ class KerasWorkload(Workload):
 
 
 class AllocatorMemory(MemoryMeter):
-    """Measures TensorFlow's allocator on GPU:0, ...; it never releases memory."""
+    """Measures TensorFlow's allocator on GPUs (GPU:0, ...), which never returns
+    memory to the GPU.
+    """
 
     def __init__(self, gpus: Sequence[str]) -> None:
         super().__init__(len(gpus))
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Start measuring from here."""
+        """Start measuring the peak from here."""
         for name in self._gpus:
             tf.config.experimental.reset_memory_stats(name)
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak bytes on each GPU."""
+        """Return the peak bytes on each GPU since `reset`."""
         return tuple(
             int(tf.config.experimental.get_memory_info(name)["peak"]) for name in self._gpus
         )
 
 
 def configure(place: Place) -> None:
-    """Set precision, threads and each GPU's memory, before TensorFlow's first operation."""
+    """Set the precision, the number of threads and each GPU's memory cap. Must be called
+    before TensorFlow's first operation.
+    """
     keras.config.set_dtype_policy(place.precision)
     if place.threads is not None:
         tf.config.threading.set_intra_op_parallelism_threads(place.threads)
@@ -295,14 +308,14 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """A batch has tensors with too many elements for TensorFlow's GPU kernels. Limits the batch,
-    as memory does.
+    """A batch has tensors with too many elements for TensorFlow's GPU kernels. It is a MemoryError,
+    because it limits the batch as memory does.
     """
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the number of rows at which a layer's largest input or output reaches the limit; None
-    if no shape is known.
+    """Return the largest number of rows for which no tensor of the model exceeds 2^31 - 1 elements;
+    None if no shape is known.
     """
     shapes = [tuple(tensor.shape[1:]) for tensor in _tensors(model)]
     largest = max((math.prod(shape) for shape in shapes if None not in shape), default=0)
@@ -320,8 +333,8 @@ def check_rows(model: Any, rows: int) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """Return the outputs of each layer, including nested models; a layer that was never
-    called has none.
+    """Return the output tensors of each layer, including layers of nested models. A layer that was
+    never called has none.
     """
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):

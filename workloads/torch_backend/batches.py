@@ -1,7 +1,7 @@
-"""The data of a PyTorch workload, loaded as in a training, so that a step costs the same.
+"""The data of a PyTorch workload, loaded as in a training run, so that a step costs the same.
 
-A data set is read epoch after epoch and reshuffled each time. A function that only makes batches is
-called once, for a pool of rows that is reused: larger than a processor's cache, unless rows are
+A data set is read epoch after epoch and reshuffled each time. A `sample_batch` function is called
+for a pool of rows that is then reused. The pool is larger than a processor's cache, unless rows are
 slow to make. The work of each pass is recorded if rows have lengths.
 """
 
@@ -33,15 +33,17 @@ ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Yields endless steps, each with the next rows of one repeating order."""
+    """Yields the rows of endlessly many steps. Each step takes the next rows of one
+    shuffled order, which repeats.
+    """
 
     def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's part of each step. It may contain a row twice if a batch is larger
-        than the pool.
+        """Yield this rank's rows of each step. A row may occur twice if the batch is
+        larger than the pool.
         """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
@@ -51,8 +53,8 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """The tokens of each row of a data set, which aren't all equal. Raises RequestError if there
-    isn't one length for each row.
+    """The tokens of each row of a data set, not all equal. Raises RequestError if the number of
+    lengths isn't the number of rows, or a length is invalid.
     """
 
     def __init__(self, tokens: Sequence[int], rows: int) -> None:
@@ -62,11 +64,13 @@ class Lengths:
 
     @property
     def longest_row(self) -> int:
-        """The index of the last of the longest rows."""
+        """The index of the longest row; the last one if several rows are equally long."""
         return int(self._rising[-1])
 
     def sample(self) -> tuple[int, ...]:
-        """Return an even sample of the lengths in increasing order, including the longest."""
+        """Return up to `SAMPLED` of the lengths, evenly spaced in increasing
+        order, including the longest.
+        """
         rising, rows = self.tokens[self._rising].tolist(), len(self.tokens)
         places = (
             [rows * n // SAMPLED for n in range(SAMPLED - 1)] if rows > SAMPLED else range(rows - 1)
@@ -74,8 +78,8 @@ class Lengths:
         return (*(rising[place] for place in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Return row numbers (rows,) of the longest rows with at most `length` tokens, longest
-        first, repeated if there are too few rows.
+        """Return row numbers (rows,): those of the longest rows with at most `length` tokens,
+        longest first, repeated if there are too few such rows.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
@@ -90,7 +94,7 @@ class Lengths:
 
 
 class RepeatingSampler(UnevenBatchSampler):
-    """Yields endless steps on the same rows, which are the same on all ranks."""
+    """Yields the same rows in endlessly many steps."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
@@ -102,8 +106,8 @@ class RepeatingSampler(UnevenBatchSampler):
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler record the work of each batch in `works`, in the order in which
-    batches are drawn.
+    """Make a sampler append the work of each batch to its new attribute `works`, in the order in
+    which batches are drawn.
     """
     works, draw = deque[Work](), sampler.batches
 
@@ -117,8 +121,8 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """Return the row lengths that a user gave. None if there are none, or if all are equal. Raises
-    RequestError for anything else.
+    """Return the row lengths that a user gave; None if none are given or all are equal. Raises
+    RequestError if they aren't one whole number per row.
     """
     if given is None:
         return None
@@ -142,9 +146,7 @@ SLOW_POOL_ROWS = 1024
 
 
 class Data:
-    """A data set, with the options that the training passes to `Split.loader`. A pool
-    has no epochs.
-    """
+    """A data set, with the options that the training passes to `Split.loader`."""
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
         self.dataset = dataset
@@ -156,7 +158,9 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Fetch rows with this many worker processes, which persist from one epoch to the next."""
+        """Load rows with this many worker processes, which persist from one epoch to the next; 0
+        loads them without workers.
+        """
         options = self.options
         if not count:
             for name in OF_WORKERS:
@@ -166,8 +170,8 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Return a sampler of full batches over whole epochs. For a pool, or for fewer rows than a
-        batch, it repeats the rows in turn.
+        """Return a sampler of full batches over whole epochs. For a pool, or if a batch has more
+        rows than the data set, it repeats one shuffled order endlessly.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -178,8 +182,8 @@ class Data:
     def dealt(
         self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int
     ) -> UnevenBatchSampler:
-        """Return a sampler of equally large global batches, from the start of this epoch, whose
-        rows are assigned by cost.
+        """Return a sampler of equally large global batches from the start of this epoch, whose rows
+        are distributed over the ranks by cost.
         """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
@@ -188,7 +192,9 @@ class Data:
         return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
-        """Return a sampler of endless steps on rows that are padded to this length."""
+        """Return a sampler that repeats the same rows endlessly: the longest rows with
+        at most `length` tokens.
+        """
         assert self.lengths is not None
         return count_work(
             RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths
@@ -196,8 +202,8 @@ class Data:
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Rows that `sample_batch` made, fetched all at once. Raises RequestError if `sample_batch`
-    returns something else.
+    """Rows made by `sample_batch` in one call, then fetched a batch at a time. Raises RequestError
+    if `sample_batch` returns anything but batches of the requested size.
     """
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
@@ -220,10 +226,10 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 class Batches:
-    """The batches of this rank's share, epoch after epoch; with `on_device`, one batch held in
-    the device's memory.
+    """The batches of this rank's share, epoch after epoch. With `on_device`, a single batch that
+    stays in the device's memory.
 
-    `listener` is notified of each batch as it is taken, as in a training.
+    `listener` is notified of each batch as it is taken, as in a training run.
     """
 
     def __init__(
@@ -247,9 +253,11 @@ class Batches:
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
-        """Load a sampler's rows for this rank. Raises RequestError if the data are unusable.
+        """Start loading a sampler's rows for this rank. Raises RequestError if
+        the data are unusable.
 
-        `on_host`: the batches stay in host memory, so that parts of them can be sent.
+        `on_host`: the batches stay in host memory, so that each pass can be sent to
+        the device by itself.
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
@@ -271,12 +279,14 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """Return the next batch, on the device; the kept batch if there is one."""
+        """Return the next batch, or the kept batch if there is one. It is on the device, unless
+        batches stay in host memory.
+        """
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Start or stop returning the next batch again and again. False if each batch's work is
-        counted, as the work is that of the rows drawn.
+        """Return the next batch again and again from now on if `kept`, otherwise new batches.
+        Returns False if work is counted, because it is counted for the rows that are drawn.
         """
         if hasattr(self._sampler, "works"):
             return False
@@ -284,7 +294,9 @@ class Batches:
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """Return the work of the current batch's passes; empty if rows have no lengths."""
+        """Return the work of each pass of the batch that was just taken; empty if
+        rows have no lengths.
+        """
         drawn = getattr(self._sampler, "works", ())
         return (
             [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))]
@@ -293,12 +305,14 @@ class Batches:
         )
 
     def settle(self) -> None:
-        """Wait for prefetched batches, so that timed steps fetch as many batches as they use."""
+        """Wait until the prefetched batches have arrived, so that timed steps load as many
+        batches as they use.
+        """
         if self._loader is not None:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """Yield the loader's first batch again and again, within its loop."""
+        """Yield the loader's first batch again and again, without leaving the loader's loop."""
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:
@@ -328,7 +342,9 @@ def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Return (inputs, targets); targets are None for a lone tensor or mapping."""
+    """Return (inputs, targets) of a batch. Targets are None for a lone tensor or mapping. Raises
+    RequestError for anything else.
+    """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
     if isinstance(batch, torch.Tensor | Mapping):
@@ -352,10 +368,10 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """Send the batch to a device. From pinned memory, the copy overlaps with running work."""
+    """Copy the batch to a device. From pinned memory the copy is asynchronous."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def to_tensors(data: Any) -> Any:
-    """Copy the structure, with tensors in place of numpy arrays."""
+    """Return the structure with numpy arrays converted to tensors."""
     return torch.as_tensor(data) if hasattr(data, "__array__") else each_item(to_tensors, data)

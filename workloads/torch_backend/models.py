@@ -53,8 +53,8 @@ def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
 
 
 def maxer() -> nn.Sequential:
-    """Return the seed's network for MNIST, much larger than needed: 78,923,530 parameters.
-    It never converges.
+    """Return the network of gpu_maxing_model.py (see the registry) for MNIST, much larger than
+    needed: 78,923,530 parameters. Its training never converges.
     """
     layers: list[nn.Module] = []
     before = 1
@@ -82,8 +82,8 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """`layers` GRUs of `units`, then a dense layer and logits. The step time hardly grows up
-    to large batches.
+    """`layers` GRUs of `units` units, then a dense layer and logits. The step time hardly grows
+    with the batch until the batch is large.
     """
 
     def __init__(self, features: int, units: int, layers: int, dense: int, classes: int) -> None:
@@ -104,11 +104,11 @@ NORMS = ("group", "batch")
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2 with 16, 32 | 128, 256, 512 channels,
-    then a linear head.
+    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2, then a linear head. The first half has
+    16 and 32 channels, the second half 128, 256 and 512.
 
     Input (samples, 3, side, side) with a side of 32 or more, output (samples, classes). `norm` is
-    "group", which normalises each sample by itself, or "batch" as in the slides, with which
+    "group", which normalises each sample by itself, or "batch" as in the slides. With "batch",
     micro-batches would train a different model.
     """
 
@@ -128,8 +128,9 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         self._micro_batches = 1
 
     def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
-        """Move the halves to the first two of `devices`. Raises RequestError for micro-batches with
-        batch normalisation, which would compute another result.
+        """Move the halves to the first two of `devices`, and return this module.
+        Raises RequestError for micro-batches with batch normalisation, because they
+        would give another result.
         """
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(
@@ -143,14 +144,14 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits, on the device of the second half."""
+        """Return the logits (samples, classes), on the device of the second half."""
         if not self._devices:
             return self._end(self.first(images))
         first, second = self._devices
         outputs = []
         for piece in images.chunk(self._micro_batches):
-            # nothing here waits: the copy and the second half queue behind this piece, the first
-            # half goes on
+            # nothing here waits: the first device begins the next piece while the copy and the
+            # second half of this piece are pending
             middle = self.first(piece.to(first, non_blocking=True))
             outputs.append(self._end(middle.to(second, non_blocking=True)))
         return torch.cat(outputs) if len(outputs) > 1 else outputs[0]
@@ -166,7 +167,7 @@ EXPANSION = 4  # relative to the width, in a block's dense layer
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
-    """Return the recipe of the language model, with AdamW, cross-entropy and its texts."""
+    """Return the recipe of the language model: AdamW, cross-entropy and random texts."""
     decoder = Decoder(**model)
     data = Data(Texts(**texts), {"collate_fn": pad_texts})
     return Recipe(

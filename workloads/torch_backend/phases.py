@@ -13,8 +13,9 @@ LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Sums the seconds of each phase. On a GPU, counts only time in which it had nothing else to
-    do, as its clock marks the end of all work enqueued before.
+    """Measures the seconds of each phase. On a GPU, the marks that begin and end a phase
+    are enqueued after all earlier work, so only time in which the GPU had nothing else
+    to do is counted.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -38,12 +39,14 @@ class PhaseClock:
             self._begun = None
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add seconds in which the device had nothing to do."""
+        """Add seconds to a phase that the host measured itself, while the device
+        had nothing to do.
+        """
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
-        """Return the seconds of each phase since the last reading. The device must have
-        finished the phases.
+        """Return the seconds of each phase since the last reading. The device must have finished
+        the phases. Beyond `MOST_MARKED` phases, the sum is extrapolated.
         """
         found = dict(self._added)
         for phase, count in self._counts.items():

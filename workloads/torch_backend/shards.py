@@ -1,5 +1,5 @@
-"""A recipe's model in shards, as `Split.shard` trains it: for a rank of a group, or for a rank that
-is measured alone.
+"""A recipe's model in shards, as `Split.shard` trains it: on a rank of a group, or on a rank
+that is measured alone.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from ..protocol import Place
 
 
 def leave_trainers_on_host() -> None:
-    """Keep transformers' Trainers from moving their models to a device, even if transformers is
-    imported later. A device may not hold the whole model, which is sharded from host memory.
+    """Keep transformers' Trainers from moving their models to a device, even if transformers
+    is imported later. The model is sharded from host memory, because a device may be too small
+    for the whole model.
     """
     wrapt.register_post_import_hook(_leave_on_host, "transformers.trainer")
 
@@ -31,8 +32,8 @@ def _leave_on_host(module: Any) -> None:
 
 
 class RecipeShards:
-    """The shards of a recipe's module on this rank's device. The recipe's optimizer trains the
-    shards from now on.
+    """The shards of a recipe's module on this rank's device. From now on, the recipe's
+    optimizer updates the shards.
     """
 
     def __init__(self, recipe: Any, place: Place, device: torch.device) -> None:
@@ -54,14 +55,15 @@ class RecipeShards:
         watch(module, device, lambda *_: None)
 
     def describe(self) -> str:
-        """Return the bytes of the model's state, of gathered units, and of an optimizer step; the
-        model's parameter count, and the count of trained parameters.
+        """Return five numbers, separated by spaces: the bytes of the model's state, of
+        gathered units and of an optimizer step, the number of parameters, and the
+        number of trained parameters.
         """
         return f"{self._state} {self._gathered} {self._step} {self._parameters} {self._trained}"
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole state, and the temporary bytes of a step, from a first
-        step without gradients.
+        """Return the bytes of the whole model's state, and the temporary bytes of an optimizer
+        step. Both are extrapolated from this rank's shard, in a first step with zero gradients.
         """
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)

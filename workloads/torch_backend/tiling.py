@@ -1,9 +1,9 @@
-"""Cuts an image into tiles on several devices and exchanges their borders. The result equals the
-whole image's result exactly.
+"""Cuts an image into tiles on several devices, which copy their borders to each other. The result
+equals the whole image's result exactly.
 
-Each output tile of a layer is a range of rows and columns. A tile has most of the input rows
-that its windows read, gets the rest from its neighbours, and has zeros for positions outside the
-image. Nothing is computed twice and nothing is approximated, so sizes that don't divide evenly
+Each output tile of a layer is a range of rows and columns. Its device already has most of the input
+that the tile's windows read, copies the rest from neighbouring tiles, and pads with zeros outside
+the image. Nothing is computed twice and nothing is approximated, so sizes that don't divide evenly
 need no special case.
 """
 
@@ -25,10 +25,11 @@ CHANNELS = (16, 32)
 
 @dataclass(frozen=True)
 class Tiles:
-    """A batch of images, shaped (samples, channels, height, width) as a whole, cut into SIDE x SIDE
-    tiles on `devices`.
+    """A batch of images, shaped (samples, channels, height, width) as a whole, cut into SIDE x
+    SIDE tiles on `devices`.
 
-    `rows` and `columns` are the cuts, both ends included. No tile is empty.
+    `rows` and `columns` are the positions of the cuts, including 0 and the image's size.
+    No tile is empty.
     """
 
     parts: Sequence[Sequence[Tensor]]
@@ -38,7 +39,7 @@ class Tiles:
 
     @property
     def every(self) -> list[Tensor]:
-        """The tiles as a list."""
+        """The tiles in one list, row by row."""
         return [part for row in self.parts for part in row]
 
     def map(self, compute: Callable[[Tensor], Tensor]) -> Tiles:
@@ -46,8 +47,8 @@ class Tiles:
         return replace(self, parts=[[compute(part) for part in row] for row in self.parts])
 
     def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
-        """Return a layer's output tiles. Each output position reads `step` input positions, and
-        `border` more at both ends.
+        """Return a layer's output tiles. Each output position reads `step` input positions along
+        each axis, and `border` more at both ends.
         """
         rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
 
@@ -110,8 +111,8 @@ def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device
 def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
     """Return the output of `conv_blocks` for the whole image, computed tile by tile.
 
-    The parameters stay where they are. For each step, each device gets a copy, through which
-    gradients flow back and are summed.
+    The parameters stay on their device. In each step, every device gets a copy of a convolution's
+    weights, and the gradients of all copies are summed in the original.
     """
     for layer in layers:
         match layer:
@@ -136,8 +137,8 @@ def _convolve(weights: Mapping[torch.device, Tensor], part: Tensor) -> Tensor:
 
 
 def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
-    """Apply batch normalisation with the whole image's statistics: only sums are exchanged between
-    devices, not pixels.
+    """Apply batch normalisation with the whole image's statistics. Only sums are copied
+    between devices, not pixels.
     """
     mean, variance = layer.running_mean, layer.running_var
     if layer.training:
@@ -203,13 +204,15 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         self._devices: tuple[torch.device, ...] = ()
 
     def lay(self, devices: Sequence[torch.device]) -> TilesNet:
-        """Compute in tiles on these devices in turn. The parameters stay on the first device."""
+        """Compute in tiles on these devices from now on, and return this module. The parameters
+        move to the first device.
+        """
         self._devices = tuple(devices)
         self.to(devices[0])
         return self
 
     def forward(self, images: Tensor) -> Tensor:
-        """Return logits of the whole images."""
+        """Return the logits (samples, classes) of whole images."""
         if not self._devices:
             logits: Tensor = self.head(self.layers(images).mean(dim=(2, 3)))
             return logits

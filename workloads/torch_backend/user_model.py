@@ -51,8 +51,8 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe from the user's function. Raises RequestError if the function
-    returns something else.
+    """Return the recipe from the user's function and its data functions. Raises RequestError if
+    they return something else or if there is no data.
     """
     own = user_code.load(name, settings)
     recipe = find_recipe(name, own.result)
@@ -110,8 +110,8 @@ def from_user(name: str, result: Any) -> Recipe:
 
 
 def to_data(name: str, given: Any) -> Data:
-    """Convert the user's data set, with or without its loader's options. Raises RequestError if it
-    is no data set.
+    """Convert the user's data set, alone or as (data set, loader options), to `Data`. Raises
+    RequestError if it isn't a data set.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return Data(*given)
@@ -140,7 +140,9 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 
 
 def find_recipe(name: str, result: Any) -> Recipe | None:
-    """Return the recipe of a trainer, or of a module with its data; None for anything else."""
+    """Return the recipe of a Trainer, or of a LightningModule with its data; None for anything
+    else. Raises RequestError for a LightningModule without data.
+    """
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
     if _is_a(result, "lightning.", "LightningModule"):
@@ -170,8 +172,8 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """Runs the passes of a Trainer, and its work on the host between passes and between steps, as a
-    training by a plan does.
+    """Runs the passes of a Trainer, and the Trainer's work on the host between passes and between
+    steps, as a training run by a plan does.
     """
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
@@ -183,7 +185,9 @@ class TrainerSteps:
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
     def compute(self, batch: Any) -> Any:
-        """Return the loss of a pass. Labels are counted before its forward pass is enqueued."""
+        """Return the loss of a pass. Before its forward pass, counts the batch's labels,
+        as the Trainer does.
+        """
         trainer = self._trainer
         trainer.model.train()
         if isinstance(batch, Mapping) and isinstance(labels := batch.get("labels"), torch.Tensor):
@@ -195,8 +199,8 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Wait for the loss, count operations, which visits all parameters in each pass, and
-        clip the gradients.
+        """Do what the Trainer does before each optimizer step: wait for the loss, count the
+        operations of each pass, which visits all parameters, and clip the gradients.
         """
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:
@@ -257,7 +261,9 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """Return a data set, or the data set of a DataLoader with its batch options."""
+    """Return the data set as `Data`; for a DataLoader, its data set with its collate
+    function, workers and pinning.
+    """
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
     return _to_data(given, default_collate)
@@ -275,8 +281,8 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Return the trainer's data. Without workers, a step's rows are fetched when the step begins,
-    while its GPU waits.
+    """Return the rows as `Data` with a trainer's loader options. Without workers nothing is
+    prefetched, so a step's rows are loaded when the step begins, while the GPU waits.
     """
     options = {
         "num_workers": workers,
@@ -287,7 +293,7 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to (the module's arguments, an unused target for each row)."""
+    """Collate rows to a pair: the module's keyword arguments, and an unused target for each row."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 

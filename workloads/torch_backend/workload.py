@@ -1,9 +1,9 @@
-"""A workload from a torch module, an optimizer, a loss and their batches, stepped as in
-the user's training.
+"""A workload from a torch module, an optimizer, a loss and their batches, stepped as
+in the user's training.
 
-One device runs a plain loop. Several devices have a process each, which exchange gradients as
-`evener.torch` does, or one process in which the workload places its own parts. Batches come from
-host memory each step unless the place says otherwise.
+One device runs a plain loop. Several devices have a process each, which all-reduce their gradients
+as `evener.torch` does, or one process in which the workload places its own parts. Batches come from
+host memory each step unless the place specifies otherwise.
 """
 
 from __future__ import annotations
@@ -51,8 +51,8 @@ _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A model with its loss, optimizer and data. Created on the CPU; the workload moves it
-    to its device.
+    """A model with its loss, optimizer and data. It is created on the CPU, and the workload moves
+    it to its device.
     """
 
     module: Any  # torch.nn.Module
@@ -69,8 +69,8 @@ class Recipe(msgspec.Struct, frozen=True):
 
 
 class Waits:
-    """Measures the seconds that a GPU waits for other ranks' gradients and their sum, after its
-    own last gradient.
+    """Measures the seconds that a GPU waits, after its own last gradient, for other ranks'
+    gradients and for the all-reduce.
     """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
@@ -86,7 +86,9 @@ class Waits:
         self._pairs.append((self._ready, self._clock.mark()))
 
     def read(self) -> float:
-        """Return the total since the last reading. The device must have finished these steps."""
+        """Return the total seconds waited since the last reading. The device must
+        have finished these steps.
+        """
         pairs, self._pairs = self._pairs, []
         waited: float = sum(self._clock.seconds(*pair) for pair in pairs)
         self._clock.reuse([mark for pair in pairs for mark in pair])
@@ -103,11 +105,11 @@ Lay = Callable[
 
 
 class TorchWorkload(Workload, StepListener):
-    """A recipe at its place, alone or as one rank of a group. Raises RequestError for a place that
-    PyTorch doesn't support.
+    """A recipe at its place, alone or as one rank of a group. Raises RequestError for a place
+    that PyTorch doesn't support.
 
-    `lay` places the module's parts on the place's devices, all in one process; without it there
-    is one device.
+    `lay` places the module's parts on the place's devices, all in one process; without `lay`, the
+    process has one device.
     """
 
     def __init__(self, place: Place, build_recipe: BuildRecipe, lay: Lay | None = None) -> None:
@@ -153,8 +155,8 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Prepare batches for this rank's share. A rank whose share is 0 leaves the group until it
-        has a share again.
+        """Prepare batches for this rank's share. A rank whose share is 0 leaves the group until a
+        later call gives it a share above 0.
         """
         self._micro = own_share(self.place, micro or shares)
         if micro:
@@ -173,8 +175,8 @@ class TorchWorkload(Workload, StepListener):
     def prepare_dealt(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are assigned by cost. A pass has at most
-        `tokens` padded tokens.
+        """Prepare shares of global batches whose rows are distributed by cost. A pass has at
+        most `tokens` padded tokens.
         """
         self._micro = sum(shares)
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
@@ -207,7 +209,9 @@ class TorchWorkload(Workload, StepListener):
             batches.make(draw(batches.data, sizes, rank), on_host)
 
     def step(self) -> None:
-        """Take an optimizer step on the next batch, synchronized with the other ranks."""
+        """Take an optimizer step on the next batch, with gradients all-reduced over the ranks. Does
+        nothing on a rank without rows.
+        """
         if self._batches is None or not self._batches.rows:
             return
         self._phases.enter("input")
@@ -236,8 +240,8 @@ class TorchWorkload(Workload, StepListener):
         self._count(self._batches.works(batch), passes)
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add the work that a step computed. A batch that is cut into passes was padded before
-        it was cut.
+        """Add the work that a step computed. A batch that is cut into passes was padded before it
+        was cut, so only the number of passes differs from the work of one pass.
         """
         for work in works:
             whole = msgspec.structs.replace(work, passes=passes / len(works))
@@ -246,17 +250,18 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record what is allocated as a step begins, for the first steps only: later steps begin
-        with the same, as the optimizer then has its state.
+        """Record the bytes allocated as a step begins, in the first `NOTED_STEPS` steps only. Later
+        steps begin with the same amount, because the optimizer has created its state by then.
         """
         if self._noted < NOTED_STEPS:
             self._noted += 1
             self._held = self.memory.held()
 
     def recover(self) -> bool:
-        """Release the memory of a step that ran out of memory. False if it ran out in the
-        optimizer's step, which leaves the optimizer's state incomplete, if other ranks wait for
-        this one, or if more memory stays allocated than before the step.
+        """Release the memory of a step that ran out of memory. Returns False if the step failed in
+        the optimizer's update, which leaves the optimizer's state incomplete, if this process is a
+        rank of a group, because other ranks wait for it, or if clearly more memory stays allocated
+        than before the step.
         """
         if self._group or self._updates or not self._noted:
             return False
@@ -270,12 +275,12 @@ class TorchWorkload(Workload, StepListener):
         return self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
-        """Return the total work of all steps; None if rows have no lengths."""
+        """Return the total work of all steps so far; None if rows have no lengths."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """Return the seconds that the rank's GPU waited for others since the last reading. None for
-        a CPU, or without other ranks.
+        """Return the seconds that this rank's GPU waited for other ranks since the last reading;
+        None on a CPU or without other ranks.
         """
         return None if self._waits is None else self._waits.read()
 
@@ -286,8 +291,8 @@ class TorchWorkload(Workload, StepListener):
         return self._scaler.scale(loss)
 
     def synchronize(self) -> None:
-        """Wait for the GPUs and for prefetched batches. On a CPU nothing is pending
-        after `step` returns.
+        """Wait until the GPUs have finished and prefetched batches have arrived. A CPU has
+        finished when `step` returns.
         """
         for device in self.devices:
             if _on_gpu(device):
@@ -298,32 +303,32 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of input and of the optimizer's update over all steps since
-        the last reading.
+        """Return the seconds of input and of the optimizer's update, summed over all steps
+        since the last reading.
         """
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
     def keep_batch(self, kept: bool) -> bool:
-        """Start or stop reusing the next batch in all steps. False if rows have lengths, as another
-        batch is then a different amount of work.
+        """Reuse the next batch in all following steps if `kept`, otherwise take new batches again.
+        Returns False if rows have lengths, because batches then differ in work.
         """
         if self._batches is None or not self._batches.rows:
             return True  # a rank without rows has no batch to keep
         return self._batches.keep(kept)
 
     def measure_link(self) -> LinkSpeed | None:
-        """Measure the speed of the link between the ranks of this group."""
+        """Measure an all-reduce between the ranks of this group; None if there is no group."""
         if not self._group:
             return None
         members = range(self.place.world)
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.place.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
-        """Return the seconds that a GPU needs for a step that was enqueued behind a pause, so that
-        the host enqueues all of it first.
+        """Return the seconds that a GPU needs for one step; None on a CPU. The step is enqueued
+        behind a pause, so that the host has enqueued all of it before the GPU begins.
 
-        Waits within the step, such as `.item()`, are included.
+        Waits of the host within the step, such as `.item()`, are included.
         """
         if not _on_gpu(self.device):
             return None
@@ -345,7 +350,9 @@ class TorchWorkload(Workload, StepListener):
         return self._loss is None or bool(torch.isfinite(self._loss).all())
 
     def facts(self) -> Mapping[str, str]:
-        """Return versions, engine, parameters, digest, and what is known about the rows."""
+        """Return the versions, engine, parameter count and digest, and what is known
+        about the data's rows.
+        """
         cuda = (
             {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
             if _on_gpu(self.device)
@@ -374,8 +381,8 @@ class TorchWorkload(Workload, StepListener):
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _computes_bfloat16(self) -> bool:
-        """True if the request, a parameter or a Trainer uses bfloat16. An autocast in the user's
-        code isn't known before it runs.
+        """True if the requested precision, a parameter or a Trainer uses bfloat16. An autocast in
+        the user's code isn't known before it runs.
         """
         return (
             _HALVES.get(self.place.precision) is torch.bfloat16
@@ -384,8 +391,8 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Open the batches on first use: within the memory cap, and before the peak of any
-        step is counted.
+        """Return the batches, opened on the first call. That is after the memory cap is set, and
+        before `prepare` resets the peak memory.
         """
         if self._batches is None:
             data = self.recipe.data or Data(
@@ -397,7 +404,9 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Weigh this rank's gradients as a step begins; `sizes` has each rank's rows."""
+        """Set the weight of this rank's gradients as a step begins. `sizes`
+        has each rank's rows.
+        """
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
         if self._shards is not None:
@@ -418,7 +427,9 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Step with the ranks that have a share; a different set of ranks becomes a new group."""
+        """Step with the ranks whose share isn't 0. A changed set of ranks becomes
+        a new process group.
+        """
         members = tuple(rank for rank, share in enumerate(shares) if share)
         if self._shards is not None:
             self._members = members
@@ -435,8 +446,8 @@ class TorchWorkload(Workload, StepListener):
 
 
 class GpuMemory(MemoryMeter):
-    """Measures the tensors' memory on GPUs. It grows with the batch, whereas the allocator's memory
-    depends on earlier sizes.
+    """Measures the memory of tensors on GPUs, which grows with the batch. The allocator's own
+    memory also depends on earlier sizes, so it isn't used.
     """
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
@@ -444,13 +455,13 @@ class GpuMemory(MemoryMeter):
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Start measuring from here."""
+        """Start measuring the peak from here."""
         torch.cuda.empty_cache()
         for device in self._gpus:
             torch.cuda.reset_peak_memory_stats(device)
 
     def read(self) -> tuple[int | None, ...]:
-        """Return the peak bytes on each GPU."""
+        """Return the peak bytes of tensors on each GPU since `reset`."""
         return tuple(int(torch.cuda.max_memory_allocated(device)) for device in self._gpus)
 
     def held(self) -> int:
@@ -458,7 +469,9 @@ class GpuMemory(MemoryMeter):
         return sum(int(torch.cuda.memory_allocated(device)) for device in self._gpus)
 
     def release(self) -> tuple[int | None, ...]:
-        """Free the allocator's cache. Returns the bytes kept on each GPU."""
+        """Free the allocator's cache. Returns the bytes that the allocator still
+        reserves on each GPU.
+        """
         torch.cuda.empty_cache()
         return tuple(int(torch.cuda.memory_reserved(device)) for device in self._gpus)
 
@@ -477,7 +490,7 @@ def check_place(place: Place, placed: bool = False) -> None:
 
 
 def configure(place: Place) -> tuple[torch.device, ...]:
-    """Set threads and memory caps, and return the place's devices as PyTorch names them. All CPU
+    """Set the number of threads and the memory caps, and return the place's devices. All CPU
     devices are the same device to PyTorch.
     """
     devices = tuple(torch_device(name) for name in place.devices)
@@ -495,14 +508,16 @@ def configure(place: Place) -> tuple[torch.device, ...]:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return PyTorch's device for "cpu:0" or "cuda:1"; the CPU has only one."""
+    """Return PyTorch's device for a name such as "cpu:0" or "cuda:1". Every CPU name
+    gives the same device.
+    """
     kind, _, number = name.partition(":")
     return torch.device("cpu") if kind.lower() == "cpu" else torch.device(kind, int(number or 0))
 
 
 def join(place: Place, device: torch.device) -> bool:
-    """Join the other ranks through their file, or at the first rank's address. False if there are
-    no other ranks.
+    """Join the other ranks through their rendezvous file, or at the first rank's address. Returns
+    False if there are no other ranks.
     """
     if place.world == 1:
         return False
@@ -518,7 +533,9 @@ def join(place: Place, device: torch.device) -> bool:
 
 
 def own_share(place: Place, shares: Sequence[int]) -> int:
-    """Return this process's samples. Raises RequestError if the shares don't match its place."""
+    """Return this process's rows. Raises RequestError if the number of shares
+    doesn't match its place.
+    """
     if len(place.devices) > 1:
         return sum(shares)  # the model's parts are on several devices, and process every sample
     expected = place.world
@@ -531,8 +548,8 @@ def own_share(place: Place, shares: Sequence[int]) -> int:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Call the module with its inputs: a tuple gives the arguments, a mapping
-    the keyword arguments.
+    """Call the model with its inputs: a tuple or list as positional arguments, a mapping as keyword
+    arguments, anything else as the only argument.
     """
     if isinstance(inputs, Mapping):
         return model(**inputs)
