@@ -19,7 +19,7 @@ from .keras_step import main_part
 DEEPEST = 4  # levels of containers within an attribute
 LIBRARIES = ("keras.", "tensorflow.", "numpy.")
 
-Leaves = dict[str, Any]  # tensors by the name of their place
+Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as in "3.z_mean/0"
 
 
 class PlainVariables:

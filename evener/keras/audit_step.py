@@ -92,7 +92,10 @@ class TracedStep:
         self.draws = any(map(_is_draw, _list_operations(self._graph.graph)))
 
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
-        """Run the step with these amounts added to the left sides of the decisions at `place`."""
+        """Run the step with `amounts` added to the left sides of the decisions at `place`.
+
+        The place is a line of user code; there is an amount for each comparison.
+        """
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
         try:

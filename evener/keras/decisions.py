@@ -91,7 +91,7 @@ class Shifts:
         operation._update_input(0, left + amount)
 
     def assign(self, place: str, amounts: Sequence[Any]) -> None:
-        """Set the amounts of the comparisons at a place."""
+        """Set the amounts of the comparisons at `place`, a line of user code."""
         pairs = zip(self._amounts[place], amounts, strict=True)
         self._amounts[place] = [amount.astype(before.dtype) for before, amount in pairs]
 
@@ -104,7 +104,8 @@ class Shifts:
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
     """Return, by place, how far the margins of parts of a batch are from the whole batch's.
 
-    `others` has all margins of the parts at a place. A place is left out if all its margins agree.
+    A place is a line of user code; `others` has all margins of the parts there. A place is left out
+    if all its margins agree.
     """
     found = {}
     for place, margins in whole.items():

@@ -86,7 +86,7 @@ class Engine(Protocol):
         """Give all processes the same weights and optimizer state."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each device's times in the last steps; empty if they can't be told apart."""
+        """Return each device's times in the last steps; empty if they aren't measured."""
 
 
 class OneProcess:

@@ -166,7 +166,7 @@ def _join_group(peers: tuple[str, ...], rank: int) -> Group:
 
 
 def _read_cluster(config: Any) -> tuple[list[str], int]:
-    """Return the addresses of the processes that train, and the rank of this one.
+    """Return the addresses of the processes that train, and this process's rank.
 
     The chief comes first, as in TensorFlow. Raises RequestError if this process
     isn't in the cluster.

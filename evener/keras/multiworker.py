@@ -171,7 +171,7 @@ class Workers:
         build_model(self.model, keras.tree.map_structure(_first_rows, x))
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of own rows, or of whole batches if they are needed.
+        """Return a dataset of this process's rows, or of whole batches if they are needed.
 
         Whole batches are needed if the shares change, or if the model may read all of x.
         """
@@ -302,7 +302,10 @@ class Workers:
         say(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on own rows like `keras.Model.train_step`, with the update of the whole batch."""
+        """Train on this process's rows, and update the weights by the whole batch's gradient.
+
+        The logs are those of `keras.Model.train_step` on the whole batch.
+        """
         if self.cut.in_passes:
             return SurvivingStep(self, None, self.note_retreat).as_one(data)
         own = self.own_rows(data)
@@ -349,7 +352,7 @@ class Workers:
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Run forward and backward on own rows.
+        """Run forward and backward on this process's rows.
 
         Returns the results and the previous values of all states that the rows of all processes
         change.
@@ -378,7 +381,7 @@ class Workers:
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return what own rows contribute to the whole batch's loss."""
+        """Return what this process's rows contribute to the whole batch's loss."""
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
@@ -445,7 +448,7 @@ class Workers:
         self._labels_vary.assign(tf.logical_or(self._labels_vary, digest.labels_vary))
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate own rows like `keras.Model.test_step`."""
+        """Evaluate this process's rows, and return the logs of the whole batch."""
         own = self.own_rows(data)
         metrics = self._metrics(own)
         x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
@@ -482,12 +485,12 @@ def _digest(data: Tensors) -> BatchDigests | None:
 
 
 def _part(own: OwnRows) -> Any:
-    """Return own rows that count / rows of the batch."""
+    """Return the fraction of the batch's rows that are this process's, without a filler row."""
     return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
 
 
 def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
-    """Return (x, y, outputs, weight) of own rows; all but x only have the rows that count."""
+    """Return (x, y, outputs, weight) of this process's rows; only x may have a filler row."""
     x, y, weight = keras.utils.unpack_x_y_sample_weight(own.data)
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
 

@@ -253,8 +253,8 @@ class Action(Enum):
 class Audits:
     """The audits of one training: when the next one is due, and what follows from each.
 
-    With `evens`, shares can go even for good if gradients differ (`evener run`). With `strict`, a
-    confirmed difference ends the training.
+    With `evens` (`evener run`), shares become equal for the rest of the training if gradients
+    differ. Otherwise, with `strict`, a confirmed difference is refused with an error in any step.
     """
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:

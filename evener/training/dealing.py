@@ -55,7 +55,7 @@ class DealWays:
         The bound is exact if ranks differ in speed only and a batch has few lengths; else nearly
         exact. It is the larger of (the least cost of the batch / the sum of speeds) and (the
         seconds of the longest row on the fastest rank). The least cost is that of the best cuts on
-        one device, as any way to deal is also a way to cut.
+        one device, because any way to deal is also a way to cut.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -239,7 +239,7 @@ CLOSE_PER_RANK = 0.0025
 
 Passes = tuple[
     tuple[tuple[int, ...], ...], ...
-]  # for each rank and pass, the places of its rows in the batch
+]  # for each rank and pass, the indices of its rows in the batch
 
 
 class Deal(msgspec.Struct, frozen=True):
@@ -346,11 +346,11 @@ class Dealer(msgspec.Struct, frozen=True):
 
 
 def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:
-    """Return a dealer by the costs of a plan's shares, or by its rows.
+    """Return a dealer that uses the costs of a plan's shares, or their rows if it has no costs.
 
     `batches` are the rows of each rank, in passes of up to `micros` rows. Without costs, a token
     takes a rank as long as its rows of a full batch indicate, whatever the row's length, and a rank
-    takes no more passes than necessary, as the cost of a pass is unknown.
+    takes no more passes than necessary, because the cost of a pass is unknown.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]

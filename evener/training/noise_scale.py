@@ -198,5 +198,5 @@ def write_scale(found: NoiseScale) -> str:
 
 
 def write_rows(rows: float) -> str:
-    """Return rows with two significant digits, as more aren't known: 3,900."""
+    """Return rows as text with two significant digits, because more aren't known: "3,900"."""
     return f"{rows:.1f}" if rows < 10 else f"{round(rows, 1 - math.floor(math.log10(rows))):,.0f}"

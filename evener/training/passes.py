@@ -33,9 +33,9 @@ MOST_FAILURES = 20  # failures in a row of a pass that can't be smaller
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
     """Return the rows of each pass, spread evenly over as few passes as `most` rows a pass allow.
 
-    With `passes`, rows are spread over that many passes, some of which may have no row: ranks
-    that meet in every pass take equally many. A rank without rows has one pass, in which it
-    only keeps step.
+    With `passes`, rows are spread over that many passes, some of which may have no row, because
+    ranks that run collectives in every pass take equally many. A rank without rows has one pass, in
+    which it only takes part in collectives.
     """
     if passes:
         return even(rows, passes)
@@ -51,7 +51,7 @@ def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
 
 
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """Return the number of passes that every rank takes if ranks meet in each pass.
+    """Return the number of passes that every rank takes if each pass has collectives.
 
     It is the largest number that any rank needs.
     """

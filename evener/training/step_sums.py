@@ -3,7 +3,7 @@
 A step has five parts: input, compute time (own work), waiting for other ranks, the exchange of
 gradients, and the time between the exchange and the next batch. A single rank can't distinguish
 its waiting from the exchange; `divide_meeting` does, with the sums of all ranks. Means are used
-instead of medians, as something that happens only in every tenth step, such as a checkpoint,
+instead of medians, because something that happens only in every tenth step, such as a checkpoint,
 takes time too.
 """
 
