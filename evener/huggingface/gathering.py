@@ -65,8 +65,8 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 class Gathering:
     """Gathers over ranks like the accelerator, even if ranks have different numbers of rows.
 
-    Rows that only keep step are left out of what is gathered. The passes of a batch are gathered
-    together: a call in the last pass returns the values of all passes.
+    Filler rows are left out of what is gathered. The passes of a batch are gathered together: a
+    call in the last pass returns the values of all passes.
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
@@ -245,7 +245,8 @@ def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
     """A loader of every world-th batch, beginning with batch number `rank`.
 
-    At the end, the last batch is repeated to keep step with other ranks.
+    If the batches can't be divided equally, ranks that have one less repeat the last batch, so that
+    all ranks take as many steps; its rows then don't count.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

@@ -73,9 +73,9 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return the labels that count in each pass, by global batch.
+    """Return the number of labels that the loss of each pass is a mean over, by global batch.
 
-    A pass that only keeps step has 0.
+    It is 0 for a pass that has only a filler row.
     """
     counts = []
     first = 0
@@ -94,7 +94,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Return the tokens of a pass, without padding if the trainer counts "non_padding"."""
+    """Return the number of tokens of a pass, without padding if `args` ask for "non_padding"."""
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0

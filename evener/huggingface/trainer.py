@@ -215,7 +215,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> tuple[list[Any], Any]:
         """Return the passes of an optimizer step and the number of its items over all ranks.
 
-        Rows that only keep step are computed, but have weight 0.
+        Filler rows of a rank without rows of its own are computed, but have weight 0.
         """
         self._planned.end()
         batches = list(islice(epoch_iterator, num_batches))

@@ -371,7 +371,10 @@ class TrainingAudits:
             self._act(found, survives=True)
 
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of a loss, or a phrase that says why it can't be computed again."""
+        """Return the record of a loss.
+
+        If it can't be computed again, return why, as a part of a message.
+        """
         if count_foreign() != self._met_before:
             return "its ranks exchange figures before its backward pass"
         record = recorder.trace(loss)
@@ -431,7 +434,10 @@ class TrainingAudits:
         )
 
     def _is_apart(self) -> bool:
-        """True if nothing can be audited: one device with a single pass, or a sharded model."""
+        """True if nothing can be audited.
+
+        That is so with one device and a single pass, with a sharded model, or without a model.
+        """
         training = self._training
         alone = training.world == 1 and not training.ranks.in_passes
         return alone or training.weights.equal_passes or not training.weights.models
@@ -476,9 +482,10 @@ class TrainingAudits:
     def make_bench(
         self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
     ) -> Bench:
-        """Return a bench for these models and for what else their optimizers train.
+        """Return a Bench for these models and for the other tensors that their optimizers train.
 
-        What it computes doesn't count as part of a step. `options` are those of Bench.
+        It computes gradients of a few rows for an audit, which don't count as part of a step.
+        `options` are those of Bench.
         """
         every = list(models)
         groups = [group for each in optimizers for group in each.param_groups]

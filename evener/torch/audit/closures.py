@@ -32,7 +32,7 @@ _FOREIGN = {
 
 @contextmanager
 def kept_closure(function: Callable[..., Any] | None) -> Iterator[None]:
-    """A context that restores, at its end, what `function` may change outside itself."""
+    """Enter a context that restores, at its end, what `function` may change outside itself."""
     kept = _Kept()
     kept.look_at(function, DEPTH)
     try:

@@ -11,7 +11,10 @@ import torch
 
 @contextmanager
 def full_precision() -> Iterator[None]:
-    """A context in which float32 products are computed in float32, whatever the program has set."""
+    """Enter a context in which float32 products are computed in float32, without autocast.
+
+    The program's own settings have no effect in it.
+    """
     with ExitStack() as stack:
         stack.enter_context(_without_autocast())
         stack.enter_context(_without_tf32())
@@ -20,7 +23,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """A context without autocast, even if code enters autocast inside it."""
+    """Enter a context without autocast, even if code enters autocast inside it."""
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
     with ExitStack() as stack:
@@ -37,7 +40,7 @@ def _without_autocast() -> Iterator[None]:
 
 @contextmanager
 def _without_tf32() -> Iterator[None]:
-    """A context without TF32 or other reduced-precision products.
+    """Enter a context without TF32 or other reduced-precision products.
 
     PyTorch has two ways to set them, and raises an error if the older one is read after the newer
     one (`fp32_precision`, since 2.9) was set to something else.

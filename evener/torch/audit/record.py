@@ -530,7 +530,11 @@ def replay(
     number: Callable[[Any], Any],
     wanted: int,
 ) -> Any:
-    """Return the wanted tensor, computed by these functions from other rows."""
+    """Return a tensor that is computed by repeating recorded calls with other rows.
+
+    `known` has what replaces each recorded tensor, by its id; `wanted` is the id of the recorded
+    tensor whose replacement is returned. `number` converts numbers for `rows` rows.
+    """
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
     try:
@@ -544,7 +548,7 @@ def replay(
 def _replay_entries(
     entries: Sequence[WrittenCall], known: dict[int, Any], rows: int, number: Callable[[Any], Any]
 ) -> None:
-    """Call these functions again, and add what they compute from other rows to `known`."""
+    """Repeat the calls with the values in `known`, and add their results to it."""
     for entry in entries:
         if entry.draw is not None:
             entry.draw.restore()
@@ -581,7 +585,7 @@ def _now(
     changed: set[int],
     each: Any,
 ) -> Any:
-    """Return the value that replaces a value of the recorded batch.
+    """Return the value that replaces an argument of a recorded call.
 
     Tensors that the call changes in place are cloned, so that the originals stay unchanged.
     """

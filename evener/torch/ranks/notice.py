@@ -1,5 +1,5 @@
 """A notice that this machine is about to be taken away: SIGTERM, which SLURM, Kubernetes and spot
-machines send some time before they end a job.
+machines send some time before they kill a job.
 
 Possibly only one rank gets it, and ranks that stop at different steps wait for each other forever.
 So the ranks ask each other four times a second, by an all-reduce of 16 bytes over gloo on the host.

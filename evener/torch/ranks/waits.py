@@ -18,7 +18,7 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """Exclude waiting within passes from this timer's own work from now on.
+    """Exclude waiting within passes from the compute time of this timer from now on.
 
     On a CPU, that is waiting for an exchange. On a GPU the host doesn't wait; there it is the time
     in which a stream waits for another stream that communicates.

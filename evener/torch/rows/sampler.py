@@ -503,7 +503,7 @@ class LengthSampler(UnevenBatchSampler):
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
         rows = self._draw(epoch)[first : first + self.global_batch]
         passes = self.deal_at(first, epoch).passes[self.rank]
-        if not passes:  # the shortest row, to keep step with
+        if not passes:  # the shortest row is the filler
             return [rows[self._lengths[rows].argmin()].reshape(1)]
         return [rows[torch.tensor(places)] for places in passes]
 

@@ -18,9 +18,9 @@ AddUp = Callable[[torch.Tensor], torch.Tensor]
 class Part:
     """The rows of one pass, in the structure of the batch.
 
-    `rows` is the number of rows that count; it is 0 if the rank only keeps in step. `weight` is the
-    weight of its loss in this rank's mean. Used as a context, it catches running out of memory in
-    its block, so that the rows come again in smaller parts.
+    `rows` is the number of rows that count; it is 0 if the only row is a filler. `weight` is the
+    weight of the part's loss in this rank's mean. Used as a context, a part catches running out of
+    memory in its block, so that its rows come again in smaller parts.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:

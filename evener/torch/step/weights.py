@@ -378,9 +378,9 @@ class BatchWeights(BatchTracker):
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """Weight the mean loss of this rank's rows so that the mean over ranks is exact.
+        """Return this rank's mean loss, weighted so that the mean over ranks is exact.
 
-        It is then the mean over the whole batch.
+        The mean over ranks is then the mean over the whole batch.
         """
         if self.current is not None and not self.current.used:
             self.find((), True, match_addresses)  # raises RequestError if several are in use

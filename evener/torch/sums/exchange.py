@@ -71,11 +71,13 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 class Exchange:
     """Sums the gradients of `module` over `group`, this rank's times `weight`.
 
-    A `group` of None is all processes. A backward pass through the outputs that `watch` was
-    given ends in a sum if its `sync` is True. The callbacks: `begun` as a backward pass reaches
-    such outputs, with their batch and the batch of outputs before them in this pass; `ready`
-    when the last gradient is there; `sent` when all gradients are on their way; `done` when the
-    sums are there.
+    A `group` of None is all processes. With `alone`, there is a single rank: nothing is summed, but
+    the gradients of a failed pass can be undone. A backward pass through the outputs that `watch`
+    was given ends in a sum if its `sync` is True.
+
+    These callbacks are called: `begun` as a backward pass reaches such outputs, with their batch
+    and the batch of the outputs before them in this pass; `ready` when the last gradient is there;
+    `sent` when all gradients are on their way; `done` when the sums are there.
     """
 
     def __init__(
