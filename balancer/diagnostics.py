@@ -153,7 +153,7 @@ def describe_link(figures: Sequence[LinkFigure]) -> Check:
 
 
 def write_link(figure: LinkFigure) -> str:
-    """Format one measurement of a link: as it is 6.1 GB/s, 28 µs."""
+    """Format one measurement of a link, with its transport: as it is 6.1 GB/s, 28 µs."""
     if figure.outcome == "ok":
         speed = f"{figure.bytes_per_second / 1e9:.3g} GB/s"
         return f"{figure.way} {speed}, {figure.latency_seconds * 1e6:.3g} µs"

@@ -87,7 +87,7 @@ class ObservationEntry(msgspec.Struct, frozen=True, tag="seen", tag_field="entry
 
 
 class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
-    """Software versions and engine, once a child has reported them."""
+    """The facts that children have reported so far, about software, engine, data and model."""
 
     facts: Facts
 

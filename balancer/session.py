@@ -327,7 +327,7 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """The session's clock, in seconds. It is the prober's clock, which stops during a pause."""
+        """The seconds on the session's clock: those on the prober's clock, without pauses."""
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:

@@ -290,10 +290,11 @@ def plan_rivals(
 
 def _find_single(plan: Plan) -> Evidence | None:
     """Return the single device to compare a plan with; another device if the plan uses one device.
-    It is the device that was raced, unless another device had more samples/s at the same batch
-    and no more than the plan.
+    It is the device that was raced, unless another device had more samples/s at the same batch and
+    no more than the plan.
 
-    A device with more samples/s than the plan was measured while the machine was faster.
+    A device with more samples/s than the plan doesn't count, because it was measured while
+    the machine was faster.
     """
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     others = [each for each in alone_at_batch(plan).values() if _positions(each.layout) != own]

@@ -340,8 +340,8 @@ def _step(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Measure the first batches of a search on one device, as many as run before `stop`. If no
-    batch fits, the error names the `largest` model.
+    """Return the measurements of a search's first batches on one device, as many as ran before
+    `stop`. If no batch fits, the error names the `largest` model.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}

@@ -82,7 +82,7 @@ def find_single(verdict: Verdict) -> Rival | None:
 
 
 def is_equal(rival: Rival) -> bool:
-    """True if a rival is as fast as the plan, and surely not much slower."""
+    """True if a rival ties with the plan and their measured difference is at most 3 %."""
     gap = rival.difference
     return rival.tie and gap is not None and abs(gap.value) <= UNCLEAR
 

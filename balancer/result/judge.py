@@ -189,8 +189,8 @@ def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if all devices of the request take equal shares in one pass, as in
-    plain data parallelism.
+    """True if all devices of the request take equal shares in one pass without knobs, as
+    in plain data parallelism.
     """
     if not layout.traits.together or layout.traits.sharded:
         return False
@@ -313,7 +313,8 @@ def _choose_single(
     """Return the single device to compare the plan with. It is the device that was raced, unless
     another device had more samples/s at the same batch and no more than the plan.
 
-    A device with more samples/s than the plan was measured while the machine was faster.
+    A device with more samples/s than the plan doesn't count, because it was measured while
+    the machine was faster.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]

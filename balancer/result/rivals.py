@@ -31,7 +31,7 @@ KNOBS = {
 def name_layout(
     one: Candidate, devices: int, another: bool = False, with_shares: bool = False
 ) -> str:
-    """Return the name of a layout on one of `devices` devices or several, for tables."""
+    """Return a layout's name for tables. `devices` is the number of devices of the request."""
     layout = one.layout
     knobs = "".join(f", {KNOBS.get(knob, knob)}" for knob in layout.knobs)
     shares = f", {list_samples(layout)}" if with_shares else ""
@@ -146,8 +146,8 @@ def _fastest_split(
 def compare(
     chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None
 ) -> ComparedLayout:
-    """Compare two layouts by their rates, or by the turns of both if the rates tie or give
-    a different gain.
+    """Compare two layouts by their rates. If the rates tie, or if the turns of both contradict the
+    gain between the rates, the gain is taken from the turns.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)

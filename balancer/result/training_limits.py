@@ -166,8 +166,8 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield a host whose cores other programs use, and a host that launches kernels more slowly
-    than a GPU runs them.
+    """Yield the time in which ranks have no core because other programs use the host, and the time
+    in which a GPU waits for its host to launch kernels.
     """
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [

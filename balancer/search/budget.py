@@ -222,10 +222,10 @@ class Budget:
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _further_warm_up(self, layout: Layout) -> float:
-        """Return the warm-up seconds that a layout's next probe needs if it isn't of a lone step.
+        """Return the warm-up seconds that a layout's next probe needs unless it times a lone step.
 
-        It is 0 unless the layout was measured before, and only by lone steps, which
-        have no warm-up.
+        The result is 0 unless the layout was measured before, and only by lone steps,
+        which have no warm-up.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):

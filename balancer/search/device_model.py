@@ -84,9 +84,9 @@ class DeviceModel:
 
     @cached_property
     def in_splits(self) -> Curve | None:
-        """The curve of the device within a split, fitted to its solo points and to those of splits.
+        """The device's curve within a split, fitted to its solo points and to its points in splits.
 
-        The points of splits are its compute time (own work) in them.
+        The points in splits are its compute times (own work) there.
         """
         points: list[Point] = []
         for one in self._group:

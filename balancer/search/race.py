@@ -198,7 +198,9 @@ class Race:
         return self._budget.least_seconds(layout) + knobs
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
-        """Return the rivals of a turn: all in the first, later those that aren't settled yet."""
+        """Return the rivals of a turn: all in the first turn of knobs, later those that aren't
+        settled yet, and none from turn `MOST_TURNS` on.
+        """
         if turn == FIRST_TURN and stage == "knobs":  # the race's first turn is in `_first_turn`
             return list(rivals)
         if turn >= MOST_TURNS:

@@ -47,7 +47,7 @@ TurnsByLayout = Mapping[Layout, Turns]
 class Difference(msgspec.Struct, frozen=True):
     """A mean over turns with the standard deviation of one turn.
 
-    It is a mean of samples/s, or of the ratio of samples/s to another layout's, less 1.
+    It is the mean of a layout's samples/s, or of their relative difference from another layout's.
     """
 
     value: float

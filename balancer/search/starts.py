@@ -17,7 +17,9 @@ from .observations import STAGES, Observations, order_probe
 
 
 class Starts:
-    """The starts that one set of observations shows, in seconds without imports."""
+    """The seconds that child processes took to start, from one set
+    of observations, without imports.
+    """
 
     def __init__(self, seen: Observations) -> None:
         self._seen = seen

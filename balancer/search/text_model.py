@@ -146,9 +146,8 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone, without those by rows.
-
-        They are of rows of one length, or of a batch assigned by cost.
+        """Return the observations of a device alone on rows of one length, or on a
+        batch assigned by cost.
         """
         own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
         return [seen for seen in own if not seen.probe.layout.by_rows]

@@ -79,10 +79,11 @@ class TimeLeft:
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """True if a probe that shows its noise would take more than `part` of the time left.
+        """True if a probe should time a lone step, because showing its noise would take more than
+        `part` of the time left.
 
         With such slow steps, knowing the time of several batches to 3 % is worth more than knowing
-        it exactly for a few of them.
+        the time of a few batches exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
