@@ -26,8 +26,9 @@ from .base_app import BaseApp, Sampled, write_crash_log
 from .screens.base import SCREENS
 from .settings import ThemeName
 
-YOUNG_OBJECTS = 10_000  # more than a tick makes and frees again: collecting for them finds nothing
-SPELLED_KEYS = ("space", "tab", "esc", "enter", "home", "end")  # with a capital on every page
+YOUNG_OBJECTS = 10_000  # more than a tick creates and frees, which needs no garbage collection
+# keys that every page spells with a capital
+SPELLED_KEYS = ("space", "tab", "esc", "enter", "home", "end")
 MakeScreen = Callable[[], Screen[None]]
 
 
@@ -99,7 +100,7 @@ class EvenerApp(BaseApp):
         **options: Any,
     ) -> None:
         super().__init__(publisher, **options)
-        self._replayed = replayed  # the run, and how many times as fast, that is in front first
+        self._replayed = replayed  # the run to replay first, and how many times as fast
         self._first_start = first_start
         self.wants_demo = False  # whether to run the demo after the app is closed
         self.crash_log: Path | None = None
@@ -301,8 +302,8 @@ class EvenerApp(BaseApp):
 
 
 def _settle_memory() -> None:
-    """Make garbage collection rare, and exclude the objects made at the start: scanning them
-    takes 40 ms.
+    """Enable garbage collection again, but make it rare and exclude the objects made at the start,
+    because scanning them takes 40 ms.
     """
     gc.collect()
     gc.freeze()
@@ -310,7 +311,7 @@ def _settle_memory() -> None:
     gc.enable()
 
 
-# on dark and on light: one for each tone of `evener.tui.view.cells` that Textual's themes lack
+# colours on dark and on light, for each tone of `evener.tui.view.cells` that Textual's themes lack
 _MEANINGS = {
     "dim": ("#76839a", "#66717f"),
     "title": ("#93a1b8", "#4d5866"),
@@ -349,7 +350,7 @@ _BASE = {  # Textual's own variables
 
 
 def meanings(*, dark: bool) -> dict[str, str]:
-    """Return evener's theme variables, which Textual's themes lack."""
+    """Return evener's theme variables, which Textual's themes lack, for a dark or a light theme."""
     return {f"ev-{key}": colours[not dark] for key, colours in _MEANINGS.items()}
 
 

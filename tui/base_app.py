@@ -105,7 +105,9 @@ class SessionThread:
             (self._session.pause if paused else self._session.unpause)()
 
     def close(self) -> None:
-        """Stop the session, and wait until its child processes have ended."""
+        """Stop the session, and wait until its child processes have ended, but at most
+        `JOIN_SECONDS`.
+        """
         self.stop()
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
@@ -150,8 +152,8 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a new, private file. An existing name in a shared folder could be another
-    user's symbolic link.
+    """Write a new, private file. Raises FileExistsError for an existing name, because in a shared
+    folder it could be another user's symbolic link.
     """
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
@@ -198,7 +200,9 @@ class PlainScrollBar(ScrollBarRender):
 
 
 class BaseApp(App[int]):
-    """Holds what the threads report; imports no screen."""
+    """The app without its screens: holds the newest snapshot, the session's state and the alerts,
+    which the threads report.
+    """
 
     # not `reactive`: that would redraw the whole screen at each tick
     snapshot: var[Snapshot | None] = var(None, always_update=True)
@@ -242,8 +246,8 @@ class BaseApp(App[int]):
         ScrollBar.renderer = PlainScrollBar if self.ascii else ScrollBarRender
 
     def close_threads(self) -> None:
-        """Stop the session and the sampling, and wait until both have ended. No child process of a
-        probe outlives this call.
+        """Stop the session and the sampling, and wait until both have ended. Unless the session
+        hangs, no child process of a probe outlives this call.
         """
         if self._session is not None:
             self._session.close()
@@ -282,8 +286,8 @@ class BaseApp(App[int]):
                 save_settings(self.settings_file, settings)
 
     def apply_settings(self) -> None:
-        """Apply the settings that are read only once. Screens read their own settings
-        on each draw.
+        """Apply the interval between readings and the thresholds of alerts. Screens read their own
+        settings on each draw.
         """
         self.publisher.interval_seconds = self.settings.interval_seconds
         self.alert_watch.rules = self._alert_rules
@@ -301,7 +305,7 @@ class BaseApp(App[int]):
         **resumed: Any,
     ) -> None:
         """Start a search, or resume a run that has the measurements `kept`, unless a search is
-        running. `resumed` are arguments of `open_run`.
+        running. A read-only app shows a warning instead. `resumed` are arguments of `open_run`.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
@@ -339,7 +343,7 @@ class BaseApp(App[int]):
         self._session.start()
 
     def forget_session(self) -> None:
-        """Show no session, even if a run is being replayed."""
+        """Stop the session or the replay, and show none."""
         if self._session is not None:
             self._session.stop()
         self._session = None
@@ -373,8 +377,8 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Record that the session has ended, and why. If it could not start, the
-        screen stays unchanged.
+        """Record that the session has ended, and why. A session that could not start leaves the
+        previous state on the screen.
         """
         if self._session is None or message.source != self._session.source:
             return
@@ -408,8 +412,8 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Pass the training speed of the running probes on each device to the publisher, if
-        it is known.
+        """Pass the samples/s and the rows per pass of each device on which a probe trains to the
+        publisher; the samples/s are None until they are known.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
@@ -444,7 +448,7 @@ class BaseApp(App[int]):
         self.training = LocalTraining(arguments, log)
 
     def change_interval(self, direction: int) -> None:
-        """Sample one step more often (-1) or less often (1)."""
+        """Sample one step more often (-1) or less often (1), and save the interval."""
         steps = sorted({*INTERVALS_SECONDS, self.publisher.interval_seconds})
         place = steps.index(self.publisher.interval_seconds) + direction
         seconds = steps[max(0, min(place, len(steps) - 1))]

@@ -21,7 +21,9 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """An `evener launch` process with these arguments, in its own session."""
+    """An `evener launch` process with these arguments, in its own session; `log` gets its output.
+    Raises RequestError if the log can't be written.
+    """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         self.command = shlex.join(["evener", *arguments])

@@ -28,7 +28,7 @@ OWN_ENTRIES = (
     "command_palette",
     "settings",
 )  # the app offers these by itself
-MOVES = (  # within a list or a screen: found by a search, but not offered
+MOVES = (  # actions within a list or a screen: found by a search, but not listed
     "move",
     "page",
     "focus_next",
@@ -38,7 +38,7 @@ MOVES = (  # within a list or a screen: found by a search, but not offered
     "refresh",
 )
 KEY_CELLS = 9  # cells in front of the words
-APP_KEYS = {  # of what every screen can do, by the name of its action
+APP_KEYS = {  # keys of the commands of all screens, by the command's title
     "Show Monitor": "1",
     "Show Balance": "2",
     "Show Runs": "3",
@@ -49,8 +49,8 @@ APP_KEYS = {  # of what every screen can do, by the name of its action
     "Quit": "q",
 }
 
-LEAST_SCORE = 0.1  # of a hit by words that aren't shown
-OTHER_WORDS = {  # that people look for, by action
+LEAST_SCORE = 0.1  # score of a hit by words that aren't shown
+OTHER_WORDS = {  # words that users may search for instead, by action
     "export": "export save plan.toml",
     "train_here": "launch run start training",
     "report": "export html page",

@@ -21,7 +21,7 @@ class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     bell: bool = False  # ring the terminal's bell
     command: str = ""  # a program with its arguments, started for each alert
-    throttled_percent: Annotated[float, Meta(gt=0, le=100)] = 20.0
+    throttled_percent: Annotated[float, Meta(gt=0, le=100)] = 20.0  # in % of the time
     plan_percent: Annotated[float, Meta(gt=0, le=100)] = 90.0  # in % of the plan's samples/s
 
 
@@ -45,8 +45,8 @@ def settings_path() -> Path:
 
 
 def load_settings(path: Path) -> tuple[Settings, str]:
-    """Return the settings in a file, and a message that says why the file is ignored if it
-    can't be read.
+    """Return the settings in a file, or the defaults if there is no file, and a message that says
+    why the file is ignored if it can't be read.
     """
     try:
         text = path.read_text(encoding="utf-8")

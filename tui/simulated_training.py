@@ -22,7 +22,7 @@ from evener.training.rebalance import Rebalancer
 CARDS = ("gtx1080ti", "gtx1080")
 PAIR = f"sim:{','.join(CARDS)}"
 PERIOD_SECONDS = 70.0
-# seconds in each period
+# seconds of each period between which the first device is hot
 HOT_FROM = 10.0
 HOT_UNTIL = 45.0
 SLOWED = 0.3  # the fraction of its speed that the first device loses

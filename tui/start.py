@@ -40,11 +40,11 @@ def has_app() -> bool:
 
 
 def prepare_app() -> None:
-    """Prepare the import of the app. Raises RequestError with the install command if the app's
-    libraries are missing.
+    """Disable garbage collection for the start of the app. Raises RequestError with the install
+    command if the app's libraries are missing.
     """
-    # the app collects once it has been drawn: what a start makes stays, and looking through it is
-    # slow
+    # the app enables garbage collection once it has been drawn: objects made at the start stay, and
+    # scanning them is slow
     gc.disable()
     if not has_app():
         raise RequestError(
@@ -142,8 +142,8 @@ def draw_app(
 
 
 def _end_threads(app: EvenerApp) -> None:
-    """End the app's threads and Textual's input thread. SIGCONT, which comes with a hang-up, starts
-    another input thread.
+    """Stop the app's threads and Textual's input thread. SIGCONT, which comes with a hang-up,
+    starts another input thread.
     """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()
@@ -172,8 +172,8 @@ CODE = 129  # the exit code after SIGHUP
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Watch for a hang-up of the terminal while the app runs: call `leave` at once, `end` after a
-    grace period, then exit.
+    """Watch for a hang-up of the terminal while the app runs: call `leave` at once. If the app
+    still runs after a grace period, call `end` and exit the process.
     """
     if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
         yield

@@ -26,7 +26,7 @@ NOT_IN_REPLAYS = ("stop", "go_on", "report")
 
 
 class BalanceScreen(RunActions, PanelScreen):
-    """Shows the app's session, which continues when another screen is opened."""
+    """Shows the form or the app's session, which continues when another screen is opened."""
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -54,7 +54,9 @@ class BalanceScreen(RunActions, PanelScreen):
             yield BalanceView(self.result_keys)
 
     def on_mount(self) -> None:
-        """Redraw whenever the session changes."""
+        """Follow the session, the snapshots and failed starts. Without a session, focus the list of
+        models.
+        """
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
         self.watch(self.app, "start_fault", self.query_one(Setup).complain, init=False)
@@ -98,7 +100,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one(LanePanel).take(samples=self.evener.session_samples())
 
     def redraw(self) -> None:
-        """Draw the current state of the session."""
+        """Draw the current state of the session, and the form."""
         self.settle_frames()
         self._sampled()
         self.query_one(BalanceView).take(self.evener.balance)
@@ -158,14 +160,16 @@ class BalanceScreen(RunActions, PanelScreen):
         confirm(self.evener, "Stop", question, self.evener.stop_session)
 
     def action_export(self) -> None:
-        """Write the plan to a file."""
+        """Ask for a path, and write the plan to it."""
         finished = self.evener.balance.finished
         if finished is not None:
             dialog = plan_dialog(self.evener, finished.plan, self.chosen_run, finished)
             self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
-        """Write the plan and start its script with the plan from this app."""
+        """Ask for the command that trains with the plan, then write the plan and start the command
+        from this app.
+        """
         finished = self.evener.balance.finished
         if finished is not None:
             ask_to_train(self.evener, finished.plan, self.chosen_run)

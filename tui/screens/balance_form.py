@@ -48,8 +48,8 @@ HINT_ROWS = 3
 COMPLAINT_ROWS = 4
 MOST_DEVICE_ROWS = 6
 LEAST_MODEL_ROWS, MOST_MODEL_ROWS = 3, 16
-LESSON_ROWS = 9  # of what a search does, below the form
-ROWS_BESIDE_LESSON = 6  # of models, from which on it is shown
+LESSON_ROWS = 9  # rows of the text below the form on what a search does
+ROWS_BESIDE_LESSON = 6  # least rows of models beside which that text is shown
 _BUTTON_CELLS = 30
 _FRAMEWORKS = ("auto", *(name for name in registry.FRAMEWORKS if name != "none"))
 _MORE_FIELDS = {"max_global_batch": "", "tolerance": "0.02", "max_slowdown": "", "settings": ""}
@@ -183,7 +183,9 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search over one of the user's own functions whose file still exists."""
+    """Return the newest search over one of the user's own functions whose file still exists; None
+    if there is none.
+    """
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
         own = summary.kind == "search" and bool(home) and names_a_file(home)
@@ -211,8 +213,8 @@ class Setup(UsesApp, Vertical):
         self._picked = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Make four fields with the others below them, the explanation of the focused field,
-        and the buttons.
+        """Make the fields with the other options below them, the explanation of the focused field,
+        the buttons, and the text on what a search does.
         """
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
@@ -287,7 +289,9 @@ class Setup(UsesApp, Vertical):
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List these models; the first is chosen, unless the user has chosen another."""
+        """List these models. Without a choice by the user, the first of the user's own models is
+        ticked, or the default built-in model if neither a file nor a past run has one.
+        """
         panel = self.query_one("#pick-workload", Ticks)
         before = self._models[min(panel.ticked)] if self._picked and panel.ticked else None
         self._models = list_models(found, last, time.time())
@@ -313,8 +317,9 @@ class Setup(UsesApp, Vertical):
         self.show_rows()
 
     def show_rows(self) -> None:
-        """Show the path only for another file, the layouts only for a comparison, and the other
-        options only if "more" is open.
+        """Show the path only for another file, and the other options only if "more" is open; of
+        those, the layouts only for a comparison, and the largest slowdown only for an objective
+        that trades speed.
         """
         if not self._models:
             return
@@ -332,7 +337,9 @@ class Setup(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Distribute the remaining rows among the lists."""
+        """Set the heights of the lists of models and devices to what the other fields leave free,
+        and show what a search does below the form if there is room.
+        """
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
         frame = 0 if bare else 2
@@ -356,7 +363,7 @@ class Setup(UsesApp, Vertical):
 
     def _count_model_rows(self) -> int:
         """Return the number of rows for models: the user's own, plus one of evener's, whose row
-        says how many more follow.
+        says how many more follow. If the user has none, return the number of all models.
         """
         own = [model for model in self._models if model.own]
         return len(own) + 1 if any(model.name for model in own) else len(self._models)

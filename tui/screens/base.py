@@ -24,7 +24,7 @@ from ..widgets.lists import ListPanel, SortedPanel
 
 NARROW = 100  # least columns of the terminal for panels side by side
 LOW = 30  # least rows of the terminal for frames
-ALWAYS = 3  # keys, the last ones, that are shown at any width
+ALWAYS = 3  # keys at the end of the bar that are shown at any width
 WHERE_WIDE = (  # actions whose keys are shown last, if there is room
     "next_sort",
     "common_scale",
@@ -40,7 +40,7 @@ class PanelScreen(UsesApp, Screen[None]):
     """A screen of the app; `NAME` is its mode. Panels are redrawn when their size changes."""
 
     NAME = ""
-    BLANK = True  # all of it is covered
+    BLANK = True  # the panels cover the whole screen
 
     def compose(self) -> ComposeResult:
         """Make the top bar, the screen's own panels, and the bar of keys."""
@@ -115,7 +115,7 @@ class SnapshotScreen(PanelScreen):
         return "paused" if self._paused_at is not None else ""
 
     def on_mount(self) -> None:
-        """Redraw at each new snapshot."""
+        """Focus the list, and redraw at each new snapshot unless the screen is paused or hidden."""
         self.query_one(ListPanel).focus()
         self.watch(self.app, "snapshot", self._sampled, init=False)
 
@@ -124,8 +124,8 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Set the height of each panel in rows, borders included; 0 hides the panel. The layout is
-        computed again only for heights that have changed.
+        """Set the height of each panel in rows, borders included; 0 hides the panel. Nothing
+        is set again while the terminal's size and all heights stay the same.
         """
         placed = (self.app.size, rows)
         if self._placed == placed:
@@ -152,7 +152,7 @@ class SnapshotScreen(PanelScreen):
         self.refresh(layout=True)
 
     def action_change_interval(self, direction: int) -> None:
-        """Sample more or less often."""
+        """Sample more often (-1) or less often (1)."""
         self.evener.change_interval(direction)
         self.redraw()
 
@@ -164,10 +164,10 @@ class SortedScreen(PanelScreen):
         Binding("slash", "filter", "Filter", key_display="/"),
         Binding("escape", "end_filter", "End the filter", show=False),
     ]
-    FILTERED = ""  # keys of the columns that a filter searches
+    FILTERED = ""  # the columns that a filter searches, as its field names them
 
     def filter_field(self) -> Input:
-        """The filter field, hidden until the user opens it."""
+        """Return a new filter field, which is hidden until the user opens it."""
         return Input(placeholder=f"words in {self.FILTERED}", id="filter", compact=True)
 
     @property
@@ -249,7 +249,7 @@ class KeysBar(Lines):
         active = [each.binding for each in self.screen.active_bindings.values()]
         by_action: dict[str, Binding] = {}
         more: dict[str, Binding] = {}
-        for each in reversed(active):  # the first of several keys
+        for each in reversed(active):  # of several keys for one action, the first is shown
             if each.show:
                 by_action[each.action] = each
             elif each.action.partition("(")[0].rpartition(".")[2] in WHERE_WIDE:

@@ -109,7 +109,7 @@ class ChoiceDialog(Dialog[str]):
     ) -> None:
         super().__init__(title)
         self._draw = draw
-        self.answers = answers  # answers by their keys
+        self.answers = answers  # labels of the answers by their keys
 
     def content(self) -> Iterable[Widget]:
         """Return the question, and a button for each answer."""

@@ -288,7 +288,8 @@ class ProcessPanel(SortedPanel[ProcessRow]):
     def __init__(self) -> None:
         super().__init__("Processes", id="processes", order=Order("memory"))
         self._nothing = NO_TRAINING
-        self._seen: dict[Identity, tuple[ProcessSample, float]] = {}  # and when last
+        # each process with the time when it was last seen, in Unix seconds
+        self._seen: dict[Identity, tuple[ProcessSample, float]] = {}
 
     def identity(self, row: ProcessRow) -> Identity:
         """Return the identity of the process."""

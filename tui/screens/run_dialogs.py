@@ -33,7 +33,7 @@ from ..view.cells import whole_lines
 from .dialogs import DetailsDialog, FieldDialog, confirm
 
 MORE_SECONDS = 300.0
-MOST_ERROR_BYTES = 1 << 20  # of what failing children wrote; the newest are shown
+MOST_ERROR_BYTES = 1 << 20  # most bytes shown of what failing child processes wrote
 _FRAME = re.compile(r'^  File "([^"\n]+)", line .*\n(?:    .*\n)*', re.MULTILINE)
 _FOREIGN = re.compile(
     rf"<|{re.escape(str(Path(evener.__file__).parent))}/|.*/lib/python3|.*/(?:site|dist)-packages/"
@@ -41,7 +41,7 @@ _FOREIGN = re.compile(
 
 
 class ContinueDialog(FieldDialog):
-    """Asks how long a run is to be resumed, and resumes it."""
+    """Asks for how much longer a run is to be measured, and resumes it."""
 
     def __init__(self, run: StoredRun) -> None:
         budget = run.header.request.budget_seconds
@@ -77,7 +77,7 @@ def errors_file(run: str) -> Path | None:
 
 def own_frames(text: str) -> str:
     """Return the traceback frames that are outside evener, the standard library and installed
-    packages, without duplicates.
+    packages, without duplicates and below a heading; empty if there are none.
     """
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
@@ -86,7 +86,9 @@ def own_frames(text: str) -> str:
 
 
 def errors_dialog(run: str) -> DetailsDialog:
-    """Return a dialog with a run's complete tracebacks."""
+    """Return a dialog with the traceback frames of the user's own code, and below them the errors
+    that a run's child processes wrote, at most their last `MOST_ERROR_BYTES`.
+    """
     path, text = errors_file(run), ""
     if path is not None:
         with (
@@ -114,7 +116,7 @@ class RunActions(UsesApp):
         raise NotImplementedError
 
     def action_go_on(self) -> None:
-        """Ask how long the run is to be resumed, and show its search."""
+        """Ask for how much longer the run is to be measured, resume it, and show its search."""
 
         def show(done: bool | None) -> None:
             if done:

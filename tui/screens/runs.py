@@ -61,7 +61,9 @@ class RunPanel(SortedPanel[RunSummary]):
 
 
 class RunsScreen(RunActions, SortedScreen):
-    """Lists the past runs; reads the journals when it is opened, and on F5."""
+    """Lists the past runs; reads the journals when it is opened, when a session has started or
+    ended, and on F5.
+    """
 
     NAME = "runs"
     FILTERED = "id, devices, workload or state"
@@ -177,7 +179,7 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Return a stored run; it is read only once."""
+        """Return a stored run, which is read only once until the list is read again."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
@@ -236,7 +238,7 @@ class RunsScreen(RunActions, SortedScreen):
         return plan is not None and bool(find_training_command(plan, "plan.toml"))
 
     def action_read_all(self) -> None:
-        """Show all results of the run under the cursor."""
+        """Show all results of the run under the cursor, or the whole journal of a training."""
         name = self.chosen_run
         with self.evener.saying_faults():
             training = runs.load_training(name)
@@ -254,8 +256,8 @@ class RunsScreen(RunActions, SortedScreen):
             self.open_details(name, lambda width: run_page(found, width, path), wide=True)
 
     def action_train_here(self) -> None:
-        """Write the plan of the run under the cursor and start its script with the plan,
-        from this app.
+        """Ask for the command that trains with the plan of the run under the cursor, then write the
+        plan and start the command from this app.
         """
         name = self.chosen_run
         with self.evener.saying_faults():
@@ -263,7 +265,7 @@ class RunsScreen(RunActions, SortedScreen):
             ask_to_train(self.evener, plan, name)
 
     def action_export(self) -> None:
-        """Write the plan of the run under the cursor."""
+        """Ask for a path, and write the plan of the run under the cursor to it."""
         with self.evener.saying_faults():
             name = self.chosen_run
             found = runs.load_run(name)

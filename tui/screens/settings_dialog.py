@@ -27,7 +27,7 @@ PLAN_PERCENTS = (70.0, 80.0, 90.0, 95.0)
 class Choice(NamedTuple):
     """A setting with its possible values, and how the values are written."""
 
-    key: str  # a dotted name for a field of the alert settings
+    key: str  # a field of the settings, or "alerts." and a field of the alert settings
     label: str
     values: tuple[Any, ...]
     write: Callable[[Any], str] = str

@@ -18,7 +18,7 @@ from ..view.cells import Line, Mark, Span, line, text_lines
 from ..widgets.lines import Lines
 from .dialogs import Dialog
 
-TEXT_ROWS = 2  # of a door at most
+TEXT_ROWS = 2  # most rows of the text on a way to begin
 
 
 class Door(NamedTuple):
@@ -43,7 +43,7 @@ class Doors(Lines):
         super().__init__(id="doors")
         self.doors: tuple[Door, ...] = ()
         self.cursor = 0
-        self._first_rows: list[int] = []  # of each door
+        self._first_rows: list[int] = []  # first row of each way to begin
 
     def offer(self, doors: tuple[Door, ...]) -> None:
         """Show these ways to begin."""

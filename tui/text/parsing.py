@@ -108,7 +108,9 @@ def make_request(
 
 
 def parse_max_slowdown(text: str) -> float:
-    """Parse a maximum slowdown such as 10% or 0.1. Raises RequestError for any other text."""
+    """Parse a maximum slowdown such as 10% or 0.1 into a fraction. Raises RequestError for any
+    other text.
+    """
     number = text.strip()
     part = _parse_number(number.removesuffix("%"), "--max-slowdown")
     if not 0 <= part < math.inf:
@@ -119,8 +121,8 @@ def parse_max_slowdown(text: str) -> float:
 def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
     """Parse a noise scale, given in rows or by the training that measured it.
 
-    Returns the scale and the batch size of that training, or None for the batch size if
-    it is unknown.
+    Return the scale and the batch size of that training; the batch size is None if it is unknown.
+    Raises RequestError if the number of rows is below 1.
     """
     if not _LIKE_ROWS.fullmatch(text):
         measured = load_noise(text)

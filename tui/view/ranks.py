@@ -57,7 +57,7 @@ class RankRow(msgspec.Struct, frozen=True):
     ended_s: float = 0.0  # seconds since the training ended; 0 while it runs
 
 
-SILENT = "silent"  # kind of the cause that a rank doesn't report
+SILENT = "silent"  # the kind of cause for a rank that doesn't report
 HOT = ("thermal", "temperature", "heat")  # words in reasons for low clocks
 
 DOING: dict[Doing, str] = {  # what a silent rank is doing
@@ -200,7 +200,7 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
         return
     held = [row for row in silent if row.doing]
     waits = any(row not in holding for row in held)
-    unknown = missing > 0 or len(rows) > len(silent)  # of some ranks, the part of the step
+    unknown = missing > 0 or len(rows) > len(silent)  # the progress of some ranks is unknown
     for row in holding:
         yield _describe_silent(row, _name_rank(row, rows), waits, unknown)
 

@@ -32,7 +32,7 @@ EXCHANGE = PartStyle("exchange", "accent", "▚")
 BETWEEN = PartStyle("between steps", "dim", Mark.DOT)
 PARTS = (INPUT, OWN_WORK, WAITING, EXCHANGE, BETWEEN)  # in the order of a step
 LEAST_LANE = 10  # cells
-STEP_CELLS = 9  # about the cells of a step in a lane
+STEP_CELLS = 9  # approximate cells of a step in a lane
 LEAST_IN_COMMON = 3  # steps that all ranks must report for their lanes to show the same steps
 LEAST_WITH_GAP = 4  # cells of a step in a lane from which on its last cell is blank
 

@@ -36,8 +36,8 @@ from .lists import ListPanel
 from .plot import ChartPanel
 
 LEAST_CHART = 7  # rows that a readable curve needs
-MOST_CHART = 26  # rows, from which on more say nothing more
-LEAST_COMPARED = 2  # layouts
+MOST_CHART = 26  # most rows of the charts; more rows wouldn't show more
+LEAST_COMPARED = 2  # least layouts for which a comparison is shown
 LEAST_RESULT = 15  # rows of a result that leave the rest to charts
 LEAST_LOG = 3  # rows of the log, its heading among them
 
@@ -59,7 +59,7 @@ class LanePanel(ListPanel[Lane]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Show this state, and the newest reading of each device."""
+        """Show this state and the newest samples of its devices; None keeps what is shown."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = lane_rows(state, self._samples)
@@ -129,7 +129,7 @@ class ResultPanel(Lines):
 
 
 class BalanceView(UsesApp, Widget):
-    """Draws one state; on a small terminal, charts are dropped before text."""
+    """Draws one state of a session; on a small terminal, charts are dropped before text."""
 
     def __init__(self, keys: Callable[[], Sequence[KeyHint]]) -> None:
         super().__init__(id="balance")

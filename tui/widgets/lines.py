@@ -33,7 +33,7 @@ _VARIABLES = {
     "headline": "ev-speed",
     "tab": "ev-strong",
 }
-_SHADES = {"mid": 0.75, "low": 0.5}  # of the tone, the rest is the background
+_SHADES = {"mid": 0.75, "low": 0.5}  # fraction of the tone; the rest is the background
 _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
@@ -43,7 +43,7 @@ class _Drawn(NamedTuple):
     crop: Region
     rows: list[Strip]  # frame included
     lines: range  # the rows that the lines are in
-    left: list[Segment]  # of the frame, beside each line
+    left: list[Segment]  # the frame on the left of each line
     right: list[Segment]
 
 
@@ -63,8 +63,8 @@ class Lines(UsesApp, Widget):
         super().__init__(id=id, classes=classes)
         self.border_title = title
         self._lines: tuple[Line, ...] = ()
-        self._changed: set[int] = set()  # lines that are drawn otherwise
-        self._drawn: _Drawn | None = None  # None: more than lines may have changed
+        self._changed: set[int] = set()  # indices of the lines that must be drawn again
+        self._drawn: _Drawn | None = None  # None: everything must be drawn again
         self._styles_by_tone: dict[tuple[str, bool], Style] = {}
         self._title: str | None = None
         self._subtitle: str | None = None
@@ -80,7 +80,7 @@ class Lines(UsesApp, Widget):
         return "\n".join(line.text for line in self._lines)
 
     def redraw(self) -> None:
-        """Rebuild the lines; for a subclass that makes its own lines."""
+        """Rebuild the lines. A subclass that makes its own lines overrides this method."""
 
     def show(self, lines: Sequence[Line]) -> None:
         """Draw these lines from now on."""
@@ -193,8 +193,8 @@ class Lines(UsesApp, Widget):
         self.refresh()
 
     def on_resize(self) -> None:
-        """Fill the new size at once, so that no row stays empty, or request lines for
-        the new size.
+        """Redraw in the new size at once, so that no row stays empty, and report the new size, so
+        that the screen rebuilds the lines.
         """
         self.redraw()
         self.post_message(self.Resized())
@@ -205,7 +205,7 @@ class Lines(UsesApp, Widget):
         self.redraw()
 
     def on_click(self, event: Click) -> None:
-        """Find the clicked row and cell."""
+        """Pass a click to `click_cell` and `click_row`, unless its span has its own action."""
         if "@click" in event.style.meta:
             return
         offset = event.get_content_offset(self)
@@ -217,6 +217,6 @@ class Lines(UsesApp, Widget):
         """Handle a click on a cell; `x` and `y` count from the first cell of the first line."""
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Handle a click on a row, outside any span with its own action; `row` counts from
-        the first line.
+        """Handle a click on a row, outside any span with its own action; `row` counts from the
+        first line, `clicks` is 2 for a double click.
         """

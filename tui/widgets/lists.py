@@ -51,7 +51,7 @@ class ListPanel(Lines, Generic[RowT]):
     OPEN = ""  # the action that shows the row under the cursor in full; empty: rows have no details
 
     class Moved(Message):
-        """The message that the cursor has moved to another row."""
+        """The message that the cursor may have moved to another row."""
 
     def __init__(self, title: str = "", *, id: str) -> None:  # noqa: A002 - Textual's name
         super().__init__(title, id=id, classes="panel")
@@ -103,7 +103,7 @@ class ListPanel(Lines, Generic[RowT]):
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
-        """Replace the rows; the cursor stays on the same row."""
+        """Replace the rows; the cursor stays on its row, or at its index if the row is gone."""
         was_empty, self.rows = not self.rows, rows
         if was_empty != (not rows):
             self.refresh_bindings()
@@ -123,7 +123,7 @@ class ListPanel(Lines, Generic[RowT]):
         self.action_move(pages * max(1, self.size.height - self.HEADING_ROWS))
 
     def check_action(self, action: str, parameters: tuple[object, ...]) -> bool | None:
-        """True for an action that is possible on the current row."""
+        """True for an action that is possible now: marking and opening need a row."""
         if action == "tag":
             return bool(self.count)
         return action != "open" or bool(self.OPEN and self.count)
@@ -142,12 +142,12 @@ class ListPanel(Lines, Generic[RowT]):
                 self.call_later(self.action_open)
 
     def on_mouse_scroll_down(self, event: MouseScrollDown) -> None:
-        """Scroll the rows down."""
+        """Move the cursor down by one row."""
         event.stop()
         self.action_move(1)
 
     def on_mouse_scroll_up(self, event: MouseScrollUp) -> None:
-        """Scroll the rows up."""
+        """Move the cursor up by one row."""
         event.stop()
         self.action_move(-1)
 
@@ -182,7 +182,7 @@ class SortedPanel(ListPanel[RowT]):
         raise NotImplementedError
 
     def take(self, found: Sequence[RowT]) -> None:
-        """Show these rows."""
+        """Show these rows, sorted and filtered."""
         self.found = found
         self.redraw()
 

@@ -99,7 +99,7 @@ class TimelinePanel(Lines):
         self.redraw()
 
     def change_span(self, direction: int) -> None:
-        """Show more time, or less."""
+        """Show more time (1) or less time (-1), and hide the cursor."""
         place = SPANS.index(self.span) + direction
         self.evener.keep(graph_seconds=SPANS[max(0, min(place, len(SPANS) - 1))])
         self.cursor = None
