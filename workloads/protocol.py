@@ -37,8 +37,8 @@ class Place(msgspec.Struct, frozen=True):
     # the framework's memory cap for each, if it can set one
     memory_limit_bytes: tuple[int | None, ...] = ()
     rank: int = 0
-    # where each rank is met, this one too: "127.0.0.1:port"; of PyTorch on one host the path of a
-    # file that all have in common; empty: no group
+    # the address of each rank, this one included: "127.0.0.1:port"; for PyTorch on one host, the
+    # path of their rendezvous file instead; empty: no group
     peers: tuple[str, ...] = ()
     trainings: int = 1  # separate trainings side by side: a pack
     threads: int | None = None  # compute threads; None: the framework's own choice
@@ -47,8 +47,8 @@ class Place(msgspec.Struct, frozen=True):
     input: Input = "host"  # host: batches come from host memory each step, as in training
     # worker processes of the loader for the user's data; None: as in the user's code
     loader_workers: int | None = None
-    placement: str = ""  # place layouts: the workload's own name for it
-    # sharded model: the fraction of each rank; for a rank measured alone, only its own
+    placement: str = ""  # for place layouts: the name of one of the workload's placements
+    # the fraction of a sharded model on each rank; for a rank measured alone, only its own fraction
     state: tuple[float, ...] = ()
 
     @property
@@ -195,7 +195,7 @@ class Entry(msgspec.Struct, frozen=True):
     # a larger batch isn't possible with its data or its kernels
     largest_share: int | None = None
     least: Mapping[str, int] = {}  # minimum values of settings
-    # place layouts that it has; "single" is one device, as in a solo layout
+    # names of its place layouts; "single" is one device, as in a solo layout
     placements: tuple[str, ...] = ()
     placement_devices: int = 2  # the maximum number of devices in a placement
 

@@ -38,8 +38,8 @@ from .script_copy import ScriptCopy, WrittenScript, copy_workload
 
 RECEIVE_SECONDS = 2.0  # without a message, after which the caller is told that there is none
 INBOX = 10_000
-SILENT_SECONDS = 15.0  # a host that is silent for longer has gone;
-ANSWER_SECONDS = 3.0  # or for longer than this, when a rank elsewhere has failed
+SILENT_SECONDS = 15.0  # a host that is silent for longer counts as lost;
+ANSWER_SECONDS = 3.0  # this is its timeout when a rank on any host has failed
 
 
 class LocalHost:
@@ -87,8 +87,8 @@ class LocalHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> Child:
-        """Start a new child. Raises OSError or RuntimeError if it can't be started. Also kills what
-        exited children have left in their process groups.
+        """Start a new child. Raises OSError or RuntimeError if it can't be started. Also closes the
+        pipes of children that have exited.
         """
 
         def start() -> Child:
@@ -139,8 +139,8 @@ class LocalHost:
     def close(self) -> None:
         """Kill every child at once; safe to call twice."""
         self._closed.set()
-        with suppress(RuntimeError):  # closed before
-            self._starter.submit(self._end_children).result()  # after one that starts just now
+        with suppress(RuntimeError):  # it was closed before
+            self._starter.submit(self._end_children).result()  # after a child that is being started
         self._starter.shutdown()
         self.monitor.close()
 
@@ -308,7 +308,7 @@ class RemoteHost:
         try:
             self.servant.ask("begin_child", key, environment, cap_bytes)
         except ActorLostError:
-            if not self._recover(child.generation):  # else it has ended, and says so
+            if not self._recover(child.generation):  # otherwise the child is reported as killed
                 raise
         return child
 

@@ -187,8 +187,8 @@ def _compute_share(device: Device) -> float:
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap in bytes that the framework must set itself; None if there is none.
-    Caps of CPU slices are set from outside the framework.
+    """Return the memory cap in bytes that the workload must set itself; None if there is none. For
+    CPU slices, the caps of TensorFlow and PyTorch are set from outside.
     """
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
@@ -197,7 +197,7 @@ def _framework_limit(framework: str, device: Device) -> int | None:
 class RankMap(msgspec.Struct, frozen=True):
     """The positions of a group's ranks among the devices of the request."""
 
-    # in rank order; of one child over several devices, in its own order of devices
+    # in rank order; for one child over several devices, in the order of its devices
     positions: tuple[int, ...]
     one_process: bool = False  # a single child for all positions
     own_cores: bool = False  # CPU slices: a rank's compute time is known from its CPU time
@@ -210,11 +210,11 @@ class RankMap(msgspec.Struct, frozen=True):
         return tuple(dict.fromkeys(self.positions))
 
 
-USED = 0.92  # fraction of a GPU's memory for all children that hold some
-# of a GPU, for each process: what its driver's context takes beside the allocator
+USED = 0.92  # fraction of a GPU's memory that all children together may hold
+# GPU memory that the driver's context of each process takes in addition to the allocator
 CONTEXT_BYTES = 600 << 20
-KEPT = 1.4  # relative to the peak in use: what an allocator keeps, including its free pieces
-LOW_HOST_BYTES = 1 << 30  # all other idle children end when the host has less memory left
+KEPT = 1.4  # what an allocator keeps, free blocks included, relative to its peak in use
+LOW_HOST_BYTES = 1 << 30  # all other idle children are killed if a host has less memory left
 
 HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak bytes
 

@@ -42,7 +42,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     place: Place
     compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # cores that its step keeps busy
-    device_ids: tuple[str, ...] = ()  # of the place's devices, as the monitor knows them
+    device_ids: tuple[str, ...] = ()  # ids of the place's devices, as the monitor knows them
     # how much the process may grow after the framework's import; None: no cap
     address_space_bytes: int | None = None
 
@@ -118,16 +118,16 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     memory_bytes: Annotated[
         tuple[Bytes | None, ...], Devices
     ]  # the most that each of its devices held
-    # by which the loss was NaN; 0: it wasn't
+    # number of steps after which the loss was NaN or infinite; 0: it was finite
     not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
-    work: Work | None = None  # of all its steps, if rows have lengths
-    # of its device, for other ranks' gradients and the sum; None: unknown
+    work: Work | None = None  # of all steps in the block; None: rows have no lengths
+    # its device waited for other ranks' gradients and the all-reduce; None: unknown
     waited_seconds: Seconds | None = None
     input_seconds: Seconds | None = None  # waiting for rows; None: unknown
     update_seconds: Seconds | None = None  # the optimizer's own step; None: unknown
     # its threads were ready to run but had no core; None: not reported by the kernel
     starved_seconds: Seconds | None = None
-    taken_by: str = ""  # the programs that used the cores meanwhile
+    taken_by: str = ""  # names of the programs that used the cores then
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
@@ -165,7 +165,7 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
     text: str
     where: str = ""  # "file.py:12": the user's own line that it came from, if there is one
     traceback: str = ""
-    # memory ran out in a step, and the child is again what it was before that step
+    # memory ran out in a step, and the child is back in its state before that step
     recovered: bool = False
 
 

@@ -109,7 +109,7 @@ class SimulatedProber:
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
         """Advance the clock to `virtual`, in real time if paced. Returns False if it was stopped
-        before, or if the clock has reached `end_seconds`.
+        while waiting, or if `virtual` is later than `end_seconds`.
         """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -263,7 +263,7 @@ class _SimulatedProbe:
         """
         layout = self._probe.layout
         found = list[float | None]()
-        if layout.traits.placed:  # how busy its parts are isn't specified either
+        if layout.traits.placed:  # the busy time of each of its devices isn't specified
             return ()
         for position, device in enumerate(self._machine.devices):
             rate = layout.shares[position] * layout.processes / step

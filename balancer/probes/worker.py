@@ -62,13 +62,13 @@ def main() -> None:
 
 
 def run_child(parent: int) -> None:
-    """Execute the commands on standard input until it ends or a command fails. Exits if the process
-    `parent` has exited, and is killed when it exits.
+    """Execute the commands on standard input until it ends or a command fails without recovering.
+    Exits if the process `parent` has already exited, and is killed when it exits.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    with suppress(OSError):  # if the kernel has to kill a process for memory, it should be this one
+    with suppress(OSError):  # if memory runs out, the kernel should kill this process first
         Path("/proc/self/oom_score_adj").write_text("1000")
     worker = Worker()
     replies.write(protocol.encode_line(protocol.Ready()))
@@ -201,7 +201,7 @@ class Worker:
         workload, build = self._built()
         gc.disable()
         spun, steps, before = 0.0, 0, workload.work()
-        workload.read_waits()  # those of steps before this block
+        workload.read_waits()  # discard the waits of steps before this block
         workload.read_phases()
         self._cores.read()
         cpu, started = time.process_time(), time.perf_counter()
@@ -326,8 +326,8 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _exit_now() -> None:
-    """Exit at once, and kill all processes that this process has started. Its process
-    group contains no others.
+    """Exit at once. If this process leads its own process group, as a forked child does, the
+    whole group is killed.
     """
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():

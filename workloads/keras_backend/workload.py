@@ -220,7 +220,7 @@ class KerasWorkload(Workload):
     def synchronize(self) -> None:
         """Wait until the devices have finished, and read the loss."""
         if self.place.world == 1 and self._on_gpus:
-            tf.test.experimental.sync_devices()  # in a group it would ask the others, out of reach
+            tf.test.experimental.sync_devices()  # not in a group: its devices include other ranks'
         if self._logs is not None:
             self._loss = float(self._logs["loss"])
 

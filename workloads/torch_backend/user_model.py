@@ -178,9 +178,9 @@ class TrainerSteps:
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer
-        self._passes = 0  # of this step,
-        self._loss: Any = None  # their sum,
-        self._batch: Any = None  # and the last one's
+        self._passes = 0  # number of passes of this step
+        self._loss: Any = None  # the sum of their losses
+        self._batch: Any = None  # the batch of the last pass
         optimizer.register_step_pre_hook(self._finish)
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 

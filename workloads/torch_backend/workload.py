@@ -44,7 +44,7 @@ from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .phases import PhaseClock, enqueue_pause
 from .shards import RecipeShards, leave_trainers_on_host
 
-MEETING_TIME = timedelta(seconds=300)  # in which the ranks of a group must meet
+MEETING_TIME = timedelta(seconds=300)  # timeout for the rendezvous of a group's ranks
 NOTED_STEPS = 2  # the optimizer creates its state in the first step
 LEFT_BYTES = 128 << 20  # kept by libraries from their first use on
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
@@ -134,7 +134,7 @@ class TorchWorkload(Workload, StepListener):
         self._shards = RecipeShards(self.recipe, place, self.device) if place.state else None
         if self._shards is None:
             module.to(self.device)
-        self._equal_passes = 0  # of each rank; 0: each rank has its own number
+        self._equal_passes = 0  # number of passes of every rank; 0: each rank has its own number
         self._batches: Batches | None = None
         self._loss: Any = None
         self._scaler = torch.amp.GradScaler(
@@ -182,7 +182,7 @@ class TorchWorkload(Workload, StepListener):
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
         epoch = self._dealt[
             dealer
-        ]  # other batches than before, whose shapes the framework already knows
+        ]  # each time other batches, because the framework already knows the shapes of earlier ones
         self._dealt[dealer] += 1
         self._prepare(
             shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True
@@ -229,7 +229,7 @@ class TorchWorkload(Workload, StepListener):
             passes = len(parts)
             for part in self._passes.take(
                 parts, [self._model], ()
-            ):  # as in a training, which survives running out of memory
+            ):  # as in a training run, which survives running out of memory
                 part.backward(self._scaled_loss(*as_pair(part.batch)))
         self._phases.enter("update")
         self._updates = True
@@ -376,7 +376,7 @@ class TorchWorkload(Workload, StepListener):
         if data is not None and data.lengths is not None and known["batch_statistics"] is None:
             known["lengths"] = " ".join(
                 map(str, data.lengths.sample())
-            )  # no statistics over rows that are dealt
+            )  # rows distributed by length allow no batch statistics
             known["longest_row"] = data.lengths.longest_row
         return {key: str(value) for key, value in known.items() if value is not None}
 
