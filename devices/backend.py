@@ -75,8 +75,7 @@ def choose_devices(
 
 
 def pick_device(devices: Sequence[Device], pick: str) -> Device:
-    """Return the device with this index or id, or the only device whose
-    id starts with the given text.
+    """Return the device with this index or id, or with the only id that starts with `pick`.
 
     Raises RequestError, which lists the available devices, if there is none or more than one.
     """
@@ -185,8 +184,9 @@ class VitalsWatch:
         return True
 
     def answer(self, until: float = 0.0) -> Vitals:
-        """Return the driver's latest answer, waiting for a pending one until the time
-        `until`, in monotonic seconds.
+        """Return the driver's latest answer.
+
+        If an answer is pending, wait for it until the time `until`, in monotonic seconds.
         """
         if self._thread is not None:
             self._thread.join(max(0.0, until - time.monotonic()))
@@ -307,8 +307,9 @@ class Backend(Protocol):
     def visible(
         self, devices: Sequence[Device], variables: Mapping[str, str]
     ) -> tuple[Device, ...]:
-        """Return the listed devices that the environment `variables` make visible to a
-        process, in the variables' order.
+        """Return the listed devices that a process with these environment variables sees.
+
+        They are in the variables' order.
         """
         return visible_devices(devices, variables.get(self.visible_variable))
 
@@ -341,9 +342,7 @@ class Backend(Protocol):
         return ChildEnvironment({**QUIET, **self.show([device.id for device in devices])})
 
     def show(self, ids: Sequence[str]) -> dict[str, str]:
-        """Return the variables with which a process sees exactly the devices
-        with these ids, in this order.
-        """
+        """Return the environment variables that make only these devices visible, in this order."""
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def name_in(self, framework: str, number: int) -> str:
@@ -376,7 +375,8 @@ class Backend(Protocol):
         return ""
 
     def daemon_runs(self) -> bool:
-        """True if a daemon such as NVIDIA's MPS runs, with which several processes can compute on
-        one device at the same time.
+        """True if a daemon such as NVIDIA's MPS runs.
+
+        With it, several processes can compute on one device at the same time.
         """
         return False

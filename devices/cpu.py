@@ -44,7 +44,8 @@ MEMORY_STEP = 256 << 20
 def slices(count: int | None = None) -> tuple[Device, ...]:
     """Return the CPU cut into `count` equal slices.
 
-    By default, return two slices, or one if the machine has a single logical CPU.
+    By default, return two slices, or one if the machine has a single logical CPU. Raises
+    RequestError if `count` is below 1 or above the number of logical CPUs.
     """
     if count is not None and count < 1:
         raise RequestError(f"The CPU can't be cut into {count} slices.", "Ask for cpu/1 or more.")
@@ -59,9 +60,7 @@ def slices(count: int | None = None) -> tuple[Device, ...]:
 
 
 def available_memory_bytes() -> int:
-    """Return the free memory: the machine's, or the container's
-    remaining memory if that is less.
-    """
+    """Return the bytes of free memory of the machine, or of the container if that has less."""
     free: int = psutil.virtual_memory().available
     left = container_memory_bytes()
     return free if left is None else max(0, min(free, left))
@@ -147,8 +146,9 @@ class CpuSource:
 
 
 def read_heat() -> tuple[Reading, Reading]:
-    """Return the temperature of the processor's hottest sensor and the one
-    at which it throttles, in °C.
+    """Return the processor's temperature and the temperature at which it throttles, in °C.
+
+    Both are those of its hottest sensor.
     """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
@@ -172,8 +172,8 @@ def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
 
 
 MIB = 1 << 20
-# Without these, glibc maps and unmaps the large buffers of every step: 15 % of the speed and half
-# of the noise.
+# Without these, glibc maps and unmaps the large buffers of every step, which costs 15 % of the
+# speed and causes half of the noise.
 STEADY_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",
@@ -227,7 +227,11 @@ class CpuSlices(Backend):
         return CpuSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return the slices' cores, one thread per physical core, and a memory limit."""
+        """Return the environment of a child that uses only these slices.
+
+        It has their logical CPUs, one thread per physical core, and a limit that is the sum of
+        their memory.
+        """
         cores = tuple(sorted(core for device in devices for core in device.cores))
         threads = max(1, len(core_groups(cores)))
         variables = {**QUIET, **STEADY_MALLOC}

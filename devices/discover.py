@@ -56,9 +56,7 @@ def discover(
 
 
 def _check_limit(device: Device) -> None:
-    """Raise RequestError if a memory limit exceeds the device's memory, for
-    example because of a wrong unit.
-    """
+    """Raise RequestError if a device's memory limit exceeds its memory."""
     wanted = device.limit.memory_bytes
     there = _all_memory(device)
     if wanted is not None and there is not None and wanted > there:

@@ -98,8 +98,9 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
     @property
     def fixed_ms(self) -> float:
-        """Milliseconds of a step without rows: the lowest intercept among the lines through
-        neighbouring points of the curve.
+        """Milliseconds of a step without rows.
+
+        This is the lowest intercept of the lines through neighbouring points of the curve.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -144,8 +145,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
         return fastest
 
     def gain(self, processes: int) -> float:
-        """Return the combined throughput of several training runs on one
-        device, relative to one run.
+        """Return the combined throughput of training runs on one device, relative to one run.
 
         Without a `pack_gain` curve it is 1, because the runs share the device's time.
         """
@@ -251,9 +251,10 @@ class Machine(msgspec.Struct, frozen=True):
     def device_seconds(
         self, position: int, share: int, busy_together: bool, passes: int = 1
     ) -> float:
-        """Return the time that one device computes in a step.
+        """Return the seconds that one device computes in a step of `share` rows.
 
-        With `busy_together`, other devices compute at the same time.
+        The rows are divided into `passes` passes. With `busy_together`, other devices compute at
+        the same time.
         """
         device = self.devices[position]
         percent = self.limit(position).percent
@@ -263,7 +264,7 @@ class Machine(msgspec.Struct, frozen=True):
     def pack_seconds(
         self, position: int, share: int, processes: int, busy_together: bool = False
     ) -> float:
-        """Return the step time of each of N training runs on one device, in seconds."""
+        """Return the step time of each of `processes` training runs on one device, in seconds."""
         return (
             processes
             * self.device_seconds(position, share, busy_together)
@@ -281,9 +282,7 @@ class Machine(msgspec.Struct, frozen=True):
         )
 
     def step_noise(self, shares: Sequence[int]) -> float:
-        """Return the relative standard deviation of a step time, taken from the
-        noisiest device with samples.
-        """
+        """Return the relative standard deviation of a step time: the noisiest active device's."""
         return max(
             (d.noise for d, share in zip(self.devices, shares, strict=True) if share > 0),
             default=0.0,
@@ -295,7 +294,7 @@ class Machine(msgspec.Struct, frozen=True):
 
     def part_bytes(self, position: int, rows: int, part: float) -> int:
         """Return the peak memory of one device that computes these rows in one pass and holds
-        this part of the model's state.
+        the fraction `part` of the model's state.
 
         Raises ValueError if the machine file describes no shards.
         """
@@ -311,7 +310,7 @@ class Machine(msgspec.Struct, frozen=True):
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return how many bytes of the usable memory others hold at this time."""
+        """Return by how many bytes other processes reduce the usable memory at this time."""
         taken = sum(
             each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
         )
@@ -342,8 +341,10 @@ def check_rising(key: str, points: Points) -> None:
 
 
 def interpolate(points: Points, batch: float) -> float:
-    """Return the value at `batch`: linear between points, and outside them by the line through the
-    two nearest points, or constant if that line falls.
+    """Return the value at `batch`, interpolated linearly between the points.
+
+    Outside the points, the line through the two nearest points is extended, or the nearest value is
+    kept if that line falls.
     """
     above = bisect_left(points, batch, key=lambda point: point[0])
     right = min(max(above, 1), len(points) - 1)

@@ -28,8 +28,9 @@ Place = tuple[str, int]  # a host's address, and a port
 
 
 def loopback_interface() -> dict[str, str]:
-    """Return the variables that restrict gloo and NCCL to this machine, whatever the environment
-    sets for other training runs.
+    """Return the environment variables that restrict gloo and NCCL to this machine.
+
+    They override the environment's own, which may be for other training runs.
     """
     return dict.fromkeys(VARIABLES, "lo")
 
@@ -83,8 +84,7 @@ def find_own_address(host: str, hosts: Iterable[str]) -> str:
 
 
 class Listener:
-    """Listens on a host, until closed, on a free port of its address and on the rendezvous port
-    of a launch if that is free.
+    """Listens on a free port of a host's address, and on the rendezvous port if that is free.
 
     The kernel accepts connections; nothing is read from them.
     """

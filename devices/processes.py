@@ -37,7 +37,7 @@ class HostMeter:
 
     def __init__(self) -> None:
         self._name = clean_text(socket.gethostname())
-        self._cpus: tuple[int, ...] = ()  # the numbers of those that are online
+        self._cpus: tuple[int, ...] = ()  # numbers of the online CPUs
         self.by_cpu: dict[int, float] = {}  # logical CPU -> percent; empty before the first sample
 
     def read(self) -> HostSample:
@@ -68,7 +68,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
     """A process's owner, command, CPU and memory use; unknown facts are empty."""
 
     pid: int
-    start_time: float = 0.0  # seconds since the epoch; 0: unknown
+    start_time: float = 0.0  # Unix time in seconds; 0: unknown
     user: str = ""
     command: str = ""
     # since the previous reading, 100 for one core; None at first or if denied
@@ -80,15 +80,16 @@ class _Look(NamedTuple):
     """The previous reading of a process, with what is needed to compute its CPU use."""
 
     facts: ProcessReading
-    started: bytes  # in clock ticks since boot: a reused pid is another process
+    started: bytes  # start in clock ticks since boot, to recognize a reused pid
     cpu_ticks: int
     at: float
 
 
 class ProcessTable:
-    """Facts about processes, looked up once per process.
+    """Reads the owner, command and resource use of processes.
 
-    Resource use is read from one small file instead of psutil's three.
+    Owner and command are looked up once per process. CPU and memory use are read from
+    /proc/PID/stat alone, because psutil would read three files.
     """
 
     def __init__(self) -> None:

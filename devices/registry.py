@@ -56,8 +56,9 @@ def name_maker(devices: Iterable[Device]) -> str:
 
 
 def kind_of(name: str) -> str:
-    """Return the kind of the device with this label or id, such as GPU:0 or sim-0-t4: its
-    lower-case prefix. An id may start with its maker's word instead.
+    """Return the kind of the device with this label or id, such as GPU:0 or sim-0-t4.
+
+    It is the lower-case prefix. An id may start with its maker's word instead, such as MIG.
     """
     return re.split("[:-]", name.lower(), maxsplit=1)[0]
 

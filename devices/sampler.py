@@ -63,8 +63,9 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of each device by id: the samples/s of the probe that runs on it, or None if
-        not yet known, and its share.
+        """Set the load of each device by id, as the samples/s and the share of the probe on it.
+
+        The samples/s are None if they aren't known yet.
 
         Only simulated devices use these loads; on real devices the probes report themselves.
         """
@@ -279,8 +280,9 @@ def open_sampler(devices: str, ray_address: str = "") -> tuple[Sampler, tuple[De
 
 
 def _trainable(devices: tuple[Device, ...]) -> tuple[Device, ...]:
-    """Return the devices that a search may use: the monitor shows every GPU, but a variable
-    may hide some from frameworks.
+    """Return the devices that a search may use.
+
+    The monitor shows every GPU, but an environment variable may hide some from frameworks.
     """
     if not devices or devices[0].host:
         return devices

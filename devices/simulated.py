@@ -249,8 +249,9 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load since the last reading, but the maximum for memory,
-        which isn't released at once.
+        """Return the mean load since the last reading, but the highest memory use.
+
+        It is the highest because memory isn't released at once.
         """
         self._note(now)
         past = self._past
@@ -319,8 +320,7 @@ class SimulatedSource:
     def set_load(
         self, position: int, samples_per_second: float | None = 0.0, share: int = 0
     ) -> None:
-        """Set the load of a device: it trains at this rate from now on,
-        with `share` samples a step.
+        """Make a device train at this rate from now on, with `share` samples a step.
 
         If the rate is None, it trains at its own speed; at 0 samples/s it idles.
         """

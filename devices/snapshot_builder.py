@@ -232,8 +232,9 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
 
 
 def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
-    """Return a training run's device with the id that its index has on this machine, unless
-    the device already has an id.
+    """Return a training run's device with the id of its index on this machine.
+
+    A device that already has an id is returned unchanged.
     """
     if live.id or live.index not in by_index:
         return live

@@ -34,9 +34,7 @@ class EvenerError(Exception):
 
 
 class RequestError(EvenerError):
-    """The request can't be carried out as given: a name, number or file
-    that the user gave is wrong.
-    """
+    """The request can't be carried out, because a name, number or file in it is wrong."""
 
     kind = "request"
     exit_code = 2

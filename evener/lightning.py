@@ -94,9 +94,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def trains(self) -> bool:
-        """True while a trainer fits a module with this strategy, including
-        hooks before the first step.
-        """
+        """True while a trainer fits a module with this strategy, from its first hooks on."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.strategy is not self:
@@ -134,13 +132,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             loader.__dict__.update(state_dict=None, load_state_dict=None)
         if self._planned.rebalancing is not None:
             self._planned.rebalancing.passes = (self._passes,) * self._planned.world
-        self._planned.follow(rows, loader.drawn_ahead + 1)  # Lightning may look for the epoch's end
+        # Lightning may fetch one more batch to find the epoch's end
+        self._planned.follow(rows, loader.drawn_ahead + 1)
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn shuffling off if Lightning's `overfit_batches` is set, as a loop
-        over the training data begins.
-        """
+        """Turn shuffling off as a training loop begins, if `overfit_batches` is set."""
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with a loader of its own
 
@@ -166,9 +163,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_figures(self) -> None:
-        """Prepare to combine the module's logged metrics over ranks, and to retry
-        passes that run out of memory.
-        """
+        """Prepare to reduce logged metrics, and to retry passes that run out of memory."""
         self._figures = PassFigures(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -176,8 +171,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._recovery.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
-        """Sum gradients with evener's exchange instead of DistributedDataParallel's, whose
-        all-reduce can't be resumed after an error.
+        """Sum gradients with evener's exchange instead of DistributedDataParallel's all-reduce.
+
+        The latter can't be resumed after an error.
         """
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)

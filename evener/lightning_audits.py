@@ -90,8 +90,9 @@ class ModuleAudit:
         return loss
 
     def _compute_manually(self, others: Sequence[Any], bench: Bench, part: Part) -> None:
-        """Pass the losses given to manual_backward to the bench, and restore any weights that
-        training_step itself changes.
+        """Pass the losses given to manual_backward to the bench.
+
+        Weights that training_step itself changes are restored.
         """
         module = self._strategy.lightning_module
         counted = []

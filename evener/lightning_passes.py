@@ -195,8 +195,9 @@ class PassFigures:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Replace each step metric that isn't reduced over ranks by its mean over the passes so
-        far, as metrics that are reduced over ranks already are.
+        """Replace each step metric that isn't reduced over ranks by its mean over passes so far.
+
+        Metrics that are reduced over ranks are such means already.
         """
         for name, figure in self._logged.items():
             meta, own = figure.meta, figure._forward_cache

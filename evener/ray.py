@@ -154,8 +154,9 @@ class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Make gloo and NCCL use the network interface that reaches the other hosts, before
-        the process group is created.
+        """Before the process group is created, choose gloo's and NCCL's network interface.
+
+        It is the interface that reaches the other hosts.
         """
         worker_group.execute(_settle_on_host, backend_config.hosts)
         super().on_start(worker_group, backend_config)

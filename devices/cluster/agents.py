@@ -24,7 +24,7 @@ T = TypeVar("T")
 ACTOR_LOST = "has lost evener's actor"
 NODE_DIED = "node has died"  # in Ray's message if an actor ended with its node
 RESTART_SECONDS = 30.0  # for one actor
-MOST_RESTARTS = 5  # per host; whatever ends an actor so often would end the next one too
+MOST_RESTARTS = 5  # per host, as whatever kills an actor so often would kill the next one too
 START_SECONDS = 60.0  # for all actors together, as Python and Ray start slowly on a busy host
 ALIVE_SECONDS = 12.0  # timeout for an answer from a started actor
 ANSWER_SECONDS = 30.0  # timeout of a call
@@ -48,16 +48,14 @@ class HostLostError(DeviceError):
 
 
 class ActorLostError(HostLostError):
-    """The actor on a host has ended, for example killed by Ray's memory monitor.
+    """The actor on a host has ended, for example because Ray's memory monitor killed it.
 
     The host itself may be alive.
     """
 
 
 class Servant:
-    """The object inside the actor: it calls functions, and keeps objects
-    whose methods can be called.
-    """
+    """The object inside the actor, which calls functions and keeps objects between calls."""
 
     def __init__(self) -> None:
         # Ray sets it to 1 for itself; children would inherit it
@@ -173,8 +171,7 @@ class Agent:
             self.finish(self.begin("drop", name), CLOSE_SECONDS)
 
     def restart(self, generation: int) -> bool:
-        """Replace the ended actor of this generation by a new one, and
-        recreate the objects it kept.
+        """Replace the dead actor of this generation by a new one, and recreate the objects it kept.
 
         Return False if the host has gone, a new actor can't be started, or it
         has been restarted too often.
@@ -309,8 +306,9 @@ def start_agents(nodes: Iterable[Node], reserve: bool = True) -> tuple[Agent, ..
 def ask_each(
     agents: Sequence[Agent], function: Callable[..., Any], given: Mapping[str, Any], held: bool
 ) -> dict[Agent, Any]:
-    """Run a function on every host at the same time, passing the host's entry of `given`, and
-    return the results by agent.
+    """Run a function on every host at the same time, and return the results by agent.
+
+    Each call gets the host's entry of `given`.
 
     With `held`, the function also gets the ids of the GPUs that the agent reserves, else None. A
     RequestError raised on a host is raised here with the host's name.

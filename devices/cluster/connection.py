@@ -103,8 +103,9 @@ def check_head() -> None:
 
 
 def _join(address: str) -> None:
-    """Join the cluster on a separate thread: on the main thread Ray would wait for a minute and
-    replace the signal handlers.
+    """Join the cluster on a separate thread.
+
+    On the main thread Ray would wait for a minute and replace the signal handlers.
     """
     import ray
     from ray._private import worker
@@ -150,8 +151,9 @@ def _explain(address: str, error: Exception) -> DeviceError:
 
 
 def _check_listener(address: str) -> None:
-    """Raise RequestError if the text isn't an address, and DeviceError unless
-    a gRPC server listens there.
+    """Raise DeviceError unless a gRPC server listens at the address.
+
+    Raises RequestError if the text isn't an address.
     """
     host, colon, port = address.rpartition(":")
     if (

@@ -79,7 +79,10 @@ def _hold_cpus(agents: Sequence[Agent], devices: Sequence[Device]) -> tuple[str,
 
 
 def assign_terms(terms: Sequence[Term], nodes: Sequence[Node]) -> dict[str, list[Term]]:
-    """Return the terms for each host, in the order of the request."""
+    """Return the terms for each host, by its address and in the order of the request.
+
+    Raises RequestError if a term's host isn't in the cluster.
+    """
     wanted: dict[str, list[Term]] = {}
     for term in terms:
         for node in nodes if term.host == EVERY_HOST else (find_node(term.host or "", nodes),):
@@ -106,8 +109,9 @@ def find_node(host: str, nodes: Sequence[Node]) -> Node:
 
 
 def find_on_host(terms: Sequence[Term], gpu_ids: Sequence[str] | None) -> HostDevices:
-    """Return the devices that the terms name, among those that Ray reserves for this process, or
-    among all if `gpu_ids` is None. Runs on the host.
+    """Return this host's devices that the terms name; runs on the host.
+
+    If `gpu_ids` isn't None, only these GPUs, which Ray reserves for this process, are returned.
     """
     versions = describe_versions()
     every, usable, held = _list_accelerators(terms[0].kind, gpu_ids)
@@ -148,7 +152,11 @@ def _list_accelerators(
 
 
 def _merge(terms: Sequence[Term], answers: Mapping[Agent, HostDevices]) -> Discovery:
-    """Return the devices of a request over all hosts, with notes on what differs or is left out."""
+    """Return the devices of a request over all hosts.
+
+    The result has notes on hosts and devices that are left out, and on versions that differ.
+    Raises DeviceError if no device is left or a named one is unavailable.
+    """
     kind = _choose_kind(answers.values())
     devices: list[Device] = []
     notes: list[str] = []
@@ -193,9 +201,7 @@ def _join_notes(found: Mapping[str, Discovery]) -> list[str]:
 
 
 def _choose_kind(answers: Iterable[HostDevices]) -> str:
-    """Return the kind of devices that a request uses on all hosts: an
-    accelerator if any host has one.
-    """
+    """Return the kind of devices to use on all hosts: an accelerator if any host has one."""
     kinds = {device.kind for answer in answers for device in answer.found.devices}
     return next((kind for kind in BACKENDS if kind in kinds), "cpu")
 
@@ -219,9 +225,7 @@ def _check_named(agent: Agent, terms: Sequence[Term], own: int, answer: HostDevi
 
 @cache
 def describe_versions() -> dict[str, str]:
-    """Return the versions of the packages that affect speed and results, and a
-    digest of evener's own code.
-    """
+    """Return the versions of packages that affect speed or results, and evener's code digest."""
     found = {"python": platform.python_version()}
     for name in PACKAGES:
         try:
@@ -311,7 +315,8 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 class ClusterSource:
     """A source of samples for devices on several hosts.
 
-    A host that doesn't answer is shown as lost, but raises HostLostError at the start.
+    HostLostError is raised if a host doesn't answer at creation. A host that stops answering later
+    is shown as lost.
     """
 
     def __init__(
@@ -382,8 +387,9 @@ class ClusterSource:
 
 
 def _merge_reports(seen: Sequence[Snapshot]) -> tuple[Training, ...]:
-    """Return the reports of all training runs without duplicates, since hosts on one
-    machine read the same files.
+    """Return the reports of all training runs, without duplicates.
+
+    Duplicates occur because hosts on one machine read the same files.
     """
     every = [report for each in seen for report in each.reports]
     keys = [(each.training, each.rank, each.pid, each.updated_at) for each in every]

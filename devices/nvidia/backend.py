@@ -102,8 +102,7 @@ class NvidiaGpus(Backend):
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the GPUs that the terms name, with a note if CUDA may
-        number unequal GPUs differently.
+        """Return the GPUs that the terms name; a note says if CUDA may number them differently.
 
         CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set; nvidia-smi
         and evener number by PCI bus.
@@ -129,9 +128,10 @@ class NvidiaGpus(Backend):
         return NvmlSource(found.devices, notes=found.notes)
 
     def child_environment(self, devices: Sequence[Device], framework: str) -> ChildEnvironment:
-        """Return variables that select the GPUs by UUID. A percentage limit needs MPS.
+        """Return variables that select the GPUs by UUID and set a percentage limit through MPS.
 
-        Raises DeviceError if no MPS daemon runs.
+        Raises DeviceError if there is a percentage limit and no MPS daemon runs, and ValueError if
+        the GPUs have different percentages.
         """
         grown = {"CUDA_DEVICE_ORDER": "PCI_BUS_ID", "TF_FORCE_GPU_ALLOW_GROWTH": "true"}
         variables = {**QUIET, **grown, **self.show([device.id for device in devices])}

@@ -1,5 +1,4 @@
-"""Everything that NVML reports about one GPU, in tiers by cost: at each
-tick, every few seconds, or once.
+"""Read all that NVML reports about one GPU: at each tick, every few seconds or once, by cost.
 
 Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static values take 2 to 3
 ms, temperature and clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
@@ -205,8 +204,9 @@ class GpuReader:
         return min(1.0, clock / highest) if clock is not None and highest else None
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
-        """Return the energy used, in joules: by the driver's counter, or on a chip without one, by
-        integrating the power between readings.
+        """Return the energy used, in joules, from the driver's counter.
+
+        On a chip without a counter, the power is integrated between readings.
         """
         if counted.state is not State.UNSUPPORTED:
             return None if counted.current is None else counted.current / 1000
@@ -222,8 +222,10 @@ class GpuReader:
     def _slowed(
         self, now: float, found: Mapping[int, Reading]
     ) -> tuple[float | None, float | None]:
-        """Return the seconds throttled and the seconds at the power cap: by the driver's nanosecond
-        counters, or estimated from the reasons at each reading.
+        """Return the seconds throttled and the seconds at the power cap.
+
+        They come from the driver's nanosecond counters, or are estimated from the throttling
+        reasons at each reading.
         """
         counts = {
             field: reading.current / 1e9
@@ -238,8 +240,10 @@ class GpuReader:
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
-        """Return the seconds throttled and the seconds at the power cap, estimated by averaging two
-        readings' reasons over the time between them.
+        """Return estimates of the seconds throttled and the seconds at the power cap.
+
+        A throttling reason in one of two successive readings counts for half of the time between
+        them, and a reason in both for all of it.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -331,8 +335,9 @@ class GpuReader:
         return Reading(joules.state, joules.value - self.first_joules, joules.age_seconds)
 
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
-        """Return the percentage of the last seconds taken by the longest throttling reason, and
-        every reason that took part of them.
+        """Return how long the GPU throttled in the last seconds, in percent, and why.
+
+        The percentage is that of the longest reason. Reasons below 0.5 % are left out.
 
         Without a percentage (not yet known, or not supported by this chip), the
         reasons are those of this moment.

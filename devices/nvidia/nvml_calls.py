@@ -223,8 +223,9 @@ class Counter:
 
 
 def first_value(*readings: Reading) -> Reading:
-    """Return the first reading with a value, else the first that isn't
-    unsupported, else unsupported.
+    """Return the first reading with a value, or else the first that isn't UNSUPPORTED.
+
+    Return UNSUPPORTED if there is neither.
     """
     for reading in readings:
         if reading.value is not None:

@@ -147,8 +147,9 @@ def list_gpus() -> Listing:
 
 
 def enumerate_gpus(nvml: Library) -> tuple[list[GpuHandle], dict[int, Exception]]:
-    """Return every GPU in NVML's order, with GPUs in MIG mode replaced by their instances, and the
-    errors of GPUs that don't answer, by index.
+    """Return every GPU in NVML's order, and the errors of GPUs that don't answer, by index.
+
+    GPUs in MIG mode are replaced by their instances, which come last.
 
     Raises NVMLError if the driver doesn't answer at all.
     """

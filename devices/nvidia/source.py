@@ -48,9 +48,7 @@ SILENT_WORDS = (
 
 
 class _Slot:
-    """One GPU of the source: its reader while the GPU answers,
-    otherwise a note on why it doesn't.
-    """
+    """One GPU of the source: its reader, or a note on why the GPU doesn't answer."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -139,8 +137,9 @@ class NvmlSource:
                 self._attach(gpu)
 
     def _watch_events(self) -> None:
-        """Start watching for events with the third sample, so that programs which take only one
-        sample needn't wait for the thread to end.
+        """Start watching for events with the third sample.
+
+        A program that takes only one sample thus needn't wait for the thread to exit.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:
@@ -159,8 +158,9 @@ class NvmlSource:
         slot.note = ""
 
     def _heal(self, now: float) -> None:
-        """Reopen the driver if it has gone, or if a GPU has been lost for so long
-        that only reopening can find it.
+        """Reopen the driver if it has gone, or if a GPU has been lost for REOPEN_FOR_LOST_SECONDS.
+
+        A GPU that was reset is listed only after the driver is reopened.
         """
         lost = [slot for slot in self._slots.values() if slot.reader is None]
         if self._is_open and lost and now >= self._reopen_at:
@@ -306,7 +306,7 @@ class EventWatch:
         return tuple(self._events.get(address(handle), ()))
 
     def close(self) -> bool:
-        """End the thread and free the event set.
+        """Stop the thread and free the event set.
 
         Return False if the thread is still blocked in the driver.
         """

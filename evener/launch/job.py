@@ -99,7 +99,7 @@ class HostJob(msgspec.Struct, frozen=True):
     def names(self) -> tuple[str, ...]:
         """The names of this host's processes; empty if there is only one.
 
-        On several hosts these are device labels, as ranks aren't known.
+        With several hosts they are device labels, because a host doesn't know its ranks.
         """
         if len(self.processes) < 2:
             return ()

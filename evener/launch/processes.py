@@ -232,8 +232,9 @@ def _find_address() -> str:
 
 
 def _describe_meeting(address: str) -> str:
-    """Return the value of the variable that makes processes rendezvous through a new
-    file instead of this address.
+    """Return the value of the environment variable MEETING.
+
+    It makes processes rendezvous through a new file instead of this address.
     """
     return f"{address} {make_memory_file()}"
 
@@ -273,8 +274,7 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
-    """Send the signal to the processes that still run, and kill those still
-    running after `grace_seconds`.
+    """Send a signal to the running processes, and kill those that don't exit in `grace_seconds`.
 
     A Ctrl-C typed on their terminal isn't sent again, as the terminal has already delivered it.
     """

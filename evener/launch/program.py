@@ -67,7 +67,11 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
-    """Return the command given after `--`; raises RequestError if it doesn't exist."""
+    """Return the command given after `--`.
+
+    Raises RequestError if it doesn't exist, if its script trains with TensorFlow, or if it runs
+    Python with an option that evener can't work with.
+    """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
     first, *rest = words
@@ -101,8 +105,9 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
 
 
 def _refuse_tensorflow(script: Path) -> None:
-    """Raise RequestError if the script trains with TensorFlow, as each process
-    would then train on all rows.
+    """Raise RequestError if the script trains with TensorFlow.
+
+    Each process would then train on all rows.
     """
     if script_framework(script) == "tensorflow":
         raise RequestError(
@@ -115,8 +120,9 @@ def _refuse_tensorflow(script: Path) -> None:
 
 
 def _refuse_isolation(options: Sequence[str]) -> None:
-    """Raise RequestError for Python options that ignore PYTHONPATH or
-    sitecustomize, on which evener relies.
+    """Raise RequestError if Python's options make it ignore PYTHONPATH or sitecustomize.
+
+    evener installs its hooks through both.
     """
     flags = [
         word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
@@ -144,7 +150,8 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
     """Return the plan with which a program starts.
 
     It is the given plan, else the last plan of this program with these arguments on
-    these devices, else an even plan.
+    these devices, else an even plan. Raises RequestError if the plan is for several hosts or a
+    device has a limit, and DeviceError if a device is simulated.
     """
     if given is not None:
         plan = load_plan(given)
@@ -172,12 +179,11 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 
 
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
-    """Measure a split with the program's build() or its Trainer, write the plan
-    to `path` and return the path.
+    """Measure a split with the program's build() or its Trainer, and write the plan to `path`.
 
-    Return None if the plan leaves a device out, as the program's global batch is for all devices.
-    The variable RUN is set to `run` in the measuring process, so that a guard can find what it
-    starts. Raises RequestError if no plan could be measured.
+    Return `path`, or None if the plan leaves a device out, because the program's global batch is
+    for all devices. The variable RUN is set to `run` in the measuring process, so that a guard can
+    find what it starts. Raises RequestError if no plan could be measured.
     """
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable

@@ -128,9 +128,7 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
 
 
 def _say_changes(before: Plan, after: Plan) -> None:
-    """Print which devices are now left out or back in, and the rows of
-    each device before and after.
-    """
+    """Print which devices are left out or used again, with all devices' rows before and after."""
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):
         if bool(old.batch) != bool(new.batch):

@@ -35,7 +35,7 @@ from ..training.step_sums import RankStep
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in the run's folder
 FEWEST_STEPS = 20  # fewest steps, without the first ones, for meaningful metrics
 MOST_NAMED = 3  # most limits to name
-MOST_GAIN = 9.0  # the largest gain that can be told from a larger one
+MOST_GAIN = 9.0  # this gain and larger ones aren't distinguished
 
 End = Literal["finished", "interrupted", "failed"]
 
@@ -253,9 +253,7 @@ def _describe_remedies(summary: TrainingSummary) -> str:
 
 
 def _write_gain(gain: float) -> str:
-    """Return a gain as text, such as +43 %, or "over +900 %" for a gain that
-    can't be told from a larger one.
-    """
+    """Return a gain as text, such as "+43 %"; "over +900 %" for any gain of MOST_GAIN or more."""
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 
 
@@ -270,9 +268,7 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return a share with its compute time (own work), in the form 48
-    on GPU:1 (60 ms of own work).
-    """
+    """Return a share and its compute time, as in "48 on GPU:1 (60 ms of own work)"."""
     own_s = rank.step.own_work_s if rank.step is not None else 0.0
     own = f" ({milliseconds(own_s)} of own work)" if own_s else ""
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{own}"

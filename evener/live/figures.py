@@ -119,8 +119,9 @@ def _drop_zeros(figures: Mapping[str, float]) -> dict[str, float]:
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return the devices of a process with their numbers: the rank for a
-    single device, else their order.
+    """Return a process's devices, each with its number.
+
+    The number of a single device is the process's rank; several devices are numbered from 0.
     """
     devices = record.devices or (LiveDevice("", -1, 0, record.samples_per_second),)
     first = max(0, record.rank) if len(devices) == 1 else 0

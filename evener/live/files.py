@@ -137,14 +137,14 @@ class LiveRecord(Details, frozen=True):
     # over the last seconds of reporting, all devices of the process together
     samples_per_second: Rate
     step: Count  # number of reports so far
-    updated_at: Rate  # seconds since the epoch; old while it validates, waits or hangs
+    updated_at: Rate  # Unix time; old while the process validates, waits or hangs
     # empty if the report named none
     devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]
     tokens_per_second: Rate = 0.0  # without padding; 0 if rows have no lengths
     padding: Part = 0.0  # fraction of the computed tokens that is padding
-    due_at: Rate = 0.0  # when the next record is due if steps go on; 0: unknown
+    due_at: Rate = 0.0  # Unix time at which the next record is due if steps go on; 0: unknown
     batch: Count = 0  # the latest batch begun, if no step has ended in time
-    # its activity with that batch; empty while steps end in time, and if it is stopped
+    # the process's activity with that batch; empty while steps end in time or if it is stopped
     doing: Doing = ""
     # of all steps but the first ones, including the time between them
     counted_steps: Count = 0

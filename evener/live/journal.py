@@ -338,8 +338,9 @@ class TrainingJournal:
 
 
 def _open_journal(run: str) -> int:
-    """Open a run's journal for appending, after removing a line that a kill or
-    a full disk left incomplete.
+    """Open a run's journal for appending, and return its file descriptor.
+
+    A last line that a kill or a full disk left incomplete is removed.
     """
     path = trusted_folder(runs_folder() / run) / TRAINING_JOURNAL
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC

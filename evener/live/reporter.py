@@ -92,7 +92,7 @@ LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after a failed write
 WINDOW_SECONDS = 5.0  # window over which samples/s is averaged
 FIRST_STEPS = 3  # steps left out of the totals, because they compile and allocate
 KEEP_SECONDS = 2.0  # between two copies of the record for the launcher
-# between two readings of the threads' cores, of which the latest ones count
+# between two readings of how long threads waited for cores; the last CORE_READINGS are averaged
 CORE_SECONDS = 2.0
 CORE_READINGS = 5
 WATCH_SECONDS = 2.0  # between two checks whether steps end
@@ -337,8 +337,10 @@ class Reporter:
                 ).start()
 
     def _note(self, record: LiveRecord) -> None:
-        """Record a report in the journal, which is created here for a launched training run that
-        reports for all of its devices.
+        """Record a report in the journal.
+
+        The journal is created first if this process reports for all devices of a launched training
+        run, and no reporter has a journal yet.
         """
         if self._journal is None and _is_launched_alone() and not _has_journal():
             shown = [live.id or f"device {live.index}" for live in record.devices]
@@ -531,8 +533,9 @@ def _whole(samples: object) -> int:
 
 
 def _reset_all() -> None:
-    """Reset all reporters in a forked child, so that it reports as itself from zero and
-    leaves its parent's files alone.
+    """Reset all reporters in a forked child.
+
+    The child then reports as itself from zero, and leaves its parent's files alone.
     """
     for reporter in list(_reporters):
         reporter._reset()

@@ -1,6 +1,4 @@
-"""Reports of a training run without a plan: its samples/s, its step time,
-and how long it waits for data.
-"""
+"""Report a training run without a plan: its samples/s, step time and wait for data."""
 
 from __future__ import annotations
 

@@ -285,9 +285,7 @@ class Guard(Recorder):
 
 
 def _describe_error(error: Exception) -> str:
-    """Return the fault of a loss that can't be computed for a part of
-    its rows because of this error.
-    """
+    """Return the fault of a loss that can't be computed again because of this error."""
     text = f"{type(error).__name__}: {error}".partition("\n")[0]
     return f"{CANT} ({text})"
 

@@ -113,9 +113,7 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """True if the data set returns different rows for the same
-        index and the same random state.
-        """
+        """True if the data set returns different rows for one index and one random state."""
         with suppress(Exception):  # the user's own code may not support this call
             twin = copy_dataset(self._loader.dataset)
             row = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
@@ -246,8 +244,10 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 
 
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
-    """Return the batches that a batch sampler draws for a rank: at most
-    one more than its length.
+    """Return the batches that a batch sampler draws for a rank.
+
+    There is at most one batch more than the sampler's length. Raises RequestError if the sampler
+    can't be copied for the rank.
     """
     try:
         with kept_state():

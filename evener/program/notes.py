@@ -1,6 +1,7 @@
 """What a rank of a program reports to the user and to `evener run`.
 
-It reports a line at its start, metrics for the table at its end, or why it must end.
+It prints how its training starts or why shares stay even, and writes a RankNote for `evener run`
+when its process exits.
 """
 
 from __future__ import annotations
@@ -81,9 +82,7 @@ def say(words: str) -> None:
 
 
 class Notebook:
-    """Collects what happens on this rank, and writes it to the settings'
-    folder when the process ends.
-    """
+    """Records what happens on this rank, and writes it to a folder when the process exits."""
 
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
@@ -103,8 +102,9 @@ class Notebook:
             Finalize(None, self.leave, exitpriority=1)
 
     def watch(self, training: Any, hooks: str) -> None:
-        """Record the steps of this PlannedTraining, created by the named
-        hooks, and print how it starts.
+        """Record the steps of this PlannedTraining, and print its devices and their rows.
+
+        `hooks` names the classes whose hooks created it, such as "lightning.Trainer".
         """
         self.hooks, self._training = hooks, training
         self._record, self._steps, self._read = StepRecord(), 0, 0
@@ -141,7 +141,10 @@ class Notebook:
             self._read_steps()
 
     def _read_steps(self) -> None:
-        """Record the steps that the device has completed since the last call."""
+        """Record the steps that the device has completed since the last call.
+
+        Steps on fewer rows than a global batch, such as an epoch's last, are left out.
+        """
         for step in self._training.timer.last():
             if step.number <= self._read:
                 continue
@@ -150,7 +153,7 @@ class Notebook:
                 self._record.add(step.sizes, step.own_work_s, step.step_s, step.disturbed)
 
     def leave(self) -> None:
-        """Write this rank's note."""
+        """Write this rank's RankNote to the settings' folder, if there is one."""
         if not self.settings.folder:
             return
         if not self.hooks and self._has_supposed:

@@ -18,8 +18,8 @@ _FORGET = 1000  # number of marked storages above which expired ones are dropped
 
 
 class Origins:
-    """Tracks which tensors were computed from exchanged values, and by which
-    call the values were exchanged.
+    """Tracks which tensors were computed from exchanged values, and which call exchanged the
+    values.
 
     A tensor is tracked by identity if a function computed it from such values, and by its
     storage if such values were written into it. A storage's mark says nothing about what

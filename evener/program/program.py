@@ -99,9 +99,7 @@ class Program:
         )
 
     def make_model(self, wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-        """Wrap a model in DistributedDataParallel or in another
-        library's wrapper, and record it.
-        """
+        """Wrap a model in DistributedDataParallel, FSDP1 or DeepSpeed, and record it as a whole."""
         wrapped(*arguments, **keywords)
         self._note_whole(model)
 
@@ -152,8 +150,9 @@ class Program:
                 self._note_entered(optimizer)
 
     def _note_entered(self, optimizer: Any) -> None:
-        """Check whether values exchanged between ranks went into the loss, the gradients, the
-        weights or the optimizer's settings.
+        """Check whether values exchanged between ranks affect an optimizer's step.
+
+        They do if they went into the loss, the gradients, the weights or the optimizer's settings.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -176,8 +175,9 @@ class Program:
             exchanges.note_entered(exchanges.origins.read, "the rate of its optimizer")
 
     def note_update(self, optimizer: Any, *_: Any) -> None:
-        """Record that an optimizer has stepped, and explain why shares stay even if
-        no followed loop is running.
+        """Record that an optimizer has stepped.
+
+        If no followed loop is running, report why shares stay even.
         """
         self._updated = True
         if self._guard is not None:
@@ -367,8 +367,9 @@ class Program:
             self._compare(loop)
 
     def _drop_guard(self) -> None:
-        """Discard a guard that saw no backward pass in this batch, so that
-        the next batch gets a new one.
+        """Discard a guard that saw no backward pass in this batch.
+
+        The next batch then gets a new guard.
         """
         if self._guard is not None and not self._guard.done:
             self._guard.close()
@@ -474,7 +475,8 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make a trainer's audits compare with training under its own launcher.
+        """Make a training's audits compare its shares with the equal rows of the program's own
+        launcher.
 
         If an audit finds a difference, the training returns to even shares.
         """
@@ -620,8 +622,9 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Check whether the numbers in the loss changed since the previous step, because the
-        program may have read values that ranks exchanged.
+        """Check whether the numbers in the loss changed since the previous step.
+
+        If they did, the program may have read them from values that ranks exchanged.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:
@@ -629,8 +632,9 @@ class Program:
 
     @contextmanager
     def left_alone(self) -> Iterator[None]:
-        """Return a context for a trainer that has hooks of its own, in which the hooks
-        for plain loops are inactive.
+        """Return a context in which the hooks for plain loops are inactive.
+
+        It is used for trainers that have hooks of their own.
         """
         self._others += 1
         try:

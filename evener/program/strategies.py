@@ -27,8 +27,9 @@ from .views import OUTSIDE, find_fault
 
 
 class ProgramStrategy(PlanStrategy):
-    """A strategy that replaces a program's DDPStrategy, with the same
-    state, for one training run.
+    """A strategy by shares that replaces a program's DDPStrategy for one training run.
+
+    Both strategies share their attributes.
     """
 
     # the program can also resume from its checkpoints without evener
@@ -44,7 +45,10 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Run a Trainer's fit loop with the hooks for plain loops turned off."""
+    """Run a Trainer's fit loop with the hooks for plain loops turned off.
+
+    If the Trainer trains on one of several devices, report how to train on all of them.
+    """
     if PROGRAM.is_alone:
         PROGRAM.stay_for_one(advise_lightning())
     with PROGRAM.left_alone():
@@ -66,7 +70,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
-    """Return why this training can't be taken over; empty if it can."""
+    """Return why this Trainer can't train by shares; empty if it can."""
     if type(strategy) is not DDPStrategy:
         return f"its strategy is {type(strategy).__name__}"
     if fault := find_fault(strategy.model):
@@ -142,8 +146,9 @@ def _count_rows(loader: Any) -> int:
 
 
 def _forget_figures(strategy: Any) -> None:
-    """Clear the metrics logged so far, because Lightning remembers the
-    strategy that reduces each metric.
+    """Clear the metrics logged so far.
+
+    Otherwise Lightning would reduce them with the strategy that it remembers for each metric.
     """
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
     for results in (loop._results, loop.val_loop._results):

@@ -70,9 +70,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Make a trainer that trains by shares in place of `trainer`, or
-    report why that is impossible.
-    """
+    """Make a trainer by shares that replaces `trainer`, or report why that is impossible."""
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     global_batch = trainer._train_batch_size * world

@@ -112,9 +112,7 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return the numeric settings of an optimizer's parameter groups: the named
-    settings, or all by default.
-    """
+    """Return the named numeric settings of an optimizer's parameter groups; all by default."""
     groups = optimizer.param_groups
     chosen = [
         one
@@ -127,7 +125,7 @@ def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a wrapped model can't be taken over; empty if it can."""
+    """Return why a wrapped model can't be trained by shares; empty if it can."""
     if sharded.find_library(model):
         return sharded.find_fault(model)
     if type(model) is not torch.nn.parallel.DistributedDataParallel:

@@ -67,17 +67,16 @@ def trusted_folder(folder: Path) -> Path:
 
 
 def make_private(folder: Path) -> None:
-    """Create the folder and its missing parents with access for this user
-    only, regardless of the umask.
-    """
+    """Create the folder and its missing parents, accessible to this user only."""
     if not folder.is_dir():
         make_private(folder.parent)
         folder.mkdir(mode=0o700, exist_ok=True)
 
 
 def new_error_file() -> Path:
-    """Return the path of the error file for the children of a measurement without a run,
-    after removing the last one.
+    """Remove the error file of the last measurement without a run, and return its path.
+
+    The children of the next such measurement write their errors to it.
     """
     path = error_file()
     path.unlink(missing_ok=True)

@@ -36,7 +36,7 @@ class CoreTimes(NamedTuple):
     at_s: float = 0.0
     ran_s: float = 0.0  # total of all threads
     delayed_s: float = 0.0  # ready to run without a core, total of all threads
-    throttled_s: float = 0.0  # for which the container's quota was used up
+    throttled_s: float = 0.0  # for which the container's CPU quota was used up
     busy_s: float = 0.0  # for which the process's cores ran any program
     stolen_s: float = 0.0  # for which the hypervisor ran other machines on these cores
 
@@ -45,7 +45,7 @@ class Starvation(NamedTuple):
     """How long a process was delayed by a lack of cores."""
 
     wall_s: float = 0.0
-    starved_s: float = 0.0  # part of the wall time
+    starved_s: float = 0.0  # at most wall_s
     throttled_s: float = 0.0
 
     @property
