@@ -132,7 +132,7 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
     """True if `one` takes no more memory than `other` on the same devices, by its rows per pass.
-    Layouts whose rows are assigned by cost must be equal.
+    Layouts that depend on the lengths of rows must be equal.
     """
     if not (one.by_rows and other.by_rows):
         return one == other

@@ -54,8 +54,9 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return the factor by which a step may take longer than predicted, so that two steps still
-        fit the remaining time for exploration.
+        """Return the factor by which a step may take longer than predicted, so that two steps
+        still fit a part of the remaining time for exploration. Lone steps may exceed that time
+        by the factor `BOLD`.
 
         It limits the next batch on a level curve: such a curve tells nothing about larger batches,
         so a step may take longer in proportion to the batch. Infinite if `step_seconds` is 0.
