@@ -1,4 +1,4 @@
-"""Starts the app on a terminal, and ends it if the terminal, or the server of a browser session,
+"""Starts the app on a terminal, and exits if the terminal, or the server of a browser session,
 disappears without a signal.
 
 The devices are first read while Textual is being imported. Only processes of the terminal's own

@@ -1,4 +1,4 @@
-"""The lines of `evener runs compare`."""
+"""Formats the difference between two runs as text, for `evener runs compare`."""
 
 from __future__ import annotations
 

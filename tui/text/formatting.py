@@ -118,7 +118,9 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
 
 
 def cut_path(text: str, most: int) -> str:
-    """Return a path in at most `most` characters; its end, which has the file's name, is kept."""
+    """Return a path in at most `most` characters. A longer path loses its beginning, because the
+    file's name is at its end.
+    """
     if len(text) <= most:
         return text
     kept = text[len(text) - most + 1 :]

@@ -8,8 +8,8 @@ from evener.printable import align, plain
 
 
 def outlook_lines(outlook: Outlook) -> list[str]:
-    """Return the lines of a dry run: what was tried, a row for each device,
-    and a search's budget.
+    """Return the lines of a dry run: its notes, what was tried, a row for each device, the longest
+    time of a search, and the largest model that fits.
     """
     return [
         *(f"note: {plain(note)}" for note in outlook.notes),

@@ -158,7 +158,7 @@ class Canvas:
             self._tones[row][column] = tone
 
     def stroke(self, start: tuple[int, int], end: tuple[int, int], tone: Tone, every: int) -> None:
-        """Draw every `every`th dot of a straight line."""
+        """Draw a straight line between dot coordinates: every dot, or only each `every`-th one."""
         across, down = end[0] - start[0], end[1] - start[1]
         steps = max(abs(across), abs(down), 1)
         for step in range(0, steps + 1, every):
@@ -195,7 +195,7 @@ class Frame(NamedTuple):
     height: int
 
     def column(self, number: float) -> int:
-        """Return the cell column for an x."""
+        """Return the column of cells in which an x is drawn, counted from the left of the plot."""
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
@@ -212,7 +212,7 @@ class Frame(NamedTuple):
         return ticks
 
     def row(self, number: float) -> int:
-        """The row, from the top, in which a y is drawn."""
+        """Return the row of cells in which a y is drawn, counted from the top of the plot."""
         return self.dots(self.x.low, number)[1] // 4
 
     def dots(self, x: float, y: float) -> tuple[int, int]:

@@ -20,13 +20,13 @@ from evener.training.step_limits import MeasuredRank, TrainingFigures
 from evener.training.step_sums import RankStep, StepSums
 
 SILENT_STEPS = 3.0  # steps by which the report of a silent rank is late, at least
-# of the time throttled, or of a device's multiprocessors that a neighbour takes
+# in % of the time throttled, or of a device's multiprocessors that another process uses
 LEAST_PERCENT = 5.0
 MOST_PASSES = 1000  # passes of a share; a report with more is wrong, and would take long to write
 ORDER: tuple[Doing, ...] = get_args(Doing)
 Work = Mapping[
     tuple[str, str], tuple[float, float]
-]  # by host and device id: own work and waiting in seconds
+]  # by host and device id: compute time (own work) and waiting in seconds
 Placed = Mapping[tuple[str, str], DeviceSample]  # by host and device id
 NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 
@@ -36,21 +36,21 @@ class RankRow(msgspec.Struct, frozen=True):
 
     rank: int
     pid: int
-    device: str  # GPU:0; one that the monitor doesn't see has the name that the training gives it
+    device: str  # GPU:0, or the training's name for a device that the monitor doesn't see
     share: int  # samples of a step
     micro: int  # samples of a pass
     samples_per_second: float
     tokens_per_second: float
     own_work_s: float  # seconds of a step until the last gradient is ready
     waiting_s: float  # seconds of a step from there to the end of the backward pass
-    silent_s: float  # seconds that its next report is overdue; 0 while it reports
+    silent_s: float  # seconds for which its next report has been overdue; 0 while it reports
     doing: Doing  # part of the step where it is silent; empty if unknown (stopped process)
     batch: int  # number of the batch in which it is silent
     input_s: float  # seconds of a step waiting for data
-    # of a step, between the backward pass and the next batch, without the optimizer
+    # seconds of a step between the backward pass and the next batch, without the optimizer
     between_s: float
-    least_waiting_s: float  # the lowest tenth of waiting
-    own_spread: float  # interquartile range of own work over its median
+    least_waiting_s: float  # 10th percentile of waiting, in seconds
+    own_spread: float  # interquartile range of compute time (own work), divided by its median
     recent: StepSums = StepSums()  # sums over its last steps
     step: RankStep = NO_STEP  # mean over its last steps, by part
     last_steps: tuple[LastStep, ...] = ()
