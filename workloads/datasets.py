@@ -52,7 +52,7 @@ def _draw_digits() -> Any:
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
-    """Return coloured pictures of stripes (rows, side, side, 3), float32 with mean 0, and labels
+    """Return coloured pictures of stripes (rows, side, side, 3), float32 around 0, and labels
     (rows,). Each class is an angle of the stripes.
     """
     random = np.random.default_rng(seed)
