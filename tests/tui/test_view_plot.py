@@ -62,9 +62,13 @@ def test_every_figure_has_a_place_on_its_axis_and_ticks_are_round(
         assert axis.low <= tick <= axis.high * (1 + 1e-9)
         if log2:
             assert math.log2(tick) == round(math.log2(tick))
-        elif tick:
-            digits = tick / 10 ** math.floor(math.log10(tick))
-            assert round(digits * 4, 6) == round(digits * 4), "quarters of a power of ten"
+    if not log2 and len(ticks) > 1:
+        step = ticks[1] - ticks[0]
+        assert [after - before for before, after in pairwise(ticks)] == pytest.approx(
+            [step] * (len(ticks) - 1)
+        )
+        digits = step / 10 ** math.floor(math.log10(step) + 1e-9)
+        assert round(digits * 4, 6) == round(digits * 4), "quarters of a power of ten"
 
 
 def test_on_a_log_axis_equal_factors_are_equally_far_apart() -> None:
