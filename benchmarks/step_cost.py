@@ -96,7 +96,7 @@ def _make(width: int) -> Any:
 
 
 def train(device: torch.device, steps: int, times: CallTimes) -> tuple[float, float]:
-    """Train so many steps; the wall and CPU seconds of a step, without the first ones."""
+    """Train `steps` steps, and return a step's wall and CPU seconds without the warm-up."""
     width = find_width(device)
     split = Split(ratios=(1,), global_batch=ROWS)
     model = split.wrap(_make(width).to(device))

@@ -154,8 +154,9 @@ def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def audit_decoder(
     model: nn.Module, words: int, rows: int, length: int, mode: str, audits: int, seconds: float
 ) -> None:
-    """Print how many audits of a decoder, one in each step, found a difference. It trains in
-    `mode`: "autocast", "float32" or "TF32"; in at most so many seconds.
+    """Train a decoder for `seconds` at most, audit each step, and print the number of alarms.
+
+    `mode` is "autocast", "float32" or "TF32".
     """
     device = next(model.parameters()).device
     optimizer = _make_optimizer(model)
@@ -182,10 +183,10 @@ def audit_decoder(
 
 
 def count_alarms(audits: int, seconds: float, device: str, names: Sequence[str]) -> None:
-    """Print how many of so many audits, one in each step of each program, found a difference, and
-    the largest part of what rounding may make of a gradient that any was.
+    """Train each program with an audit in each step, and print the number of alarms.
 
-    A program has at most these seconds.
+    Also prints the largest difference, as a part of what rounding may cause. A program takes
+    `audits` steps, or `seconds` at most.
     """
     for amp in (False, True):
         for name in names:

@@ -36,7 +36,7 @@ from .launch_plan import LOOPBACK, find_free_ports
 from .protocol import Build, ChildError, Command, Exited, HostLost, Message, Stack
 from .script_copy import ScriptCopy, WrittenScript, copy_workload
 
-RECEIVE_SECONDS = 2.0  # without a message, after which the caller is told that there is none
+RECEIVE_SECONDS = 2.0  # a call that gets no message in this time returns without one
 INBOX = 10_000
 SILENT_SECONDS = 15.0  # a host that is silent for longer counts as lost;
 ANSWER_SECONDS = 3.0  # this is its timeout when a rank on any host has failed

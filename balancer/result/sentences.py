@@ -572,7 +572,7 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_more(verdict: Verdict, one: Rival) -> str:
-    """Format a faster layout's samples/s, and by how much they exceed the plan's."""
+    """Format a faster layout's samples/s, and its gain over the plan."""
     speed = rate(one.figure.samples_per_second)
     words = f"{speed} samples/s, {percent(_more(verdict, one), 1)} more"
     gap = one.difference
@@ -710,7 +710,8 @@ def _say_packs(verdict: Verdict) -> Iterator[str]:
     if tied:
         yield f"{join_words(tied)} {'ties' if len(tied) == 1 else 'tie'} with it."
     if unclear:
-        yield f"{join_words(unclear)} can't be told apart from it yet."
+        verb = "wasn't" if len(unclear) == 1 else "weren't"
+        yield f"{join_words(unclear)} {verb} measured precisely enough to compare with it."
 
 
 def _say_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:

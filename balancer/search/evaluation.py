@@ -153,25 +153,26 @@ class Evaluation:
         return self.policy.why_none() if self.model.live else explain_nobody(self.model)
 
     def _why_over(self) -> End:
+        """Return why a search that asks for nothing more is over."""
         if self._why_none and not self.race.running:
             return self._why_none
-        found = self.race.ranking
-        if not found:
+        if not self.race.ranking:
             spent = self._seen.in_stage("split") or self.model.holds_batch
             return End(Stop.BUDGET if spent else Stop.NO_FIT)
         waiting, tied = self.race.waiting
         if waiting or self._explore_rest(None):
-            return End(Stop.BUDGET)
-        chosen = [self.best] if self.best else []
-        best_is_known = is_known(*(one.throughput for one in chosen))
+            return End(Stop.BUDGET)  # with more time it would go on
+        return self._why_finished(tied)
+
+    def _why_finished(self, tied: bool) -> End:
+        """Return why a search that would ask for nothing more with any budget is over."""
+        best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
             leaders = [one.throughput for one in self.ranking()[:2]]
             return End(Stop.TIED if best_is_known and is_known(*leaders) else Stop.UNCERTAIN)
-        if len(found) == 1:
+        if len(self.race.ranking) == 1:
             return End(Stop.ONLY_ONE)
-        if not best_is_known:
-            return End(Stop.BUDGET)
-        return self._settled()
+        return self._settled() if best_is_known else End(Stop.BUDGET)
 
     def _settled(self) -> End:
         """Return the end of a search that has nothing left to measure.
@@ -285,8 +286,8 @@ class Evaluation:
         """The best layout, by the turns that led to its choice.
 
         A layout that the race hasn't measured yet counts with its measurements from exploration,
-        unless its shares are too close to a raced layout's to be told apart by a measurement. If no
-        measured layout may run any more, the best of those that ran is chosen.
+        unless its shares are so close to a raced layout's that no measurement would show the
+        difference. If no measured layout may run any more, the best of those that ran is chosen.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):

@@ -166,8 +166,8 @@ def unsettled(
 ) -> tuple[list[Candidate], bool]:
     """Return the layouts that deserve another turn, and whether there is an unresolvable tie.
 
-    A rival deserves another turn if it may still gain, and if the remaining turns can settle
-    whether it does. The leader is included if any rival is.
+    A rival deserves another turn if it may still be faster, and if the remaining turns are enough
+    to show it. The leader is included if any rival is.
     """
     if len(ran) < 2:
         return [], False

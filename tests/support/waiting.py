@@ -10,7 +10,7 @@ from typing import Any
 def wait_for(
     condition: Callable[[], Any], what: str = "", seconds: float = 120.0, pause: float = 0.01
 ) -> Any:
-    """What the condition gives once that is something; AssertionError after so many seconds."""
+    """Return the first true value of `condition()`; AssertionError after `seconds`."""
     deadline = time.monotonic() + seconds
     found = condition()
     while not found:

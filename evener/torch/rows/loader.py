@@ -95,7 +95,7 @@ class Loader:
     Every loop is a new epoch in a new order, from its first batch, unless `set_epoch` or
     `load_state_dict` chose another epoch or position. With a `prefetch` of 1 or more, that many
     batches are fetched ahead and sent to `device`; with 0, each batch is fetched when the loop
-    asks for it and stays on the host. `listener` is told about each step; `training` is False
+    asks for it and stays on the host. `listener` is called for each step; `training` is False
     for a validation.
     """
 
