@@ -31,7 +31,7 @@ class Placement(msgspec.Struct, frozen=True):
     devices: int = 2  # the maximum number it uses
 
 
-class Offer(Protocol):
+class PlacementOptions(Protocol):
     """The part of a search's options that families read: the workload's placements."""
 
     @property
@@ -39,7 +39,7 @@ class Offer(Protocol):
         """The workload's own ways to place the parts of its model on devices."""
 
 
-class View(Protocol):
+class SearchView(Protocol):
     """The results of exploration from which families choose their layouts. Lists are
     sorted, best first.
     """
@@ -49,7 +49,7 @@ class View(Protocol):
         """The number of devices."""
 
     @property
-    def options(self) -> Offer:
+    def options(self) -> PlacementOptions:
         """The search's options, which list the workload's placements."""
 
     @property
@@ -105,7 +105,7 @@ class Family(ABC):
         return KINDS[self.kind]
 
     @abstractmethod
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the family's layouts for the race, best first."""
 
     @abstractmethod
@@ -148,7 +148,7 @@ class SoloFamily(Family):
     name = kind = "solo"
     in_balance = True
 
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the best device, and others that the race favours."""
         return view.singles
 
@@ -201,7 +201,7 @@ class EvenFamily(Family):
     equal_shares = True
     in_balance = True
 
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return even splits over all devices and over fewer, once the batch for
         splits is known.
         """
@@ -232,7 +232,7 @@ class SplitFamily(Family):
     explored = True
     in_balance = True
 
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the preferred split, and others that may beat it, one of which may use
         a single device.
         """
@@ -265,7 +265,7 @@ class ShardFamily(Family):
     start_cost = 1.5  # its processes have to meet
     in_balance = True
 
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return layouts with rows by the devices' speed, and model state by the memory left
         beside the rows.
         """
@@ -303,7 +303,7 @@ class PackFamily(Family):
     more_children = True
     plural = "packs"
 
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return the best pack of each mode, or the one with the fewest trainings."""
         return view.packs
 
@@ -336,7 +336,7 @@ class PlaceFamily(Family):
     more_children = True
     plural = "placements"
 
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return each placement, at the batch of the best single device."""
         if view.common_batch is None:
             return []

@@ -120,7 +120,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         locks.enter_context(lock_run(folder))
         opened, record = journal.reopen(folder / runs.JOURNAL)
         locks.callback(opened.close)
-        _check_hope(record)
+        _check_something_ran(record)
         header = record.header
         _check_request(header, request)
         before = _read_budget(record)
@@ -186,7 +186,7 @@ def _check_request(header: Header, request: Request) -> None:
             )
 
 
-def _check_hope(record: Record) -> None:
+def _check_something_ran(record: Record) -> None:
     """Raise RequestError if the user's code failed and nothing was measured, as a resumed run would
     have nothing to reuse.
     """

@@ -158,7 +158,7 @@ def _write_evidence(
 ) -> Evidence:
     """Convert a rival to the plan's form."""
     layout = one.layout
-    contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.at_rest
+    contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
         name,
         _write_layout(layout, devices, facts, report),

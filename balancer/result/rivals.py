@@ -13,7 +13,7 @@ from evener.plan.file import BEST_SPLIT
 from ..families import EVEN, SOLO, Family, family_of, is_even
 from ..number_format import join_shares, percent, rate, relative_error
 from ..search.layouts import Candidate
-from ..search.ranking import LEAST_RATE, Standing, overlap
+from ..search.ranking import LEAST_RATE, RankedLayout, overlap
 from ..statistics import is_known
 from ..types import Interval, Layout, Result
 from ..verdict import RateGap
@@ -102,7 +102,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
 
 def compare_all(
     chosen: Result,
-    ranking: Sequence[Standing],
+    ranking: Sequence[RankedLayout],
     results: Sequence[Result] = (),
     single: Result | None = None,
 ) -> tuple[ComparedLayout, ...]:
@@ -129,7 +129,7 @@ def compare_all(
 
 
 def _fastest_split(
-    chosen: Result, ranking: Sequence[Standing], results: Sequence[Result]
+    chosen: Result, ranking: Sequence[RankedLayout], results: Sequence[Result]
 ) -> list[ComparedLayout]:
     if chosen.layout.traits.together:
         return []
@@ -144,7 +144,7 @@ def _fastest_split(
 
 
 def compare(
-    chosen: Result, rival: Candidate, figure: Interval, in_turn: Standing | None = None
+    chosen: Result, rival: Candidate, figure: Interval, in_turn: RankedLayout | None = None
 ) -> ComparedLayout:
     """Compare two layouts by their rates. If the rates tie, or if the turns of both contradict the
     gain between the rates, the gain is taken from the turns.

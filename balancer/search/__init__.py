@@ -14,7 +14,7 @@ isn't hidden behind computation. A share fits if m0_i + m1_i * b_i is within the
 from t_i and c_k (`evener.shares.waterfill`): exactly for up to 32 devices, by a sweep over finish times for more.
 
 1. `solo_stage`: every device runs alone, all at the same time, with two small batches. This gives each t_i and memory
-   line. Then an optimistic layout, the fastest if each t_i were as fast as its points allow (`model/hope`), tells which
+   line. Then an optimistic layout, the fastest if each t_i were as fast as its points allow (`model/optimistic`), tells which
    batches to measure, as long as half of the expected gain pays for their time. A device that would keep the others
    waiting for little gain is left out of a round. Devices whose times differ by no more than noise share one curve,
    hence equal shares. Times that rise repeatedly by the same jump are stairs (`model/step_time`), and the ends of

@@ -148,11 +148,11 @@ class Budget:
         part = EXPLORES / 2 if after else EXPLORES
         return seconds + after <= left and seconds <= part * left
 
-    def is_dear(self, seconds: float) -> bool:
+    def is_expensive(self, seconds: float) -> bool:
         """True if losing `seconds` would cost more than a small part of the remaining time."""
         return seconds > PRICE * (self.seconds - self.spent)
 
-    def cheap(self, seconds: float) -> bool:
+    def is_cheap(self, seconds: float) -> bool:
         """True if `seconds` are a small part of the remaining time.
 
         A probe that takes so little may run even if no gain is expected from it.
@@ -186,7 +186,7 @@ class Budget:
             return 0.0
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
-    def enough_for(self, missing_seconds: float) -> float:
+    def budget_with_more_turns(self, missing_seconds: float) -> float:
         """Return a budget that would have left `missing_seconds` more for first turns.
 
         Exploration's part of the budget is taken into account.
@@ -195,7 +195,7 @@ class Budget:
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 
-    def enough_to_grow(self, grown_seconds: float) -> float:
+    def budget_with_larger_packs(self, grown_seconds: float) -> float:
         """Return a budget in which packs could have taken `grown_seconds` more.
 
         It is based on what the search spent up to the first turns.

@@ -71,7 +71,7 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
     return f"Measures a real step split over {devices} devices: {why}."
 
 
-def explain_nobody(model: MachineModel) -> End:
+def explain_no_device(model: MachineModel) -> End:
     """Return the end of a search in which no device can be used.
 
     Its message has each device's smallest failure.

@@ -27,8 +27,8 @@ from evener.shares.waterfill import DeviceCurve, single_best
 
 from ..types import Layout, Problem
 from .model.evidence import CLEAR, DeviceEvidence
-from .model.hope import bend_is_open, hopeful_curve
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
+from .model.optimistic import bend_is_open, optimistic_curve
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .time_left import TimeLeft
 
@@ -94,11 +94,11 @@ class DeviceModel:
         return fit_curve(points, self._among)
 
     @cached_property
-    def hope(self) -> Curve | None:
+    def optimistic(self) -> Curve | None:
         """The fastest curve that the points allow; None before any point."""
         if self.alone is None:
             return None
-        return hopeful_curve(self.group_points, self.alone)
+        return optimistic_curve(self.group_points, self.alone)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
         """Return the seconds that the device takes for its share of a layout."""
@@ -145,7 +145,7 @@ class DeviceModel:
         """The largest batch that any round alone may measure, by memory and by time."""
         if self.alone is None or not self.memory.ran:
             return 0
-        by_memory = self.memory.largest_to_try(self.asked_rows, self.quantum, hoped=True)
+        by_memory = self.memory.largest_to_try(self.asked_rows, self.quantum, optimistic=True)
         return self._quick(self.alone, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
@@ -261,11 +261,11 @@ class DeviceModel:
         if best is None:
             return device
         rows = best.global_batch
-        wall = most_in_one(curve, rows, limit, self.extra_seconds)
-        if wall >= batch:
+        at_once = most_in_one(curve, rows, limit, self.extra_seconds)
+        if at_once >= batch:
             return device
         return DeviceCurve(
-            self.position, PassCurve(curve, wall, rows, self.extra_seconds, wall), batch
+            self.position, PassCurve(curve, at_once, rows, self.extra_seconds, at_once), batch
         )
 
     def cut(self, share: int, surely: bool) -> int:
@@ -276,15 +276,16 @@ class DeviceModel:
         passes of about equal size.
         """
         if surely:
-            wall = fits = self.certain_rows
+            at_once = self.certain_rows
+            fits = self.certain_rows
             rows = min(self.certain_rows, self.pass_rows)
         else:
-            wall = self.one_pass
+            at_once = self.one_pass
             fits = self.guessed_rows
             rows = self.pass_rows
-        if not rows or share <= wall or self.alone is None:
+        if not rows or share <= at_once or self.alone is None:
             return share
-        passes = PassCurve(self.alone, wall, rows, self.extra_seconds, fits).passes(share)
+        passes = PassCurve(self.alone, at_once, rows, self.extra_seconds, fits).passes(share)
         return -(-share // passes)
 
 

@@ -30,7 +30,7 @@ from ..types import (
     layout_of,
 )
 from .budget import Budget
-from .decisions import explain_nobody, explain_probe, find_doubt
+from .decisions import explain_no_device, explain_probe, find_doubt
 from .explore import explore
 from .family_view import FamilyView
 from .layouts import Candidate, LayoutOptions, same_measurement
@@ -38,7 +38,7 @@ from .machine_model import MachineModel
 from .observations import SHARDED, STAGES, Observations, Turns
 from .offers import Offers
 from .race import Race
-from .ranking import Standing, center, choose_winner, throughput, widen
+from .ranking import RankedLayout, center, choose_winner, throughput, widen
 from .report import SearchReport
 from .rows import RowPolicy
 from .sharding import Sharding
@@ -66,12 +66,12 @@ class Evaluation:
         retries = self._retries()
         if retries:
             return retries
-        wished = next(filter(None, self._wishes()), ())
+        wanted = next(filter(None, self._wanted_probes()), ())
         # a journal may be read in any order, so each probe after a check records that check's turn
         turn = self._seen.checked_turn
-        return tuple(msgspec.structs.replace(probe, after=turn) for probe in wished)
+        return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
-    def _wishes(self) -> Iterator[tuple[Probe, ...]]:
+    def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
         """Yield the probes that each part of the search wants next, by priority.
 
         An empty tuple means that a part wants none. The race is interrupted whenever exploration
@@ -150,7 +150,7 @@ class Evaluation:
     @cached_property
     def _why_none(self) -> End | None:
         """Why no device can train; None if one can."""
-        return self.policy.why_none() if self.model.live else explain_nobody(self.model)
+        return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
         """Return why a search that asks for nothing more is over."""
@@ -380,7 +380,7 @@ class Evaluation:
             solos=self.solos(),
             single=self.best_single(),
             turns={layout: self.turns(layout) for layout in layouts},
-            at_rest=frozenset(layout for layout in layouts if self._seen.turns(layout)),
+            others_idle=frozenset(layout for layout in layouts if self._seen.turns(layout)),
             broken=tuple(self.offers.list_broken()),
             retreats=self._measured_retreats,
             unmeasured=race.unmeasured,
@@ -397,7 +397,7 @@ class Evaluation:
             own_rate=self.by_rows.predictions.rate_of(own_batch) if own_batch else 0.0,
         )
 
-    def ranking(self) -> tuple[Standing, ...]:
+    def ranking(self) -> tuple[RankedLayout, ...]:
         """Return every layout of the race, the winner first.
 
         If the best layout is among them, its samples/s are those of `best`, so that
@@ -460,11 +460,11 @@ class Evaluation:
         missing = [one.layout for one in self.race.unmeasured]
         if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
-        enough = budget.enough_for(sum(map(budget.least_seconds, missing)))
+        enough = budget.budget_with_more_turns(sum(map(budget.least_seconds, missing)))
         grown = sum(budget.least_seconds(one.layout) for one in self._ungrown)
         if not grown:
             return enough
-        return max(enough, budget.enough_to_grow(grown + self.race.turn_seconds))
+        return max(enough, budget.budget_with_larger_packs(grown + self.race.turn_seconds))
 
     @property
     def mean_length(self) -> float:

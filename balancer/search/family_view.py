@@ -1,4 +1,4 @@
-"""The results of exploration in the form from which families choose layouts (`families.View`)."""
+"""What exploration found, in the form that families choose from (`families.SearchView`)."""
 
 from __future__ import annotations
 

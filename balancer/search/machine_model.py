@@ -89,7 +89,7 @@ class MachineModel:
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
-    def at_rest(self) -> dict[int, Timed]:
+    def others_idle(self) -> dict[int, Timed]:
         """Each device's best measurement while the others were idle.
 
         Only measurements that still fit and have the requested batch count.
@@ -180,14 +180,14 @@ class MachineModel:
         Returns None if that is impossible.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
-        return next((layout for layout in layouts if self.surely_hold(layout)), None)
+        return next((layout for layout in layouts if self.surely_fits(layout)), None)
 
-    def hold(self, layout: Layout) -> bool:
+    def fits(self, layout: Layout) -> bool:
         """True if every pass of the layout is predicted to fit."""
         both = zip(layout.pass_rows, self.devices, strict=True)
         return all(rows <= device.guessed_rows for rows, device in both)
 
-    def surely_hold(self, layout: Layout) -> bool:
+    def surely_fits(self, layout: Layout) -> bool:
         """True if every pass of the layout ran before or is far below the memory limit."""
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 

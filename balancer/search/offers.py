@@ -33,16 +33,19 @@ class Offers:
         A layout that ran out of memory is replaced by a smaller one.
         """
         kept: dict[Layout, Candidate] = {}
-        for candidate in self._wished:
-            instead = self._in_its_place(candidate)
+        for candidate in self._offered_candidates:
+            instead = self._replace_if_out_of_memory(candidate)
             kept.setdefault(instead.layout, instead)
         return tuple(kept.values())
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Pairs of a layout that ran out of memory in the race and the smaller one in its place."""
-        pairs = [(candidate, self._in_its_place(candidate)) for candidate in self._wished]
-        return tuple((wished, instead) for wished, instead in pairs if instead != wished)
+        pairs = [
+            (candidate, self._replace_if_out_of_memory(candidate))
+            for candidate in self._offered_candidates
+        ]
+        return tuple((wanted, instead) for wanted, instead in pairs if instead != wanted)
 
     def list_broken(self) -> list[tuple[Candidate, Observation]]:
         """Return the layouts that failed in the race, each with its failure.
@@ -61,12 +64,12 @@ class Offers:
         return found
 
     @cached_property
-    def _wished(self) -> tuple[Candidate, ...]:
+    def _offered_candidates(self) -> tuple[Candidate, ...]:
         """The families' candidates, before any is replaced by a smaller one.
 
         Splits that a measurement couldn't tell apart from an earlier candidate are left out.
         """
-        found = [one for family in self.options.wanted for one in self._of(family)]
+        found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
         if trades_speed and isinstance(self._policy, RowPolicy):
             efficient = self._policy.efficient()
@@ -74,14 +77,14 @@ class Offers:
         # one of the splits may be a single device, of a family that wasn't requested
         return tuple(_distinct([one for one in found if one.family in self.options.wanted]))
 
-    def _of(self, family: Family) -> Iterator[Candidate]:
+    def _candidates_of(self, family: Family) -> Iterator[Candidate]:
         """Yield a family's candidates; a layout of another kind belongs to that kind's family."""
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
             yield Candidate(family if own else family_of(layout), layout, extra)
 
-    def _in_its_place(self, candidate: Candidate) -> Candidate:
+    def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
         """Return the candidate, or a smaller one if it ran out of memory.
 
         A free batch gets smaller; a fixed batch is divided into more passes.

@@ -60,7 +60,7 @@ class Predictions:
         at_once = self._split(self._reachable)
         if at_once is None and self.problem.global_batch:
             at_once = self._split(self.machine.split_curves)
-        if not self._is_at_a_wall(at_once):
+        if not self._is_limited_by_memory(at_once):
             return at_once
         devices = [self.machine.devices[each.position].in_passes(each) for each in self._reachable]
         in_passes = self._split(devices)
@@ -69,7 +69,7 @@ class Predictions:
         gains = in_passes.samples_per_second > (1 + LEAST_GAIN) * at_once.samples_per_second
         return in_passes if gains else at_once
 
-    def _is_at_a_wall(self, found: Allocation | None) -> bool:
+    def _is_limited_by_memory(self, found: Allocation | None) -> bool:
         """True if memory limits the share of a device that may use passes.
 
         That is, in the time of `found`, the device could compute more rows than fit.
@@ -133,8 +133,8 @@ class Predictions:
     def best_single_rate(self) -> float:
         """The highest samples/s of one device alone, measured at rest or else predicted."""
         found = [
-            self.machine.at_rest.get(i) or self.single(i)
-            for i in {*self.machine.at_rest, *self.machine.live}
+            self.machine.others_idle.get(i) or self.single(i)
+            for i in {*self.machine.others_idle, *self.machine.live}
         ]
         return max((one.samples_per_second for one in found if one), default=0.0)
 

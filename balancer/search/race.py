@@ -23,7 +23,7 @@ from .layouts import Candidate
 from .machine_model import MachineModel
 from .observations import FIRST_TURN, MOST_TURNS, Turns
 from .offers import Offers
-from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, Standing, rank, throughput, unsettled
+from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, RankedLayout, rank, throughput, undecided
 
 
 class Race:
@@ -89,7 +89,7 @@ class Race:
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property
-    def ranking(self) -> tuple[Standing, ...]:
+    def ranking(self) -> tuple[RankedLayout, ...]:
         """Every layout that ran in the race, the winner first.
 
         Once the winner was tried with knobs, these layouts are included.
@@ -100,7 +100,7 @@ class Race:
         return (*tried, *self._without_knobs[1:]) if len(tried) > 1 else self._without_knobs
 
     @cached_property
-    def _without_knobs(self) -> tuple[Standing, ...]:
+    def _without_knobs(self) -> tuple[RankedLayout, ...]:
         return rank(self.running, self.turns, self._problem)
 
     @cached_property
@@ -115,7 +115,7 @@ class Race:
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
         """The candidates that wait for a turn, and whether there is an unresolvable tie."""
-        rivals, tied = self._unsettled(self.running, "race")
+        rivals, tied = self._undecided(self.running, "race")
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
@@ -205,10 +205,10 @@ class Race:
             return list(rivals)
         if turn >= MOST_TURNS:
             return []
-        found, _ = self._unsettled(rivals, stage, turn)
+        found, _ = self._undecided(rivals, stage, turn)
         return found
 
-    def _unsettled(
+    def _undecided(
         self, rivals: Sequence[Candidate], stage: Stage, before: int = MOST_TURNS
     ) -> tuple[list[Candidate], bool]:
         """Return the rivals that deserve another turn, and whether there is an unresolvable tie.
@@ -225,7 +225,7 @@ class Race:
             return held, False
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
         left = self._budget.turns_left(one.layout for one in ran[:2])
-        return unsettled(ran, turns, left, MOST_TURNS)
+        return undecided(ran, turns, left, MOST_TURNS)
 
     # ------------------------------------------------------------------ knobs
 

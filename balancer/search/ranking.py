@@ -69,7 +69,7 @@ class Difference(msgspec.Struct, frozen=True):
         return error * NormalDist().pdf(z) + self.value * NormalDist().cdf(z)
 
 
-class Standing(msgspec.Struct, frozen=True):
+class RankedLayout(msgspec.Struct, frozen=True):
     """A layout's place in the ranking.
 
     `against` is the layout's samples/s divided by the winner's, less 1; None for the winner itself.
@@ -105,7 +105,7 @@ class Standing(msgspec.Struct, frozen=True):
 
 def rank(
     candidates: Sequence[Candidate], turns: TurnsByLayout, problem: Problem
-) -> tuple[Standing, ...]:
+) -> tuple[RankedLayout, ...]:
     """Return every layout that ran: the winner, then the others by throughput."""
     ran = [one for one in candidates if turns.get(one.layout)]
     ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
@@ -113,7 +113,7 @@ def rank(
         return ()
     winner = choose_winner(ran, turns, problem)
     ran.sort(key=lambda one: one is not winner)
-    return tuple(_standing(one, winner, turns) for one in ran)
+    return tuple(_rank_layout(one, winner, turns) for one in ran)
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
@@ -161,7 +161,7 @@ def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
 
 
-def unsettled(
+def undecided(
     ran: Sequence[Candidate], turns: TurnsByLayout, turns_left: float, most_turns: int
 ) -> tuple[list[Candidate], bool]:
     """Return the layouts that deserve another turn, and whether there is an unresolvable tie.
@@ -246,12 +246,12 @@ def overlap(one: Interval, other: Interval) -> bool:
     return one.low <= other.high and other.low <= one.high
 
 
-def _standing(one: Candidate, winner: Candidate, turns: TurnsByLayout) -> Standing:
+def _rank_layout(one: Candidate, winner: Candidate, turns: TurnsByLayout) -> RankedLayout:
     own = turns[one.layout]
     best = turns[winner.layout]
     figure = throughput(own)
     if one is winner:
-        return Standing(one, figure, None, False, len(own))
+        return RankedLayout(one, figure, None, False, len(own))
     against = compare_turns(own, best).interval()
     uncertain = against.low <= 0 <= against.high and overlap(figure, throughput(best))
-    return Standing(one, figure, against, uncertain or abs(against.value) < TIE, len(own))
+    return RankedLayout(one, figure, against, uncertain or abs(against.value) < TIE, len(own))

@@ -11,7 +11,7 @@ from evener.plan.layout import Knots
 from ..families import PackMode
 from ..types import Layout, Observation, Problem, Result, Timed
 from .layouts import Candidate, LayoutOptions
-from .ranking import Standing
+from .ranking import RankedLayout
 
 
 class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -20,12 +20,12 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     problem: Problem
     options: LayoutOptions
     chosen: Result
-    ranking: tuple[Standing, ...] = ()  # the layouts of the race, the winner first
+    ranking: tuple[RankedLayout, ...] = ()  # the layouts of the race, the winner first
     results: tuple[Result, ...] = ()  # every training that ran and may run again; fastest first
     solos: tuple[Result | None, ...] = ()  # each device alone, at its fastest batch
     single: Result | None = None  # the best single device
     turns: Mapping[Layout, tuple[Timed, ...]] = {}  # the turns that determine a layout's samples/s
-    at_rest: frozenset[Layout] = frozenset()  # layouts measured without contention
+    others_idle: frozenset[Layout] = frozenset()  # layouts measured without contention
     # layouts that failed in the race, with the failure
     broken: tuple[tuple[Candidate, Observation], ...] = ()
     # layouts that were too large, with what ran instead

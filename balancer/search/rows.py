@@ -105,7 +105,7 @@ class RowPolicy:
         whole = [layout for layout in ranked if self.seen.broken(layout) is None]
         best = (whole or ranked)[0]
         at_once = layout_of(best.shares)
-        if best == at_once or not self.machine.surely_hold(at_once):
+        if best == at_once or not self.machine.surely_fits(at_once):
             return [best]
         return [best, at_once]
 
@@ -144,7 +144,7 @@ class RowPolicy:
         """Return every device alone, and the splits that should use the least energy."""
         alone = {layout.active[0]: layout for layout in reversed(self._singles_by_rate())}
         layouts = [*alone.values(), *map(self.predictions.layout, self._most_efficient())]
-        return [layout for layout in layouts if self.machine.hold(layout)]
+        return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
         """Return the most efficient splits over fewer than all devices that are fast enough.
@@ -198,7 +198,7 @@ class RowPolicy:
         if not found:
             fastest = self.predictions.fastest_split if self.machine.splits else None
             layout = self.predictions.layout(fastest) if fastest else None
-            return [layout] if layout and self.machine.surely_hold(layout) else []
+            return [layout] if layout and self.machine.surely_fits(layout) else []
         chosen = self._preferred(found)
         return [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
 
@@ -231,7 +231,7 @@ class RowPolicy:
         if fastest and fastest.samples_per_second > least:
             raced = [one.probe.layout for one in self.seen.timed_race()]
             found.append(self._as_raced(self.predictions.layout(fastest), raced))
-        return [layout for layout in found if self.machine.surely_hold(layout)]
+        return [layout for layout in found if self.machine.surely_fits(layout)]
 
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
         """Yield the smallest batches within parts of the tolerance.
@@ -243,7 +243,8 @@ class RowPolicy:
         """
         tolerance = self.problem.tolerance
         ran = {
-            one.probe.layout for one in (*self.seen.timed_race(), *self.machine.at_rest.values())
+            one.probe.layout
+            for one in (*self.seen.timed_race(), *self.machine.others_idle.values())
         }
         turns = {layout: self.seen.turns(layout) for layout in {*ran, *self._split_rates()}}
         leader = max(turns.values(), key=lambda one: throughput(one).value)

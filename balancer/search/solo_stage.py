@@ -52,7 +52,7 @@ class SoloStage:
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:
             return first
-        return self._hopeful_round()
+        return self._optimistic_round()
 
     # ------------------------------------------------------------------ a round
 
@@ -129,7 +129,7 @@ class SoloStage:
             return {}
         return {one: due[one] for one in kept}
 
-    def _hopeful_round(self) -> tuple[Probe, ...]:
+    def _optimistic_round(self) -> tuple[Probe, ...]:
         """Return the optimistic layout's batches that show something new, if their gain pays.
 
         Otherwise return a cheap round.
@@ -182,7 +182,7 @@ class SoloStage:
         if not wanted:
             return ()
         longest = max(self._seconds(one, batch) for one, batch in wanted.items())
-        if not self._has_time(longest) or not self._budget.cheap(longest):
+        if not self._has_time(longest) or not self._budget.is_cheap(longest):
             return ()
         return self._round(self._with_the_others(wanted), self._turn)
 
@@ -245,9 +245,9 @@ class SoloStage:
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
         """The devices with their optimistic curves, in the passes that are best by those curves."""
         return {
-            one.position: one.in_best_passes(one.hope, one.guessed_alone_rows)
+            one.position: one.in_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
-            if one.guessed_alone_rows and one.hope
+            if one.guessed_alone_rows and one.optimistic
         }
 
     def _micro_batch(self, position: int, share: int) -> int:
@@ -279,11 +279,11 @@ class SoloStage:
 
     def _shows_more(self, one: DeviceModel, share: int) -> bool:
         """True if the share is beyond what ran, or where the device may beat its curve."""
-        if one.alone is None or one.hope is None or not self._is_new(one, share):
+        if one.alone is None or one.optimistic is None or not self._is_new(one, share):
             return False
         if share > one.memory.ran:
             return True
-        return one.hope.seconds(share) < (1 - TIE) * one.alone.seconds(share)
+        return one.optimistic.seconds(share) < (1 - TIE) * one.alone.seconds(share)
 
     def _is_new(self, one: DeviceModel, batch: int) -> bool:
         """True if no batch near this one was measured on the device."""
@@ -307,7 +307,7 @@ class SoloStage:
 
         No plan is possible without that measurement. The time is 0 once it ran.
         """
-        if self._machine.splits or (self._machine.at_rest and len(self._live) == 1):
+        if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
         plan = self._predictions.fastest_split
         if plan is None and self._problem.global_batch is not None:
@@ -356,7 +356,7 @@ class SoloStage:
         surely = one.memory.largest_in_proportion()
         if surely is None:
             return second
-        if self._budget.is_dear(self._budget.starts.after_out_of_memory):
+        if self._budget.is_expensive(self._budget.starts.after_out_of_memory):
             likely = SAFE_GROWTH * first
         elif self._budget.time.takes_lone_steps(_step(one, second)):
             likely = 2 * first

@@ -67,8 +67,8 @@ class SplitStage:
         layout = self._predictions.layout(wanted)
         seconds = wanted.seconds
         stage: Stage = "split" if layout.traits.together else "rest"
-        if not self._machine.splits and not self._machine.at_rest:
-            layout, seconds = self._without_risk(layout, seconds)
+        if not self._machine.splits and not self._machine.others_idle:
+            layout, seconds = self._use_passes_that_ran(layout, seconds)
         ends_with: Stage = stage if self._machine.splits else "race"
         least = self._budget.least_seconds(layout, seconds)
         affordable = self._budget.affords(layout, ends_with, seconds, reserved=after)
@@ -90,10 +90,10 @@ class SplitStage:
         splits = [
             self._machine.predicted_rate(one.probe.layout) for one in self._machine.fitting_splits
         ]
-        at_rest = [one.samples_per_second for one in self._machine.at_rest.values()]
-        return max((*splits, *at_rest), default=0.0)
+        others_idle = [one.samples_per_second for one in self._machine.others_idle.values()]
+        return max((*splits, *others_idle), default=0.0)
 
-    def _without_risk(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
+    def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
         """Return the first plan's layout and step time.
 
         If a device ran out of memory and there is no time for a second try, it uses passes
@@ -153,22 +153,22 @@ class SplitStage:
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:
             return None
-        wanted = fastest(map(self._predictions.single, self._never_at_rest()))
+        wanted = fastest(map(self._predictions.single, self._never_measured_with_others_idle()))
         if wanted is None:
             return None
         if others:  # for a fixed batch, the best single device is always compared
             best = self._best_rate
-            unsure = self._problem.global_batch is not None and not self._machine.at_rest
+            unsure = self._problem.global_batch is not None and not self._machine.others_idle
         else:
             rates = [one.samples_per_second for one in self._seen.timed()]
             best = (1 + self._budget.least_gain) * max(rates, default=0.0)
             unsure = True
         if wanted.samples_per_second > best:
             return wanted
-        untried = unsure and not self._machine.surely_hold(self._predictions.layout(wanted))
+        untried = unsure and not self._machine.surely_fits(self._predictions.layout(wanted))
         return wanted if untried else None
 
-    def _never_at_rest(self) -> list[int]:
+    def _never_measured_with_others_idle(self) -> list[int]:
         """Return the devices of groups in which none was measured while the others were idle."""
         rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")}
         groups = (group for group in self._machine.groups if not rested.intersection(group))

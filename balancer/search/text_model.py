@@ -132,7 +132,7 @@ def _dot(one: Sequence[float], other: Sequence[float]) -> float:
 DRAWN_ROWS = 512
 SMALLEST_BATCH = 4  # rows per device of a free global batch: fewer can't be distributed by cost
 LARGEST_BATCH = 1024  # most rows to predict for (limits the CPU time of ask)
-DEALS_KEPT = 128  # cache size: the deals of about four models (limits the CPU time of ask)
+DRAWS_KEPT = 128  # cache size: the batches of about four models (limits the CPU time of ask)
 _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime are pseudo-random
 
 
@@ -247,12 +247,12 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ memory
 
     @cached_property
-    def walls(self) -> tuple[int, ...]:
+    def token_limits(self) -> tuple[int, ...]:
         """The most padded tokens of one pass on each device; 0 if no limit is known."""
-        return tuple(self._wall(self.memory(i)) for i in range(self.problem.devices))
+        return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
-    def _wall(memory: Memory) -> int:
+    def _token_limit(memory: Memory) -> int:
         """Return the most padded tokens of one pass by a device's memory.
 
         Returns 0 if no limit is known.
@@ -301,7 +301,7 @@ class TextModel(MachineModel):
         shares are mean numbers of rows.
         """
         devices = range(self.problem.devices)
-        batches = [one.sizes for one in self._deals(positions, batch)]
+        batches = [one.sizes for one in self._batches(positions, batch)]
         sizes = [sum(each) for each in zip(*batches, strict=True)]
         rows = dict(zip(positions, apportion(batch, sizes), strict=True))
         costs = dict(zip(positions, self._costs_of(positions), strict=True))
@@ -309,7 +309,7 @@ class TextModel(MachineModel):
             "split" if len(positions) > 1 else "solo",
             tuple(rows.get(i, 0) for i in devices),
             costs=tuple(costs[i].cost if i in costs else None for i in devices),
-            tokens=tuple(self.walls[i] if i in rows else 0 for i in devices),
+            tokens=tuple(self.token_limits[i] if i in rows else 0 for i in devices),
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
@@ -317,14 +317,15 @@ class TextModel(MachineModel):
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
             max(map(sum, zip(beside_passes, one.seconds, strict=True)))
-            for one in self._deals(positions, batch)
+            for one in self._batches(positions, batch)
         ]
         return fmean(steps) + self.exchange_seconds(positions)
 
     def can_hold(self, positions: Sequence[int]) -> bool:
         """True if at least one of these devices can hold the longest row."""
         return any(
-            self.walls[i] == 0 or self.walls[i] >= self.problem.lengths[-1] for i in positions
+            self.token_limits[i] == 0 or self.token_limits[i] >= self.problem.lengths[-1]
+            for i in positions
         )
 
     def predicted_rate(self, layout: Layout) -> float:
@@ -385,14 +386,19 @@ class TextModel(MachineModel):
         doublings = range(LARGEST_BATCH.bit_length())
         return sorted({min(most, least << times) for times in doublings})
 
-    def _deals(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
+    def _batches(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
         costs = self._costs_of(positions)
-        ranks = [RankCost(one.cost, self.walls[i]) for i, one in zip(positions, costs, strict=True)]
-        return _deal(tuple(ranks), self.problem.lengths, batch)
+        ranks = [
+            RankCost(one.cost, self.token_limits[i])
+            for i, one in zip(positions, costs, strict=True)
+        ]
+        return _draw_batches(tuple(ranks), self.problem.lengths, batch)
 
 
-@lru_cache(DEALS_KEPT)
-def _deal(ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int) -> Sequence[Deal]:
+@lru_cache(DRAWS_KEPT)
+def _draw_batches(
+    ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
+) -> Sequence[Deal]:
     """Return global batches of rows drawn from these lengths, each distributed by
     cost over the ranks.
 

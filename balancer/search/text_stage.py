@@ -123,8 +123,8 @@ class TextStage:
         if max(steps) >= min(LONG_ENOUGH * min(steps), longest_step / WIDE):
             return False
         most = self._problem.global_batch or self._problem.max_global_batch or LARGEST_BATCH
-        wall = self._machine.walls[position]
-        return tokens <= most * length and not (wall and tokens > wall)
+        limit = self._machine.token_limits[position]
+        return tokens <= most * length and not (limit and tokens > limit)
 
     # ------------------------------------------------------------------ global batches
 

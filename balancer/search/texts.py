@@ -70,8 +70,8 @@ class TextPolicy:
             return []
         longest = self.problem.lengths[-1]
         rows = []
-        for share, wall in zip(even.shares, self.machine.walls, strict=True):
-            rows.append(min(share, wall // longest) if wall else share)
+        for share, limit in zip(even.shares, self.machine.token_limits, strict=True):
+            rows.append(min(share, limit // longest) if limit else share)
         if not all(rows[i] for i in even.active):
             return []
         return [layout_of(even.shares, tuple(rows))]

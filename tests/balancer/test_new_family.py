@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 from evener.balancer import families, journal
-from evener.balancer.families import Family, View
+from evener.balancer.families import Family, SearchView
 from evener.balancer.store import runs
 from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Layout
@@ -27,7 +27,7 @@ class SpareFamily(Family):
     fewest_devices = 2
     simplicity = 5
 
-    def layouts(self, view: View) -> Sequence[Layout]:
+    def layouts(self, view: SearchView) -> Sequence[Layout]:
         return [Layout(self.kind, single.shares) for single in view.singles[:1]]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:

@@ -32,7 +32,7 @@ from evener.balancer.result.sentences import (
     write_verdict,
 )
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.ranking import Standing
+from evener.balancer.search.ranking import RankedLayout
 from evener.balancer.types import (
     Doubt,
     Facts,
@@ -83,7 +83,7 @@ def test_one_device_that_is_as_fast_as_several_is_said_to_do() -> None:
     ranking = [standing(EVEN, 300, -0.7), standing(SOLO, 995, -0.005, tie=True)]
     assert advised(judged(result(SPLIT, 1000), ranking)) == "one_device"
     assert "over even" not in said(result(SPLIT, 1000), ranking).gains
-    unclear = Standing(SOLO, Interval(950, 900, 1000), Interval(-0.05, -0.1, 0.01), True, 2)
+    unclear = RankedLayout(SOLO, Interval(950, 900, 1000), Interval(-0.05, -0.1, 0.01), True, 2)
     assert advised(judged(result(SPLIT, 1000), [unclear])) == "plan"
     tied = judged(result(SOLO, 1000), [standing(SPLIT, 1001, 0.001, tie=True)])
     assert advised(tied) == "one_device"

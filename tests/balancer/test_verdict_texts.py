@@ -14,7 +14,7 @@ import pytest
 
 from evener.balancer.result.sentences import write_end, write_verdict
 from evener.balancer.search.layouts import Candidate
-from evener.balancer.search.ranking import Standing
+from evener.balancer.search.ranking import RankedLayout
 from evener.balancer.types import (
     Facts,
     Failed,
@@ -62,12 +62,12 @@ def with_knob(knob: str) -> Candidate:
     return candidate("solo", msgspec.structs.replace(SOLO.layout, knobs=(knob,)))
 
 
-def uneven(*ranking: Standing, **known: Any) -> Verdict:
+def uneven(*ranking: RankedLayout, **known: Any) -> Verdict:
     """Of 150 + 106 rows at 1 000 samples/s."""
     return judged(result(SPLIT, 1000), ranking, **known)
 
 
-def one_device(*ranking: Standing, **known: Any) -> Verdict:
+def one_device(*ranking: RankedLayout, **known: Any) -> Verdict:
     """Of 256 rows on GPU:0 at 1 345 samples/s."""
     return judged(result(SOLO, 1345), ranking, **known)
 
@@ -88,7 +88,7 @@ def a_split_of_a_given_batch() -> Verdict:
 def a_tie_measured_in_turn() -> Verdict:
     """Its figure isn't that of the two rates beside it, which are further apart."""
     known = Interval(2000, 1999, 2001)
-    return judged(result(SPLIT, 2123), [Standing(EVEN, known, TIE, True, 3)])
+    return judged(result(SPLIT, 2123), [RankedLayout(EVEN, known, TIE, True, 3)])
 
 
 @verdict
@@ -168,7 +168,7 @@ def a_placement() -> Verdict:
 
 @verdict
 def packs_and_placements_that_tie() -> Verdict:
-    unclear = Standing(PLACE, Interval(950, 900, 1000), UNCLEAR, True, 2)
+    unclear = RankedLayout(PLACE, Interval(950, 900, 1000), UNCLEAR, True, 2)
     return judged(result(SOLO, 1000), [standing(PACK, 997, -0.003, tie=True), unclear])
 
 
@@ -238,7 +238,7 @@ def a_larger_batch_that_was_no_faster_when_the_plan_was_chosen() -> Verdict:
 @verdict
 def a_larger_batch_that_ties() -> Verdict:
     gap = Interval(0.013, -0.005, 0.031)
-    return uneven(Standing(LARGER, Interval(1015, 1010, 1020), gap, True, 3))
+    return uneven(RankedLayout(LARGER, Interval(1015, 1010, 1020), gap, True, 3))
 
 
 @verdict

@@ -118,7 +118,7 @@ class StartingProber:
             ask.start,
             latest_end(ask.budget),
         )
-        self._standing: set[tuple[object, ...]] = set()
+        self._rank_layout: set[tuple[object, ...]] = set()
         self.seconds, self.last_began = 0.0, 0.0
         self.seen: list[Observation] = []
 
@@ -128,7 +128,7 @@ class StartingProber:
         ends: list[tuple[float, Observation]] = []
         for probe in probes:
             crew = (probe.layout.kind, probe.layout.active, probe.layout.processes)
-            start = 0.0 if crew in self._standing else self._start
+            start = 0.0 if crew in self._rank_layout else self._start
             prober = SimulatedProber(
                 self._machine,
                 self._seed,
@@ -138,7 +138,9 @@ class StartingProber:
             others = tuple(one for one in probes if one != probe)
             for one in prober.measure((probe,), lambda _: None, threading.Event(), others):
                 ends.append((prober.now(), _later(one, start)))
-                (self._standing.add if isinstance(one, Timed) else self._standing.discard)(crew)
+                (self._rank_layout.add if isinstance(one, Timed) else self._rank_layout.discard)(
+                    crew
+                )
             self.seconds = max(self.seconds, min(prober.now(), self._end))
         found = [one for _, one in sorted(ends, key=lambda pair: pair[0])]
         self.seen += found

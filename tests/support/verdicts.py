@@ -13,7 +13,7 @@ from evener.balancer.request import Request
 from evener.balancer.result.judge import RunEnd, judge
 from evener.balancer.result.sentences import Written, write_verdict
 from evener.balancer.search.layouts import Candidate, LayoutOptions
-from evener.balancer.search.ranking import Standing
+from evener.balancer.search.ranking import RankedLayout
 from evener.balancer.search.report import SearchReport
 from evener.balancer.types import (
     End,
@@ -59,16 +59,16 @@ def standing(
     against: float | None = None,
     tie: bool = False,
     error: float = 0.0,
-) -> Standing:
+) -> RankedLayout:
     """A place in the ranking; `against`, the difference from the winner, is known to 0.1 %."""
     difference = None if against is None else Interval(against, against - 0.001, against + 0.001)
     figure = Interval(rate, rate * (1 - error), rate * (1 + error))
-    return Standing(one, figure, difference, tie, 3)
+    return RankedLayout(one, figure, difference, tie, 3)
 
 
 def judged(
     chosen: Result,
-    ranking: Sequence[Standing] = (),
+    ranking: Sequence[RankedLayout] = (),
     *,
     seen: Sequence[Observation] = (),
     kind: str = "gpu",

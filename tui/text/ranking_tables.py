@@ -12,7 +12,7 @@ from evener.balancer.number_format import half_width, percent, rate, size
 from evener.balancer.objectives import mean_power
 from evener.balancer.result.judge import padding_share, waiting_share
 from evener.balancer.result.rivals import name_all
-from evener.balancer.search.ranking import Standing
+from evener.balancer.search.ranking import RankedLayout
 from evener.balancer.search.report import SearchReport
 from evener.balancer.statistics import is_known
 from evener.balancer.types import Failed, Observation, OutOfMemory, Power, Timed
@@ -77,7 +77,7 @@ def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
     return Table("", rows, 2, RANKING_NOTE)
 
 
-def _token_cells(found: SearchReport, one: Standing) -> tuple[str, ...]:
+def _token_cells(found: SearchReport, one: RankedLayout) -> tuple[str, ...]:
     """Return the cells for tokens/s and padding; empty unless rows have lengths."""
     if not found.mean_length:
         return ()
@@ -85,12 +85,12 @@ def _token_cells(found: SearchReport, one: Standing) -> tuple[str, ...]:
     return rate(one.throughput.value * found.mean_length), percent(padding, 1)
 
 
-def _energy_cells(one: Standing, power: Power | None) -> tuple[str, str, str]:
+def _energy_cells(one: RankedLayout, power: Power | None) -> tuple[str, str, str]:
     power = power or Power(0.0, 0.0)
     return energy_cells(one.throughput.value, power.active_watts, power.idle_watts)
 
 
-def where(one: Standing, labels: Sequence[str]) -> str:
+def where(one: RankedLayout, labels: Sequence[str]) -> str:
     """Return the devices of a layout and their samples: GPU:0[820] GPU:1[568], 5 x GPU:0[256]."""
     layout = one.candidate.layout
     if layout.traits.placed:
@@ -99,7 +99,7 @@ def where(one: Standing, labels: Sequence[str]) -> str:
     return words if layout.processes == 1 else f"{layout.processes} x {words}"
 
 
-def against(one: Standing, winner: Standing) -> str:
+def against(one: RankedLayout, winner: RankedLayout) -> str:
     """Return the difference from the winner, such as "-9.0 % (-9.4 to -8.6)".
 
     For the winner itself, return "chosen". Notes may precede the difference: `tie`; `unclear` for
@@ -177,7 +177,7 @@ def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
     titles = name_all([one.candidate for one in standings], len(labels))
     return {
         "layouts": [
-            {"name": title, **_standing_json(found, one)}
+            {"name": title, **_ranked_json(found, one)}
             for title, one in zip(titles, standings, strict=True)
         ],
         "packing": [
@@ -187,7 +187,7 @@ def ranking_json(found: SearchReport, labels: Sequence[str]) -> dict[str, Any]:
     }
 
 
-def _standing_json(found: SearchReport, one: Standing) -> dict[str, object]:
+def _ranked_json(found: SearchReport, one: RankedLayout) -> dict[str, object]:
     layout = one.candidate.layout
     difference = one.against
     interval = None if difference is None else [difference.low, difference.high]

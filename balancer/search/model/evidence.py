@@ -38,12 +38,12 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     alone: tuple[
         Point, ...
     ]  # in a process of its own while the other devices compute too, which may slow it
-    at_rest: tuple[Point, ...]  # in a process of its own while the others are idle
+    others_idle: tuple[Point, ...]  # in a process of its own while the others are idle
     in_splits: tuple[Point, ...]  # its compute time (own work) in the steps of splits
     memory: Memory
     rounds: int
     lost: str
-    alone_in_passes: tuple[Point, ...] = ()  # as `alone` and `at_rest`, but in several passes
+    alone_in_passes: tuple[Point, ...] = ()  # as `alone` and `others_idle`, but in several passes
     split_in_passes: tuple[Point, ...] = ()
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
@@ -62,7 +62,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         If only this device is left (`devices` is 1), return all points.
         """
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
-        others = (*self.at_rest, *self.in_splits)
+        others = (*self.others_idle, *self.in_splits)
         return (*self.alone, *(p for p in others if p.batch > largest))
 
 
@@ -76,7 +76,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
     in_splits = tuple(read_points(own.splits, position, slower))
     return DeviceEvidence(
         alone=tuple(read_points(own.rounds, position, slower)),
-        at_rest=tuple(read_points(own.at_rest, position, slower)),
+        others_idle=tuple(read_points(own.others_idle, position, slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
         memory=_memory(store, position, by_rows),
         rounds=len(own.rounds),
@@ -90,12 +90,12 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 class _ByUse(msgspec.Struct):
     """A device's observations, grouped by what it did in them.
 
-    It ran alone in one pass while others computed (`rounds`) or were idle (`at_rest`), alone in
+    It ran alone in one pass while others computed (`rounds`) or were idle (`others_idle`), alone in
     several passes, or computed its share of a split.
     """
 
     rounds: list[Observation] = []
-    at_rest: list[Observation] = []
+    others_idle: list[Observation] = []
     in_passes: list[Observation] = []
     splits: list[Observation] = []
 
@@ -109,7 +109,7 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
         elif layout.traits.alone and layout.in_passes:
             found.in_passes.append(one)
         elif layout.traits.alone and one.probe.stage == "rest":
-            found.at_rest.append(one)
+            found.others_idle.append(one)
         elif layout.traits.alone and one.probe.stage == "solo":
             found.rounds.append(one)
     return found
@@ -296,7 +296,10 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
     return [
         msgspec.structs.replace(
-            one, alone=wider(one.alone), at_rest=wider(one.at_rest), in_splits=wider(one.in_splits)
+            one,
+            alone=wider(one.alone),
+            others_idle=wider(one.others_idle),
+            in_splits=wider(one.in_splits),
         )
         for one in devices
     ]

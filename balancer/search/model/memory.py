@@ -112,10 +112,10 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         rows, used = self.points[0]
         return int(rows * self.limit_bytes / used) if used else None
 
-    def largest_to_try(self, cap: int, quantum: int = 1, hoped: bool = False) -> int:
+    def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
         """Return the largest batch worth trying, a multiple of `quantum` up to `cap`.
 
-        Returns 0 if nothing can fit. With `hoped`, it is the largest that may fit after all,
+        Returns 0 if nothing can fit. With `optimistic`, it is the largest that may fit after all,
         however many tries lie before it, until two tries have failed.
         """
         narrow = max(quantum, SAME_BATCH * self.ran)
@@ -127,7 +127,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
             return max(self.ran, min(guess, cap)) // quantum * quantum
         if self.failed is None:
             wanted = self.ran * BLIND_GROWTH
-        elif hoped and self.failures < 2:
+        elif optimistic and self.failures < 2:
             wanted = self.failed - quantum
         else:
             wanted = self._middle(self.failed)

@@ -50,7 +50,7 @@ class SlowStarts:
     def __init__(self, machine: Machine, start_seconds: float) -> None:
         self._prober = SimulatedProber(machine, seed=1)
         self._start = start_seconds
-        self._standing: set[tuple[object, ...]] = set()
+        self._rank_layout: set[tuple[object, ...]] = set()
         self.full: set[Layout] = set()
         self.asked: list[Probe] = []
         self.seen: list[Observation] = []
@@ -81,9 +81,11 @@ class SlowStarts:
             return OutOfMemory(seen.probe, layout.active[:1], "the test has it so", self._start)
         crew = (layout.kind, layout.active, layout.processes, layout.placement)
         start = (
-            0.0 if crew in self._standing else self._start * len(layout.active) * layout.processes
+            0.0
+            if crew in self._rank_layout
+            else self._start * len(layout.active) * layout.processes
         )
-        self._standing.add(crew)
+        self._rank_layout.add(crew)
         if not isinstance(seen, Timed):
             return seen
         return msgspec.structs.replace(

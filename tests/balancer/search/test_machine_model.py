@@ -143,10 +143,10 @@ def test_the_widest_split_says_what_exchange_costs_whichever_was_measured_last()
 
 def test_what_safely_fits_ran_or_is_little_more() -> None:
     found = model(*SOLOS)
-    assert found.surely_hold(Layout("split", (500, 500)))
-    assert found.surely_hold(Layout("split", (625, 10)))
-    assert not found.surely_hold(Layout("split", (640, 10)))
-    assert not found.surely_hold(Layout("split", (10, 640)))
+    assert found.surely_fits(Layout("split", (500, 500)))
+    assert found.surely_fits(Layout("split", (625, 10)))
+    assert not found.surely_fits(Layout("split", (640, 10)))
+    assert not found.surely_fits(Layout("split", (10, 640)))
 
 
 @pytest.mark.parametrize(
@@ -204,4 +204,4 @@ def test_predictions_are_what_brute_force_finds() -> None:
     )
     for seen in ((slow, quicker), (quicker, slow)):
         rested = model(*SOLOS, (SPLIT, "split"), extra=seen, global_batch=600)
-        assert rested.at_rest[0].step_seconds == 0.09, "the best of each"
+        assert rested.others_idle[0].step_seconds == 0.09, "the best of each"

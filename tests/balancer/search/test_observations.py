@@ -154,11 +154,11 @@ def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> 
 
 def test_what_exploration_measured_at_rest_is_the_first_turn() -> None:
     """Of one device among several only at rest; the race's own first turn counts before it."""
-    at_rest, crowd = timed(alone(64, 0, 0, "rest")), timed(alone(8))
+    others_idle, crowd = timed(alone(64, 0, 0, "rest")), timed(alone(8))
     split, raced = timed(probe(SPLIT, "split")), timed(probe(SPLIT, "race"), 0.2)
     later = timed(probe(SPLIT, "race", 2))
-    found = store(at_rest, crowd, split, later)
-    assert found.turns(solo(2, 0, 64)) == {0: at_rest}
+    found = store(others_idle, crowd, split, later)
+    assert found.turns(solo(2, 0, 64)) == {0: others_idle}
     assert found.turns(solo(2, 0, 8)) == {}
     assert found.turns(SPLIT) == {0: split, 2: later}
     assert list(found.turns(SPLIT)) == [0, 2]
@@ -253,7 +253,7 @@ def test_a_device_is_read_from_exploration_alone() -> None:
     )
     found = read_device(seen, 0)
     assert [point.batch for point in found.alone] == [8, 64]
-    assert [(point.batch, point.seconds) for point in found.at_rest] == [(99, 0.3)]
+    assert [(point.batch, point.seconds) for point in found.others_idle] == [(99, 0.3)]
     assert [(point.batch, point.seconds) for point in found.in_splits] == [(60, 0.07)]
     assert found.rounds == 2
     assert found.memory.points == ((8, 80), (64, 640), (99, 990)), (

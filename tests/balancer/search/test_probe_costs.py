@@ -252,7 +252,7 @@ def test_a_budget_that_grows_packs_counts_the_first_turns_alone() -> None:
         timed(solo(2, 0, 10), elapsed_seconds=10.0), timed(SPLIT, "race", elapsed_seconds=5.0),
         timed(SPLIT, "race", turn=1, elapsed_seconds=50.0),
     )  # fmt: skip
-    assert found.enough_to_grow(11.0) == pytest.approx((10 + 5 + 11) / 0.65)
+    assert found.budget_with_larger_packs(11.0) == pytest.approx((10 + 5 + 11) / 0.65)
 
 
 # ---------------------------------------------------------------------- exploration's part

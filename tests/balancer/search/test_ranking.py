@@ -20,11 +20,11 @@ from evener.balancer.search.model.evidence import relative_error
 from evener.balancer.search.ranking import (
     PROBE_DRIFT,
     Difference,
-    Standing,
+    RankedLayout,
     compare_turns,
     rank,
     throughput,
-    unsettled,
+    undecided,
 )
 from evener.balancer.types import Layout, Probe, Problem, Timed, solo
 
@@ -56,7 +56,7 @@ def turns(
 
 def ranked(
     rates: Mapping[Candidate, list[float]], problem: Problem = FIXED
-) -> tuple[Standing, ...]:
+) -> tuple[RankedLayout, ...]:
     """The ranking of layouts with these samples/s."""
     return rank(tuple(rates), turns(rates), problem)
 
@@ -65,7 +65,7 @@ def wanted(
     rates: Mapping[Candidate, list[float]], left: float = 9, most: int = 8
 ) -> tuple[list[Candidate], bool]:
     """Who deserves another turn, with no tolerance, and whether a tie was given up."""
-    return unsettled(tuple(rates), turns(rates), left, most)
+    return undecided(tuple(rates), turns(rates), left, most)
 
 
 def test_a_drift_that_hits_all_alike_does_not_blur_the_difference() -> None:

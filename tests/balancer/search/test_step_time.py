@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from evener.balancer.search.machine_model import fit_sync_costs
 from evener.balancer.search.model import step_time
 from evener.balancer.search.model.evidence import DeviceEvidence, group_devices
-from evener.balancer.search.model.hope import hopeful_curve
 from evener.balancer.search.model.memory import Memory
+from evener.balancer.search.model.optimistic import optimistic_curve
 from evener.balancer.search.model.step_time import Point, fit_curve, merge_points
 from tests.support import recorded_machines
 
@@ -156,7 +156,7 @@ def test_merged_points_have_batches_of_their_own() -> None:
     assert merged == sorted(set(merged))
     curve = fit_curve(points)
     assert curve is not None
-    assert hopeful_curve(points, curve).seconds(500) > 0
+    assert optimistic_curve(points, curve).seconds(500) > 0
 
 
 @given(
@@ -205,7 +205,7 @@ def test_waves_of_64_samples_are_seen_in_times_of_others() -> None:
     assert curve.largest(0.080, 1000, 1) == 64
     assert curve.largest(0.1262, 1000, 1) == 128
     assert curve.seconds(129) < 0.13
-    assert hopeful_curve(points, curve).seconds(129) == pytest.approx(0.1764, rel=0.01)
+    assert optimistic_curve(points, curve).seconds(129) == pytest.approx(0.1764, rel=0.01)
 
 
 def test_two_small_times_far_below_a_line_are_no_stair() -> None:

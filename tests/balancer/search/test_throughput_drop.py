@@ -12,7 +12,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.search.model.hope import hopeful_curve
+from evener.balancer.search.model.optimistic import optimistic_curve
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.search import Search
 from evener.balancer.types import Observation, Timed
@@ -141,7 +141,7 @@ def hope(*points: tuple[int, float]) -> tuple[Curve, Curve]:
     found = [Point(batch, seconds, 0.001) for batch, seconds in points]
     curve = fit_curve(found)
     assert curve is not None
-    return hopeful_curve(found, curve), curve
+    return optimistic_curve(found, curve), curve
 
 
 @given(

@@ -17,7 +17,7 @@ from .memory import BLIND_GROWTH
 from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
-def hopeful_curve(points: Sequence[Point], curve: Curve) -> Curve:
+def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
     """Return the fastest curve that the points allow; the fitted one if it explains them."""
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
