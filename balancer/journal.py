@@ -104,7 +104,7 @@ Entry = Header | LaterEntry
 _decoder: msgspec.json.Decoder[Entry] = msgspec.json.Decoder(Entry)
 
 
-class Record(msgspec.Struct, frozen=True):
+class JournalContents(msgspec.Struct, frozen=True):
     """The content of a journal. `whole_bytes` is its size without an incomplete last line."""
 
     header: Header
@@ -221,7 +221,7 @@ def create(path: Path, header: Header) -> Journal:
     return journal
 
 
-def reopen(path: Path) -> tuple[Journal, Record]:
+def reopen(path: Path) -> tuple[Journal, JournalContents]:
     """Read a journal and open it for more entries. An incomplete last line is cut off."""
     record = read(path)
     with _writing(path, "Check who may write it."):
@@ -230,7 +230,7 @@ def reopen(path: Path) -> tuple[Journal, Record]:
     return Journal(path, os.fdopen(descriptor, "r+b", buffering=0)), record
 
 
-def read(path: Path, *, foreign: bool = False) -> Record:
+def read(path: Path, *, foreign: bool = False) -> JournalContents:
     """Read the content of a journal. Raises RequestError, which names the file and
     the invalid line.
 
@@ -255,7 +255,7 @@ def read(path: Path, *, foreign: bool = False) -> Record:
         _checked(entry, header, f"{path}: line {number}", foreign)
         for number, entry in enumerate(rest, 2)
     )
-    return Record(header, entries, len(content) - len(incomplete))
+    return JournalContents(header, entries, len(content) - len(incomplete))
 
 
 def _say_cut(line: str, foreign: bool) -> str:

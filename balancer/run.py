@@ -14,7 +14,7 @@ from evener.system.files import new_run_id, runs_folder
 from . import journal
 from .events import Finished
 from .intake import take_in
-from .journal import Header, Journal, LaterEntry, Record
+from .journal import Header, Journal, JournalContents, LaterEntry
 from .request import Job, Request
 from .store import runs
 from .store.locks import lock_job, lock_run
@@ -29,13 +29,13 @@ CHANGEABLE = (
 )  # can change without affecting earlier measurements
 
 
-class Run(msgspec.Struct):
+class OpenRun(msgspec.Struct):
     """A run's job and journal, its record so far, and the locks that keep other sessions off the
     run and its devices.
     """
 
     job: Job
-    began_with: Record
+    began_with: JournalContents
     journal: Journal
     locks: ExitStack  # closing them also closes the journal
     replayed: int = 0  # observations from before it was resumed
@@ -49,7 +49,7 @@ class Run(msgspec.Struct):
         return self.began_with.header.run
 
     @property
-    def record(self) -> Record:
+    def record(self) -> JournalContents:
         """A copy of everything the run has recorded. Don't call it for each entry:
         copying is slow.
         """
@@ -70,7 +70,7 @@ class Run(msgspec.Struct):
 
 def open_run(
     request: Request, *, resume: str | None = None, extend_seconds: float | None = None
-) -> Run:
+) -> OpenRun:
     """Open a new run for this request, or resume the run named by `resume`.
 
     A run that had ended continues if its budget is raised, or for `extend_seconds` more: its best
@@ -82,7 +82,7 @@ def open_run(
     return begin(take_in(request))
 
 
-def begin(job: Job) -> Run:
+def begin(job: Job) -> OpenRun:
     """Begin a new run. Raises DeviceError if another session has the devices."""
     folder = runs_folder() / new_run_id()
     with ExitStack() as locks:
@@ -105,10 +105,10 @@ def begin(job: Job) -> Run:
             runs.forget_empty(folder)
             raise
         locks.callback(opened.close)
-        return Run(job, Record(header, (), 0), opened, locks.pop_all())
+        return OpenRun(job, JournalContents(header, (), 0), opened, locks.pop_all())
 
 
-def reopen(name: str, request: Request, extend_seconds: float | None = None) -> Run:
+def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
     """Resume a run. Raises RequestError if the run is in progress, or if it was measured with
     another request or on other devices.
 
@@ -138,7 +138,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         more = extend_seconds is not None or (
             before is not None and budget is not None and budget > before
         )
-        return Run(
+        return OpenRun(
             msgspec.structs.replace(
                 found, devices=header.devices, largest_share=header.largest_share
             ),
@@ -151,7 +151,9 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
         )
 
 
-def _choose_budget(record: Record, request: Request, extend_seconds: float | None) -> float | None:
+def _choose_budget(
+    record: JournalContents, request: Request, extend_seconds: float | None
+) -> float | None:
     """Return the budget of a resumed run: the time already spent plus `extend_seconds` if given,
     else the requested budget unless that is the default, else the run's own.
     """
@@ -161,7 +163,7 @@ def _choose_budget(record: Record, request: Request, extend_seconds: float | Non
     return _read_budget(record) if given == Request().budget_seconds else given
 
 
-def _read_budget(record: Record) -> float | None:
+def _read_budget(record: JournalContents) -> float | None:
     """Return the run's own budget: the budget at its last end if it had been raised before, else
     that of its request.
     """
@@ -186,7 +188,7 @@ def _check_request(header: Header, request: Request) -> None:
             )
 
 
-def _check_something_ran(record: Record) -> None:
+def _check_something_ran(record: JournalContents) -> None:
     """Raise RequestError if the user's code failed and nothing was measured, as a resumed run would
     have nothing to reuse.
     """

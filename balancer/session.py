@@ -18,9 +18,9 @@ from .journal import AskedEntry, FactsEntry, FailedEntry, ObservationEntry, Unwr
 from .objectives import find_objective
 from .probes.child_prober import make_prober
 from .result.explain_failure import explain_no_plan, find_unfinished
-from .result.judge import RunEnd
+from .result.judge import SearchEnd
 from .result.outcome import build_outcome
-from .run import Run
+from .run import OpenRun
 from .search.report import SearchReport
 from .search.search import Search
 from .store import runs
@@ -48,7 +48,7 @@ class Session(EventThread):
     after Finished if there is a plan.
     """
 
-    def __init__(self, run: Run) -> None:
+    def __init__(self, run: OpenRun) -> None:
         end = latest_end(run.job.request.budget_seconds)
         super().__init__()
         self._interrupted = self._late = False
@@ -301,7 +301,7 @@ class Session(EventThread):
         )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
         run, at = self._run, self._now()
-        end = RunEnd(self._find_end(), self._seconds(), self._interrupted, unfinished)
+        end = SearchEnd(self._find_end(), self._seconds(), self._interrupted, unfinished)
         record, report = run.record, self._search.report(self._job.request.own_batch)
         if report is None and self._unwritten is not None:
             raise self._unwritten

@@ -137,7 +137,7 @@ def chosen_layout(state: SessionState) -> Layout | None:
     return state.best.layout if state.best is not None else None
 
 
-def memory_wall(state: SessionState, device: int) -> int | None:
+def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
     """Return the smallest number of rows per pass at which the device alone ran out of memory."""
     walls = [
         each.seen.probe.layout.pass_rows[device]
@@ -154,7 +154,7 @@ def largest_run(state: SessionState, device: int) -> int:
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 
-class RivalRate(NamedTuple):
+class RatedLayout(NamedTuple):
     """One way to train, with its measured samples/s. `device` is the label if it is one
     device of several.
     """
@@ -168,7 +168,7 @@ class RivalRate(NamedTuple):
     paired: float | None = None  # the plan's gain over it, if measured in turns
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
-    def gain_of(self, other: RivalRate) -> float | None:
+    def gain_of(self, other: RatedLayout) -> float | None:
         """Return the gain of `other`, such as the plan, over this layout: from the printed rates,
         or as measured in turns. None if they can't be compared.
         """
@@ -192,13 +192,13 @@ def _rival(
     figure: Interval,
     batches: tuple[int, ...],
     labels: tuple[str, ...],
-) -> RivalRate:
+) -> RatedLayout:
     active = [label for label, batch in zip(labels, batches, strict=False) if batch]
     device = active[0] if len(active) == 1 < len(labels) else ""
-    return RivalRate(kind, name, figure, batches, device)
+    return RatedLayout(kind, name, figure, batches, device)
 
 
-def rivals(state: SessionState) -> tuple[RivalRate, ...]:
+def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
     """Return the plan, or the best layout so far, and its rivals; only layouts
     that were measured.
     """
@@ -209,14 +209,14 @@ def rivals(state: SessionState) -> tuple[RivalRate, ...]:
     return (plan_rate(plan, labels), *compared)
 
 
-def _rivals_so_far(state: SessionState) -> tuple[RivalRate, ...]:
+def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
     """Return the best layout, equal shares, the fastest device alone, and the sum of
     all devices alone.
     """
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
     solos = _list_solos(state)
-    found: list[RivalRate] = []
+    found: list[RatedLayout] = []
     if best is not None:
         name = "best so far" if compares else "fastest alone"
         found.append(_rival("plan", name, best.throughput, best.layout.shares, labels))
@@ -255,14 +255,14 @@ def _same_way(one: Layout, other: Layout) -> bool:
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
-def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RivalRate:
+def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
     """Return the plan as a row for comparison with its rivals."""
     return _rival("plan", "the plan", figure_of(plan.throughput), plan.layout.batches, labels)
 
 
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
-) -> tuple[RivalRate, ...]:
+) -> tuple[RatedLayout, ...]:
     """Return the rivals of a plan: a split, one device, a larger batch, and the sum of
     all devices alone.
 
@@ -313,7 +313,7 @@ def _is_comparable(plan: Plan, each: Evidence) -> bool:
     return is_comparable(own, plan.layout.batches, other, each.layout.batches)
 
 
-def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RivalRate:
+def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLayout:
     batches = each.layout.batches
     rival = _rival(each.kind, each.name, figure_of(each.throughput), batches, labels)
     if each.kind in ("best_device", "one_device"):
@@ -401,21 +401,21 @@ def figure_of(throughput: Throughput) -> Interval:
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
-def _sum(solos: list[Interval]) -> tuple[RivalRate, ...]:
+def _sum(solos: list[Interval]) -> tuple[RatedLayout, ...]:
     """Return the sum of all devices alone; empty for fewer than two devices."""
     if len(solos) < 2:
         return ()
     total = Interval(*map(sum, zip(*map(msgspec.structs.astuple, solos), strict=True)))
-    return (RivalRate("sum", "sum of each alone", total),)
+    return (RatedLayout("sum", "sum of each alone", total),)
 
 
-class CurvePoints(NamedTuple):
+class ChartedCurve(NamedTuple):
     """One device's points in the chart of samples/s against batch."""
 
     device: int
     believed: tuple[tuple[int, float], ...]  # (batch, samples/s) as the search predicts
     measured: tuple[tuple[int, float], ...]  # (batch, samples/s) of each measurement alone
-    wall: int | None  # the smallest batch that ran out of memory
+    failed_batch: int | None  # the smallest batch that ran out of memory
 
     @property
     def largest_tested(self) -> int:
@@ -423,7 +423,7 @@ class CurvePoints(NamedTuple):
         return max((batch for batch, _ in self.measured), default=0)
 
 
-def curves(state: SessionState) -> tuple[CurvePoints, ...]:
+def curves(state: SessionState) -> tuple[ChartedCurve, ...]:
     """Return each device's throughput curve, without devices that have no data."""
     sketches = (
         {sketch.device: sketch for sketch in state.belief.curves}
@@ -435,11 +435,11 @@ def curves(state: SessionState) -> tuple[CurvePoints, ...]:
         sketch = sketches.get(device)
         believed = _speeds(sketch.points) if sketch is not None else ()
         measured = _measured_alone(state, device)
-        wall = memory_wall(state, device)
-        if wall is None and sketch is not None:
-            wall = sketch.smallest_failed
-        if believed or measured or wall:
-            found.append(CurvePoints(device, believed, measured, wall))
+        failed_batch = smallest_out_of_memory(state, device)
+        if failed_batch is None and sketch is not None:
+            failed_batch = sketch.smallest_failed
+        if believed or measured or failed_batch:
+            found.append(ChartedCurve(device, believed, measured, failed_batch))
     return tuple(found)
 
 

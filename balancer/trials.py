@@ -53,7 +53,7 @@ PROBE_SECONDS = 0.5  # per batch
 TELLING = 0.02
 
 
-class RunLength(msgspec.Struct, frozen=True):
+class ProbeLength(msgspec.Struct, frozen=True):
     """The length of each run without warm-up: optimizer steps if their number isn't
     0, else seconds.
     """
@@ -62,7 +62,7 @@ class RunLength(msgspec.Struct, frozen=True):
     steps: int = 0
 
 
-class TimedRun(msgspec.Struct, frozen=True):
+class ProbeRepeat(msgspec.Struct, frozen=True):
     """One run: samples and samples/s so far over all runs, and each device's own samples/s,
     None where unknown.
     """
@@ -135,9 +135,9 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 
 
 @contextmanager
-def timed_runs(
-    resolved: Job, layout: Layout, repeat: int, length: RunLength, stop: threading.Event
-) -> Iterator[Iterator[TimedRun]]:
+def repeat_probe(
+    resolved: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
+) -> Iterator[Iterator[ProbeRepeat]]:
     """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
 
     Raises NoLayoutError if the batch doesn't fit or the training fails, and DeviceError if another
@@ -159,9 +159,9 @@ def _runs(
     layout: Layout,
     devices: Sequence[Device],
     repeat: int,
-    length: RunLength,
+    length: ProbeLength,
     stop: threading.Event,
-) -> Iterator[TimedRun]:
+) -> Iterator[ProbeRepeat]:
     samples = 0
     spent = 0.0
     stage: Stage = "split" if layout.traits.together else "solo"
@@ -182,7 +182,7 @@ def _runs(
                 prober, layout, min(length.seconds, ALONE_SECONDS), stop
             )
         power = seen.power
-        yield TimedRun(
+        yield ProbeRepeat(
             samples,
             samples / spent,
             own,

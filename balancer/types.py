@@ -365,7 +365,7 @@ class Result(msgspec.Struct, frozen=True):
     turns: int
 
 
-class CurveSketch(msgspec.Struct, frozen=True):
+class PredictedCurve(msgspec.Struct, frozen=True):
     """The search's model of one device, for plotting; batches in samples."""
 
     device: int
@@ -378,7 +378,7 @@ class CurveSketch(msgspec.Struct, frozen=True):
 class Belief(msgspec.Struct, frozen=True):
     """What the search predicts for each device, and what it measures next."""
 
-    curves: tuple[CurveSketch, ...]
+    curves: tuple[PredictedCurve, ...]
     doing: str  # a message: what is being measured and why
 
 

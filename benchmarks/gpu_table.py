@@ -157,7 +157,7 @@ def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
     ]
 
 
-def _alone_at_shares(record: journal.Record, plan: Plan) -> float | None:
+def _alone_at_shares(record: journal.JournalContents, plan: Plan) -> float | None:
     """The sum of the devices' samples/s alone at their shares, by curves of their solo probes; None
     for one device.
     """

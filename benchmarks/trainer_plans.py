@@ -26,7 +26,7 @@ from benchmarks.trainer_processes import Ranks, name_build
 from benchmarks.training import balance
 from evener.balancer.intake import take_in
 from evener.balancer.request import Request
-from evener.balancer.trials import RunLength, TimedRun, choose_layout, timed_runs
+from evener.balancer.trials import ProbeLength, ProbeRepeat, choose_layout, repeat_probe
 from evener.balancer.types import Layout
 from evener.plan.file import Plan, load_plan
 
@@ -110,8 +110,8 @@ def alternate(
     layout = choose_layout(len(resolved.devices), places, *sizes)
     seconds = options.seconds / options.blocks
     probes, blocks, ranks = list[Rate](), list[Rate](), Ranks(active, range(len(active)))
-    length, stop = RunLength(seconds), threading.Event()
-    with closing(ranks), timed_runs(resolved, layout, options.blocks + 1, length, stop) as runs:
+    length, stop = ProbeLength(seconds), threading.Event()
+    with closing(ranks), repeat_probe(resolved, layout, options.blocks + 1, length, stop) as runs:
         ranks.read()  # ready
         ranks.start(
             [trainer, "--plan", str(path), "--size", options.size, *["--bf16"] * options.bf16]
@@ -126,7 +126,7 @@ def alternate(
     return probes, blocks
 
 
-def read_probe(run: TimedRun, layout: Layout) -> Rate:
+def read_probe(run: ProbeRepeat, layout: Layout) -> Rate:
     """Of a probe that has ended; several ranks' own rates are by their CPU time, if they weren't
     measured alone.
     """

@@ -19,7 +19,7 @@ from textual.theme import Theme
 from textual.widget import AwaitMount
 from textual.widgets import Input
 
-from evener.balancer.journal import Record
+from evener.balancer.journal import JournalContents
 from evener.devices.sampler import Sampler
 
 from .base_app import BaseApp, Sampled, write_crash_log
@@ -95,7 +95,7 @@ class EvenerApp(BaseApp):
         publisher: Sampler,
         *,
         theme: str = "dark",
-        replayed: tuple[Record, float] | None = None,
+        replayed: tuple[JournalContents, float] | None = None,
         first_start: bool = False,
         **options: Any,
     ) -> None:

@@ -28,7 +28,7 @@ from textual.reactive import var
 from textual.scrollbar import ScrollBar, ScrollBarRender
 
 from evener.balancer.events import Event, EventThread, ProbeProgress
-from evener.balancer.journal import ObservationEntry, Record
+from evener.balancer.journal import JournalContents, ObservationEntry
 from evener.balancer.request import Request
 from evener.balancer.session_state import SessionState, advance, first_state, own_speed
 from evener.devices.sampler import Sampler
@@ -314,9 +314,9 @@ class BaseApp(App[int]):
             self._before = self.balance
             self._follow(lambda: self._session_maker(request, **resumed), state, devices)
 
-    def replay(self, record: Record, speed: float = 8.0) -> None:
+    def replay(self, record: JournalContents, speed: float = 8.0) -> None:
         """Replay the events of a run, `speed` times as fast, unless a search is running."""
-        from evener.balancer.store.runs import RunReplay, recorded_events
+        from evener.balancer.store.runs import EventReplay, recorded_events
 
         if self.searches:
             self.say("A search is running here: stop it to replay a run.", severity="warning")
@@ -324,7 +324,7 @@ class BaseApp(App[int]):
         header = record.header
         self._before = None
         state = first_state(header.devices, header.workload, header.run)
-        self._follow(lambda: RunReplay(recorded_events(record), speed=speed), state)
+        self._follow(lambda: EventReplay(recorded_events(record), speed=speed), state)
 
     def _follow(
         self,

@@ -13,13 +13,13 @@ from evener.devices.types import Device
 from evener.errors import DeviceError, NoLayoutError
 
 from ..events import ProbeProgress
-from ..journal import Header, Record
+from ..journal import Header, JournalContents
 from ..number_format import join_words, size, write_share
 from ..request import allows_passes
 from ..search.observations import SHARDED
 from ..types import Belief, Failed, ModelState, Observation, OutOfMemory, Timed
 from ..verdict import Unfinished
-from .judge import RunEnd
+from .judge import SearchEnd
 from .measurements import PHASES, cut_place, find_taken_bytes
 from .sentences import write_unfinished
 from .state_memory import find_state_memory, write_adapters
@@ -29,7 +29,9 @@ MEND_CODE = "Fix that in your code: the error is the same on every device."
 MEND = "Fix what failed, free memory, or choose another workload or other devices."
 
 
-def explain_no_plan(record: Record, belief: Belief, end: RunEnd) -> NoLayoutError | DeviceError:
+def explain_no_plan(
+    record: JournalContents, belief: Belief, end: SearchEnd
+) -> NoLayoutError | DeviceError:
     """Return the error for a run without a plan, from its observations, the search's beliefs about
     the devices, and the reason it ended.
     """
@@ -86,7 +88,7 @@ def _find_maker(workload: str, why: str) -> str:
     return ""
 
 
-def _explain_shards(record: Record) -> Iterator[str]:
+def _explain_shards(record: JournalContents) -> Iterator[str]:
     """Explain why the model can't be trained in shards either, if shards were tried."""
     tried = [one for one in record.observations if one.probe.stage in SHARDED]
     failed = next((one for one in tried if isinstance(one, Failed)), None)
@@ -115,7 +117,7 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
     return {i for one in seen if isinstance(one, outcome) for i in one.probe.layout.active}
 
 
-def _explain_end(header: Header, ran: bool, end: RunEnd) -> NoLayoutError:
+def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
     """Return the error for a run that was stopped, or whose search or budget ended. `ran`:
     something was measured.
     """

@@ -14,7 +14,7 @@ from evener.shares.curves import Cost
 from evener.training.limits import LimitKind, TrainingLimit
 
 from ..families import SOLO, Family, is_even
-from ..journal import Record
+from ..journal import JournalContents
 from ..number_format import relative_error
 from ..objectives import find_objective
 from ..probes.launch_plan import MIXED
@@ -62,7 +62,7 @@ USUAL_ROWS = 8  # typical number of rows in a pass
 COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
-class RunEnd(msgspec.Struct, frozen=True):
+class SearchEnd(msgspec.Struct, frozen=True):
     """Why a run ended, after how many seconds on its clock, and which phases
     were unfinished then.
     """
@@ -83,7 +83,7 @@ class RunEnd(msgspec.Struct, frozen=True):
         return self.end.stop in (Stop.BUDGET, Stop.LATE)
 
 
-def judge(record: Record, report: SearchReport, end: RunEnd) -> Verdict:
+def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verdict:
     """Return the verdict of a run."""
     chosen, devices, request = report.chosen, record.header.devices, record.header.request
     labels = tuple(device.label for device in devices)
@@ -520,7 +520,7 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
     return not any(one.compared or not is_known(one.throughput) for one in splits)
 
 
-def _find_slow_bfloat16(record: Record, layout: Layout) -> tuple[str, ...]:
+def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
     """Return the plan's devices that compute bfloat16 without hardware support, beside a device
     that has it. Empty if the training uses another type.
     """
@@ -574,7 +574,7 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
             yield LeftOut("family", family.plural, "by_rows")
 
 
-def find_unmeasured(report: SearchReport, devices: int, end: RunEnd) -> Iterator[LeftOut]:
+def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
     """Yield layouts that the budget left no time for, with a budget that should suffice."""
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
@@ -613,7 +613,7 @@ def _round_enough(report: SearchReport) -> int:
 
 
 def find_short_budget(
-    report: SearchReport, seen: Sequence[Observation], end: RunEnd
+    report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
     """Return the budget if it ended before any split was tried, with the seconds that starting
     processes took, and a budget that should suffice. None otherwise.

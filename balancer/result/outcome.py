@@ -25,20 +25,20 @@ from evener.plan.file import (
 )
 
 from ..events import Finished
-from ..journal import Header, Record
+from ..journal import Header, JournalContents
 from ..objectives import mean_power
 from ..probes.launch_plan import MIXED
 from ..search.report import SearchReport
 from ..types import Facts, Interval, Layout, ModelState, OutOfMemory, Timed
 from ..verdict import Verdict
-from .judge import RunEnd, compare_alone, find_ratios, judge, list_alone, padding_share
+from .judge import SearchEnd, compare_alone, find_ratios, judge, list_alone, padding_share
 from .rivals import ComparedLayout, compare_all, find_larger, name_layout, name_rivals
 from .sentences import write_verdict
 
 MIB = 1 << 20
 
 
-def build_outcome(record: Record, report: SearchReport, end: RunEnd) -> Finished:
+def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd) -> Finished:
     """Return the end of the run, with the plan that its search found."""
     header, facts, chosen = record.header, record.facts, report.chosen
     request, knobs = header.request, chosen.layout.knobs
@@ -171,7 +171,7 @@ def _write_evidence(
     )
 
 
-def _summarize(record: Record, end: RunEnd) -> SearchSummary:
+def _summarize(record: JournalContents, end: SearchEnd) -> SearchSummary:
     return SearchSummary(
         probes=len(record.seen),
         out_of_memory=sum(isinstance(one, OutOfMemory) for one in record.observations),

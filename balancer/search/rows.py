@@ -10,7 +10,7 @@ from evener.shares.waterfill import Allocation
 
 from ..families import device_counts, split_evenly
 from ..objectives import find_objective
-from ..types import CurveSketch, End, Layout, layout_of, solo
+from ..types import End, Layout, PredictedCurve, layout_of, solo
 from .layouts import NO_CURVE, same_measurement
 from .machine_model import MachineModel
 from .model.step_time import SAME_BATCH
@@ -82,7 +82,7 @@ class RowPolicy:
                 found[position] = cut_curve(device.in_splits, batch), rows
         return tuple(found)
 
-    def sketch(self, position: int) -> CurveSketch:
+    def sketch(self, position: int) -> PredictedCurve:
         """Return a device's curve for drawing."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.ran or None
@@ -90,7 +90,7 @@ class RowPolicy:
         if device.alone and largest:
             sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
             points = tuple((size, device.alone.seconds(size)) for size in sizes)
-        return CurveSketch(position, points, largest, device.memory.failed)
+        return PredictedCurve(position, points, largest, device.memory.failed)
 
     # ------------------------------------------------------------------ one device
 

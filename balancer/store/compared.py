@@ -17,7 +17,7 @@ from typing import Literal
 import msgspec
 
 from evener.errors import RequestError
-from evener.live.journal import StartEntry, StepsEntry, TrainingRecord
+from evener.live.journal import RecordedTraining, StartEntry, StepsEntry
 from evener.plan.file import Plan
 from evener.training.step_sums import StepSums
 
@@ -72,7 +72,7 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
         return self.low > 0 and self.slowdown > most
 
 
-def compare_trainings(before: TrainingRecord, after: TrainingRecord) -> RunDifference:
+def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
     """Compare two trainings by the windows of their steps. Raises RequestError if a training has
     too few windows.
     """
@@ -119,7 +119,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
     )
 
 
-def _list_windows(training: TrainingRecord) -> list[StepsEntry]:
+def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
     """Return the windows since the last start, without the windows of the warm-up. Raises
     RequestError if too few are left.
     """

@@ -23,9 +23,9 @@ from evener.errors import EvenerError, NoLayoutError, RequestError, as_request_e
 from evener.live.journal import (
     TRAINING_JOURNAL,
     NoiseEntry,
+    RecordedTraining,
     StartEntry,
     TrainingEntry,
-    TrainingRecord,
 )
 from evener.plan.file import Plan, parse_plan, to_json
 from evener.system.files import runs_folder
@@ -38,12 +38,12 @@ from ..journal import (
     AskedEntry,
     FailedEntry,
     Header,
+    JournalContents,
     ObservationEntry,
-    Record,
     read_trusted,
 )
 from ..request import Job
-from ..result.judge import RunEnd
+from ..result.judge import SearchEnd
 from ..result.outcome import build_outcome
 from ..search.layouts import BALANCE
 from ..search.search import Search
@@ -87,7 +87,7 @@ class StoredRun(msgspec.Struct, frozen=True):
     give, if any.
     """
 
-    record: Record
+    record: JournalContents
     end: Finished | None
     state: State = "finished"
     trouble: str = ""  # why it failed
@@ -181,7 +181,7 @@ def find_any(name: str) -> str:
     )
 
 
-def load_training(run: str) -> TrainingRecord | None:
+def load_training(run: str) -> RecordedTraining | None:
     """Return the record of a training by its whole id; None for a search. Raises RequestError if it
     can't be read.
     """
@@ -205,7 +205,7 @@ def load_noise(name: str) -> NoiseEntry:
     )
 
 
-def _read_training(run: str, path: Path) -> TrainingRecord:
+def _read_training(run: str, path: Path) -> RecordedTraining:
     """Read a training's journal, without an incomplete last line. Raises RequestError, which names
     the line that can't be read.
     """
@@ -221,7 +221,7 @@ def _read_training(run: str, path: Path) -> TrainingRecord:
             ) from None
     if not entries or not isinstance(entries[0], StartEntry):
         raise RequestError(f"{path} doesn't begin with the start of a training.", "Delete the run.")
-    return TrainingRecord(run, tuple(entries))
+    return RecordedTraining(run, tuple(entries))
 
 
 def _is_training(run: str) -> bool:
@@ -274,7 +274,7 @@ def load_run(name: str) -> StoredRun:
     return StoredRun(record, _find_end(record, str(path)), *_find_state(record))
 
 
-def _find_end(record: Record, source: str) -> Finished | None:
+def _find_end(record: JournalContents, source: str) -> Finished | None:
     """Return the end of a run, with its plan in today's schema. For a run that was cut off, the
     plan comes from its measurements.
     """
@@ -333,7 +333,7 @@ def _has_begun(run: str) -> bool:
         return first.endswith(b"\n") or len(first) == LONGEST_LINE_BYTES
 
 
-Trainings = defaultdict[str, list[TrainingRecord]]  # by the time at which their plan was made
+Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which their plan was made
 
 
 def _summarize(run: str, trainings: Trainings) -> RunSummary:
@@ -372,7 +372,7 @@ def _summarize(run: str, trainings: Trainings) -> RunSummary:
     )
 
 
-def _summarize_training(training: TrainingRecord) -> RunSummary:
+def _summarize_training(training: RecordedTraining) -> RunSummary:
     start = training.start
     return RunSummary(
         run=training.run,
@@ -389,7 +389,7 @@ def _summarize_training(training: TrainingRecord) -> RunSummary:
     )
 
 
-def _find_state(record: Record) -> tuple[State, str]:
+def _find_state(record: JournalContents) -> tuple[State, str]:
     """Return the state of a run, and why it failed."""
     if is_running(record.header.run):
         return "running", ""
@@ -421,7 +421,7 @@ def make_search(
     return search
 
 
-def recover(record: Record) -> Finished:
+def recover(record: JournalContents) -> Finished:
     """Return the plan of a run that was cut off, from its measurements. Raises NoLayoutError if
     they give none.
     """
@@ -434,15 +434,15 @@ def recover(record: Record) -> Finished:
             f"Go on with evener balance --resume {run}.",
         )
     why = search.ended() or End(Stop.CUT_OFF)
-    return build_outcome(record, report, RunEnd(why, record.clock_seconds))
+    return build_outcome(record, report, SearchEnd(why, record.clock_seconds))
 
 
-def read_run(name: str) -> Record:
+def read_run(name: str) -> JournalContents:
     """Read the journal of a run. Raises RequestError if it can't be read."""
     return journal.read(journal_path(find(name)))
 
 
-def recorded_events(record: Record) -> Iterator[Event]:
+def recorded_events(record: JournalContents) -> Iterator[Event]:
     """Yield the session's events from its journal alone: a new search gets the same observations.
 
     If the run failed, raises its error, as its session did.
@@ -471,7 +471,7 @@ def recorded_events(record: Record) -> Iterator[Event]:
         raise NoLayoutError(record.last_end.message or "The run failed.")
 
 
-class RunReplay(EventThread):
+class EventReplay(EventThread):
     """Replays recorded events as a session, `speed` times as fast as they happened, with no gap
     longer than `longest_gap_seconds`.
     """

@@ -9,11 +9,11 @@ import msgspec
 
 from evener.live.journal import (
     ChangeEntry,
+    RecordedTraining,
     RetreatEntry,
     SpeedEntry,
     StartEntry,
     TrainingEntry,
-    TrainingRecord,
 )
 from evener.plan.file import Plan
 
@@ -42,7 +42,7 @@ class Trained(msgspec.Struct, frozen=True):
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
-def find_trained(plan: Plan, trainings: Iterable[TrainingRecord]) -> Trained | None:
+def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
     """Return what trainings by this plan have reached; `trainings` has the last one first. None if
     no training by the plan has reported a speed.
     """
@@ -55,7 +55,7 @@ def find_trained(plan: Plan, trainings: Iterable[TrainingRecord]) -> Trained | N
     return Trained(len(parts), reached, reached / promised, tuple(_explain(parts[0])))
 
 
-def _by_plan(plan: Plan, training: TrainingRecord) -> list[TrainingEntry]:
+def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
     """Return a training's entries from the times when it trained by this plan."""
     entries: list[TrainingEntry] = []
     follows = False

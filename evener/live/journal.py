@@ -115,7 +115,7 @@ TrainingEntry = (
 TrainingState = Literal["running", "finished", "stopped", "failed"]
 
 
-class TrainingRecord(msgspec.Struct, frozen=True):
+class RecordedTraining(msgspec.Struct, frozen=True):
     """The content of a training journal. Its first entry is a start."""
 
     run: str

@@ -12,7 +12,7 @@ import pytest
 from evener.balancer.store.compared import compare_trainings
 from evener.balancer.store.runs import run_folder
 from evener.errors import RequestError
-from evener.live.journal import TRAINING_JOURNAL, StartEntry, StepsEntry, TrainingRecord
+from evener.live.journal import TRAINING_JOURNAL, RecordedTraining, StartEntry, StepsEntry
 from evener.system.files import make_private
 from evener.training.step_sums import StepSums
 from evener.tui.cli.main import run
@@ -25,7 +25,7 @@ START = StartEntry(1e9, "train.py", "torch", ("a", "b"), (40, 24), 0.0, "host", 
 
 def make_training(
     seed: int, slowdown: float = 0.0, windows: int = 40, phase: str = "own_work_s"
-) -> TrainingRecord:
+) -> RecordedTraining:
     """A training of steps that differ by 4 %, on a machine whose speed wanders by 2 % and drifts by
     up to 2 %; its first windows take longer.
     """
@@ -44,7 +44,7 @@ def make_training(
         at += seconds
         sums = StepSums(steps, **{name: steps * each for name, each in parts.items()})
         entries.append(StepsEntry(at, steps, seconds, 64 * steps, sums))
-    return TrainingRecord(f"run-{seed}", tuple(entries))
+    return RecordedTraining(f"run-{seed}", tuple(entries))
 
 
 def test_equal_trainings_pass_and_slower_ones_are_found() -> None:
@@ -84,13 +84,13 @@ def test_a_faster_training_is_never_beyond() -> None:
 
 def test_only_the_last_start_counts_and_a_short_training_says_so() -> None:
     slow, quick = make_training(1, 2.0), make_training(2)
-    both = TrainingRecord("both", (*slow.entries, *quick.entries))
+    both = RecordedTraining("both", (*slow.entries, *quick.entries))
     assert abs(compare_trainings(quick, both).slowdown) < 1e-9
     with pytest.raises(RequestError, match="too short"):
         compare_trainings(quick, make_training(3, windows=5))
 
 
-def keep(training: TrainingRecord) -> str:
+def keep(training: RecordedTraining) -> str:
     """A training's journal on disk; its run."""
     run_id = f"20261129-01{training.run.removeprefix('run-'):0>4}-abcd"
     folder = run_folder(run_id)

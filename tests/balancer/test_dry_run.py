@@ -14,7 +14,7 @@ from evener.balancer.events import ProbeProgress
 from evener.balancer.intake import take_in
 from evener.balancer.request import Request
 from evener.balancer.store import runs
-from evener.balancer.trials import Outlook, RunLength, dry_run, timed_runs
+from evener.balancer.trials import Outlook, ProbeLength, dry_run, repeat_probe
 from evener.balancer.types import solo
 from evener.devices.simulated import catalogue
 from evener.errors import NoLayoutError
@@ -70,7 +70,9 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
     errors.write_text("those of the measurement before")
     with (
         pytest.raises(NoLayoutError),
-        timed_runs(take_in(broken), solo(2, 0, 8), 1, RunLength(0.2), threading.Event()) as turns,
+        repeat_probe(
+            take_in(broken), solo(2, 0, 8), 1, ProbeLength(0.2), threading.Event()
+        ) as turns,
     ):
         next(turns)
     assert errors.read_text().startswith(

@@ -9,21 +9,21 @@ import msgspec
 import pytest
 
 from evener.balancer.events import Event, Finished, ProbeProgress
-from evener.balancer.journal import Header, ObservationEntry, Record
+from evener.balancer.journal import Header, JournalContents, ObservationEntry
 from evener.balancer.request import Request
 from evener.balancer.result.explain_failure import explain_no_plan, find_failures, find_unfinished
-from evener.balancer.result.judge import RunEnd
+from evener.balancer.result.judge import SearchEnd
 from evener.balancer.result.sentences import write_unfinished
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
 from evener.balancer.types import (
     Belief,
-    CurveSketch,
     End,
     Failed,
     Layout,
     Observation,
     OutOfMemory,
+    PredictedCurve,
     Probe,
     Stop,
     Timed,
@@ -52,14 +52,14 @@ def faulted(**options: object) -> NoLayoutError:
     return fault.value
 
 
-def record(header: Header, *seen: Observation) -> Record:
+def record(header: Header, *seen: Observation) -> JournalContents:
     """The journal of a run that saw this."""
-    return Record(header, tuple(ObservationEntry(one, 1.0) for one in seen), 0)
+    return JournalContents(header, tuple(ObservationEntry(one, 1.0) for one in seen), 0)
 
 
-def late(unfinished: tuple[Unfinished, ...]) -> RunEnd:
+def late(unfinished: tuple[Unfinished, ...]) -> SearchEnd:
     """The time was over."""
-    return RunEnd(End(Stop.LATE), 60.0, unfinished=unfinished)
+    return SearchEnd(End(Stop.LATE), 60.0, unfinished=unfinished)
 
 
 def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
@@ -165,11 +165,11 @@ def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     header = Header(
         "run", "2026-01-01T00:00:00Z", request, DEVICES, "keras_mnist", "tensorflow", "0"
     )
-    curves = tuple(CurveSketch(i, (), 64, None) for i in range(2))
+    curves = tuple(PredictedCurve(i, (), 64, None) for i in range(2))
     belief = Belief(curves, "Done.")
-    fault = explain_no_plan(record(header, alone, split), belief, RunEnd(End(Stop.TIED), 60.0))
+    fault = explain_no_plan(record(header, alone, split), belief, SearchEnd(End(Stop.TIED), 60.0))
     assert "building: no NCCL" in fault.message
-    other = explain_no_plan(record(header, alone), belief, RunEnd(End(Stop.NO_FIT), 60.0))
+    other = explain_no_plan(record(header, alone), belief, SearchEnd(End(Stop.NO_FIT), 60.0))
     assert other.message == f"No layout could be measured: {Stop.NO_FIT.value}"
 
 
@@ -252,7 +252,7 @@ def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budge
     built_in = explain_no_plan(listed, belief, late((HUNG,)))
     assert built_in.message == "The budget of 120 s was over before anything was measured. " + WORDS
     stopped = explain_no_plan(
-        record(header), belief, RunEnd(End(Stop.INTERRUPTED), 60.0, True, (HUNG,))
+        record(header), belief, SearchEnd(End(Stop.INTERRUPTED), 60.0, True, (HUNG,))
     )
     assert stopped.message == "The search was stopped before anything was measured. " + WORDS
     assert "--resume run" in stopped.remedy

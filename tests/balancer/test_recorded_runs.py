@@ -63,7 +63,7 @@ def _without_curves(layout: PlanLayout) -> PlanLayout:
     return msgspec.structs.replace(layout, share=shares)
 
 
-def _off(record: journal.Record, position: int, curve: Knots) -> float:
+def _off(record: journal.JournalContents, position: int, curve: Knots) -> float:
     """By how much a curve is off at most, of the device's times alone that are known to 1 %."""
     times = [
         (one.probe.layout.global_batch, one.step_seconds)

@@ -23,11 +23,11 @@ from evener.balancer.events import (
     Started,
 )
 from evener.balancer.intake import take_in_comparison
-from evener.balancer.journal import ObservationEntry, Record
+from evener.balancer.journal import JournalContents, ObservationEntry
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
 from evener.balancer.result.sentences import write_next_steps, write_verdict
-from evener.balancer.run import Run, begin, open_run
+from evener.balancer.run import OpenRun, begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.types import Facts, Probe
@@ -181,14 +181,14 @@ def test_what_a_run_has_recorded_is_not_copied_for_each_observation(
 ) -> None:
     """A search of hours has thousands of them."""
     copies: list[int] = []
-    whole = Run.record
+    whole = OpenRun.record
 
-    def count(run: Run) -> Record:
+    def count(run: OpenRun) -> JournalContents:
         copies.append(1)
-        found: Record = whole.__get__(run)
+        found: JournalContents = whole.__get__(run)
         return found
 
-    monkeypatch.setattr(Run, "record", property(count))
+    monkeypatch.setattr(OpenRun, "record", property(count))
     events = drive(PAIR)
     assert len(observed(events)) > 8
     assert len(copies) <= 3

@@ -11,7 +11,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
+from evener.balancer.journal import FactsEntry, Header, JournalContents, ObservationEntry
 from evener.balancer.request import Request, deals_by_cost
 from evener.balancer.run import open_run
 from evener.balancer.search.layouts import LayoutOptions
@@ -31,7 +31,7 @@ LABELS = ("CPU:0", "CPU:1")
 DEVICES = tuple(Device(f"cpu-{i}-of-2", i, "AMD EPYC", "cpu", 8 << 30) for i in range(2))
 
 
-def recorded(**asked: Any) -> Record:
+def recorded(**asked: Any) -> JournalContents:
     """The journal of a search over two devices, one half as fast as the other."""
     request = Request(framework="torch", workload="torch_text", global_batch=64, **asked)
     header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "torch_text", "torch", "0")
@@ -40,17 +40,17 @@ def recorded(**asked: Any) -> Record:
         request.compare or LayoutOptions(("solo", "even", "split")), global_batch=64
     )
     entries = (FactsEntry(Facts(engine="ddp", rows=4096, lengths=machine.lengths)),)
-    return Record(
+    return JournalContents(
         header, (*entries, *(ObservationEntry(one, float(i)) for i, one in enumerate(seen))), 0
     )
 
 
 @pytest.fixture(scope="module")
-def record() -> Record:
+def record() -> JournalContents:
     return recorded()
 
 
-def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
+def test_the_plan_has_costs_and_tokens_per_second(record: JournalContents) -> None:
     """Ratios are of cost; what is written is read again."""
     plan, verdict = (found := runs.recover(record)).plan, found.verdict
     first, second = plan.layout.share
@@ -79,7 +79,7 @@ def test_the_plan_has_costs_and_tokens_per_second(record: Record) -> None:
     assert re.search(r"\+\d+ % over even by number of rows", verdict)
 
 
-def test_tables_have_tokens_and_padding(record: Record) -> None:
+def test_tables_have_tokens_and_padding(record: JournalContents) -> None:
     search = runs.make_search(record.header.job, record.facts, record.observations)
     report = search.report()
     assert report is not None
@@ -99,7 +99,7 @@ def test_packs_and_placements_that_were_asked_for_are_said_to_be_left_out() -> N
     assert plan.warnings[0].startswith("Not compared: packs and placements, which train by rows")
 
 
-def test_a_journal_gives_back_what_was_seen(record: Record) -> None:
+def test_a_journal_gives_back_what_was_seen(record: JournalContents) -> None:
     entries = list(record.entries[1:])
     assert msgspec.json.decode(msgspec.json.encode(entries), type=list[ObservationEntry]) == entries
 

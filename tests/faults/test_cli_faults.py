@@ -23,7 +23,7 @@ import pytest
 
 import evener
 from evener.balancer import journal
-from evener.balancer.journal import Record
+from evener.balancer.journal import JournalContents
 from evener.balancer.types import Observation, Stop, Timed
 from evener.plan.file import load_plan
 from evener.tui.cli import session_runner
@@ -94,7 +94,7 @@ def start(state: Path) -> Iterator[Start]:
                 stream.close()
 
 
-def measured(state: Path, stage: str = "solo") -> list[Record]:
+def measured(state: Path, stage: str = "solo") -> list[JournalContents]:
     """The journals of the runs in which a probe of a stage was timed."""
     paths = [path for path in state.glob("evener/runs/*/journal.jsonl") if path.stat().st_size]
     records = [journal.read(path) for path in paths]
@@ -322,7 +322,7 @@ def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> 
     )
     drawn = b""
 
-    def see() -> list[Record]:
+    def see() -> list[JournalContents]:
         nonlocal drawn
         while select.select([ours], [], [], 0)[0]:
             drawn += os.read(ours, 1 << 16)

@@ -19,7 +19,7 @@ import pytest
 
 from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, Started
-from evener.balancer.journal import AskedEntry, ObservationEntry, Record
+from evener.balancer.journal import AskedEntry, JournalContents, ObservationEntry
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
@@ -83,7 +83,7 @@ def wait_gone(pids: list[int]) -> None:
     raise AssertionError(f"still there: {[pid for pid in pids if _runs(pid)]}")
 
 
-def asked_as_replayed(run: str) -> Record:
+def asked_as_replayed(run: str) -> JournalContents:
     """The journal, if at each asking the search knew what a replay up to there knows: each line
     once, none twice.
 

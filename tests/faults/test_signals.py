@@ -171,7 +171,7 @@ class Struck:
         self.errors.seek(0)
         return (self.errors.read() + self.drawn).decode(errors="replace")
 
-    def record(self) -> journal.Record | None:
+    def record(self) -> journal.JournalContents | None:
         """Its journal."""
         paths = list((self.folder / "state").glob("evener/runs/*/journal.jsonl"))
         return journal.read(paths[0]) if paths and paths[0].stat().st_size else None

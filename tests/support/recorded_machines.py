@@ -39,7 +39,7 @@ class Found(msgspec.Struct, frozen=True):
     best: oracle.Best
 
 
-def records(folder: Path = RECORDED) -> dict[str, journal.Record]:
+def records(folder: Path = RECORDED) -> dict[str, journal.JournalContents]:
     """The searches by name, without comparisons and without runs that shared the GPUs with other
     work.
     """
@@ -51,13 +51,13 @@ def records(folder: Path = RECORDED) -> dict[str, journal.Record]:
     }
 
 
-def _shared(name: str, record: journal.Record) -> bool:
+def _shared(name: str, record: journal.JournalContents) -> bool:
     return name.endswith("-neighbour") or any(
         device.limit.memory_bytes for device in record.header.devices
     )
 
 
-def curves(recorded: Iterable[journal.Record]) -> dict[tuple[str, str], Curve]:
+def curves(recorded: Iterable[journal.JournalContents]) -> dict[tuple[str, str], Curve]:
     """Step times by workload and limit."""
     found: dict[tuple[str, str], Curve] = defaultdict(lambda: defaultdict(list))
     for record in recorded:
@@ -70,7 +70,7 @@ def curves(recorded: Iterable[journal.Record]) -> dict[tuple[str, str], Curve]:
     return found
 
 
-def machine(record: journal.Record, known: Mapping[tuple[str, str], Curve]) -> Machine:
+def machine(record: journal.JournalContents, known: Mapping[tuple[str, str], Curve]) -> Machine:
     """A machine with the journal's devices and their curves."""
     most = record.header.largest_share
     parts = [
@@ -88,7 +88,7 @@ def machine(record: journal.Record, known: Mapping[tuple[str, str], Curve]) -> M
     return Machine(devices, Sync(1000 * _sync_seconds(record, devices)))
 
 
-def search(record: journal.Record, made: Machine, seed: int) -> Found:
+def search(record: journal.JournalContents, made: Machine, seed: int) -> Found:
     """Search the machine by the journal's request, without a budget."""
     batch, tolerance = record.header.request.global_batch, record.header.request.tolerance
     best = oracle.free(made, tolerance) if batch is None else oracle.fixed(made, batch)
@@ -121,7 +121,7 @@ def _device(name: str, curve: Curve) -> SimulatedDevice:
     )
 
 
-def _sync_seconds(record: journal.Record, devices: Sequence[SimulatedDevice]) -> float:
+def _sync_seconds(record: journal.JournalContents, devices: Sequence[SimulatedDevice]) -> float:
     """How much longer its splits took than the slowest share; 0 without splits."""
     costs = []
     for entry in record.seen:

@@ -7,9 +7,9 @@ from __future__ import annotations
 import random
 
 from evener.balancer.events import Finished
-from evener.balancer.journal import Header, ObservationEntry, Record
+from evener.balancer.journal import Header, JournalContents, ObservationEntry
 from evener.balancer.request import Request
-from evener.balancer.result.judge import RunEnd
+from evener.balancer.result.judge import SearchEnd
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.types import End, Stop
 from evener.devices.types import Device
@@ -35,10 +35,10 @@ def draw_outcome(chance: random.Random) -> tuple[Finished, tuple[str, ...]]:
     header = Header(
         "20260101-000000-aaaa", "2026-01-01T00:00:00Z", request, devices, "model", "none", "0"
     )
-    record = Record(header, tuple(ObservationEntry(one, 60.0) for one in seen), 0)
+    record = JournalContents(header, tuple(ObservationEntry(one, 60.0) for one in seen), 0)
     report = search.report()
     assert report is not None
-    end = RunEnd(search.ended() or End(Stop.CUT_OFF), 60.0)
+    end = SearchEnd(search.ended() or End(Stop.CUT_OFF), 60.0)
     return build_outcome(record, report, end), labels
 
 

@@ -13,10 +13,10 @@ from pathlib import Path
 
 import msgspec
 
-from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
+from evener.balancer.journal import FactsEntry, Header, JournalContents, ObservationEntry
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Job, Request
-from evener.balancer.result.judge import RunEnd
+from evener.balancer.result.judge import SearchEnd
 from evener.balancer.result.outcome import build_outcome
 from evener.balancer.search.search import Search
 from evener.balancer.session import latest_end
@@ -171,8 +171,8 @@ def run(machine: Machine, ask: Ask, seed: int = 0) -> Trial:
     job = _job(machine, ask, seed)
     header = Header("run", "", job.request, job.devices, job.workload, job.framework, "", None, ())
     seen = (ObservationEntry(one, 0.0) for one in prober.seen)
-    record = Record(header, (FactsEntry(Facts(engine="simulated")), *seen), 0)
-    end, report = RunEnd(search.ended() or End(Stop.LATE), prober.seconds), search.report()
+    record = JournalContents(header, (FactsEntry(Facts(engine="simulated")), *seen), 0)
+    end, report = SearchEnd(search.ended() or End(Stop.LATE), prober.seconds), search.report()
     verdict = build_outcome(record, report, end).verdict if report is not None else ""
     return _judge(machine, ask, search, prober, verdict)
 

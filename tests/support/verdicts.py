@@ -8,9 +8,9 @@ from typing import Any, cast
 import msgspec
 
 from evener.balancer.families import Placement, find_family, pack_on, place_on, split_evenly
-from evener.balancer.journal import FactsEntry, Header, ObservationEntry, Record
+from evener.balancer.journal import FactsEntry, Header, JournalContents, ObservationEntry
 from evener.balancer.request import Request
-from evener.balancer.result.judge import RunEnd, judge
+from evener.balancer.result.judge import SearchEnd, judge
 from evener.balancer.result.sentences import Written, write_verdict
 from evener.balancer.search.layouts import Candidate, LayoutOptions
 from evener.balancer.search.ranking import RankedLayout
@@ -97,9 +97,9 @@ def judged(
         chosen=chosen, ranking=(first, *ranking), options=LayoutOptions(), **known
     )
     return judge(
-        Record(header, (FactsEntry(facts or Facts(rows=rows)), *observed), 0),
+        JournalContents(header, (FactsEntry(facts or Facts(rows=rows)), *observed), 0),
         report,
-        RunEnd(End(stop), 60.0),
+        SearchEnd(End(stop), 60.0),
     )
 
 

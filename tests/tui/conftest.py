@@ -12,11 +12,11 @@ import pytest
 from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.types import (
     Belief,
-    CurveSketch,
     Interval,
     Layout,
     Observation,
     OutOfMemory,
+    PredictedCurve,
     Probe,
     Result,
     Timed,
@@ -198,8 +198,8 @@ def _timed(layout: Layout, samples_per_second: float, stage: str = "solo", turn:
 
 BELIEF = Belief(
     curves=(
-        CurveSketch(0, ((64, 0.094), (1024, 0.76)), 1179, 1310),
-        CurveSketch(1, ((64, 0.117), (710, 0.77)), 744, None),
+        PredictedCurve(0, ((64, 0.094), (1024, 0.76)), 1179, 1310),
+        PredictedCurve(1, ((64, 0.117), (710, 0.77)), 744, None),
     ),
     doing="Measures the split that the curves say is fastest.",
 )

@@ -96,12 +96,12 @@ def test_the_memory_wall_is_in_the_first_picture(
 
     report = read_report(a_run)
     run(["report", a_run, "-o", "report.html"])
-    walls = [curve for curve in report.curves if curve.wall_batch is not None]
+    walls = [curve for curve in report.curves if curve.failed_batch is not None]
     assert Path("report.html").read_text().count("out of memory</text>") == len(walls)
     for curve in report.curves:
         assert list(curve.points) == sorted(curve.points)
         assert all(
-            curve.wall_batch is None or batch < curve.wall_batch for batch, _ in curve.points
+            curve.failed_batch is None or batch < curve.failed_batch for batch, _ in curve.points
         )
 
 

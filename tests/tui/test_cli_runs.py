@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from evener.balancer import journal
-from evener.balancer.journal import Record
+from evener.balancer.journal import JournalContents
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.store.locks import lock_run
 from evener.balancer.store.runs import journal_path, run_folder
@@ -184,7 +184,7 @@ def test_a_short_list_reads_no_older_journals(
     opened: list[Path] = []
     read = journal.read
 
-    def note(path: Path, **options: Any) -> Record:
+    def note(path: Path, **options: Any) -> JournalContents:
         opened.append(path)
         return read(path, **options)
 

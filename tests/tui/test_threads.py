@@ -14,7 +14,7 @@ import msgspec
 import pytest
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.store.runs import RunReplay
+from evener.balancer.store.runs import EventReplay
 from evener.devices.discover import discover, open_source
 from evener.devices.processes import send_signal
 from evener.devices.sampler import Sampler
@@ -117,7 +117,7 @@ def test_a_bug_in_a_session_ends_as_a_sentence_and_a_log(
 
 def test_a_replay_keeps_order_and_can_be_held_and_ended(events: Any) -> None:
     messages: list[Any] = []
-    replay = RunReplay(events, speed=1e6)
+    replay = EventReplay(events, speed=1e6)
     replay.pause()
     SessionThread(lambda: replay, messages.append).start()
     time.sleep(0.1)
@@ -126,7 +126,7 @@ def test_a_replay_keeps_order_and_can_be_held_and_ended(events: Any) -> None:
     wait_for(lambda: messages and isinstance(messages[-1], SessionEnded))
     assert [message.event for message in messages[:-1]] == events
     slow = SessionThread(
-        lambda: RunReplay(events, speed=0.001, longest_gap_seconds=60.0), messages.append
+        lambda: EventReplay(events, speed=0.001, longest_gap_seconds=60.0), messages.append
     )
     slow.start()
     slow.close()

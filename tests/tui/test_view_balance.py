@@ -18,7 +18,7 @@ from evener.balancer.events import Observed, Paused, ProbeProgress, ProbeStarted
 from evener.balancer.journal import ObservationEntry
 from evener.balancer.number_format import rate, write_share
 from evener.balancer.session_state import (
-    RivalRate,
+    RatedLayout,
     SessionState,
     advance,
     best_solo,
@@ -26,18 +26,18 @@ from evener.balancer.session_state import (
     curves,
     first_state,
     largest_run,
-    memory_wall,
     own_speed,
     rivals,
     seconds_left,
+    smallest_out_of_memory,
 )
 from evener.balancer.store import runs
 from evener.balancer.types import (
     Belief,
-    CurveSketch,
     Failed,
     Interval,
     OutOfMemory,
+    PredictedCurve,
     Probe,
     Result,
     layout_of,
@@ -93,7 +93,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     """In the lanes as far as they are wide; the wall stays where both don't fit."""
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
-    belief = Belief((CurveSketch(0, (), 410, 512),), "")
+    belief = Belief((PredictedCurve(0, (), 410, 512),), "")
     running = (
         ProbeProgress(
             Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0
@@ -106,7 +106,7 @@ def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
         running=running,
     )
     state = msgspec.structs.replace(state, best=Result(split, Interval(100.0, 99.0, 101.0), 2))
-    assert memory_wall(state, 0) == 512
+    assert smallest_out_of_memory(state, 0) == 512
     shares = _text(share_lines(state, 80, 9))
     assert "GPU:0 820 = 2 × 410 (59 %)" in shares
     assert "now (700 = 2 × 350) + 568 = 1268" in shares
@@ -155,9 +155,9 @@ def test_the_best_solo_and_the_memory_wall_are_seen(events: Any) -> None:
     fastest = best_solo(state, 0)
     assert fastest is not None
     assert fastest.probe.layout.shares == (1024, 0)
-    assert memory_wall(state, 0) == 1310
-    assert memory_wall(state, 1) is None
-    assert [(curve.device, curve.wall, len(curve.measured)) for curve in curves(state)] == [
+    assert smallest_out_of_memory(state, 0) == 1310
+    assert smallest_out_of_memory(state, 1) is None
+    assert [(curve.device, curve.failed_batch, len(curve.measured)) for curve in curves(state)] == [
         (0, 1310, 2),
         (1, None, 1),
     ]
@@ -425,8 +425,8 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(
 def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     """Nor one over a figure that isn't known."""
     figure = Interval(100.0, 99.0, 101.0)
-    rival = RivalRate("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
-    plan = RivalRate("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
+    rival = RatedLayout("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
+    plan = RatedLayout("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
     assert versus(plan, rival) == "+29.3 %"
     assert versus(plan, rival._replace(tie=True)) == "tie"
     rough = rival._replace(figure=Interval(100.0, 99.0, 140.0))
@@ -437,9 +437,9 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
 def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
     """A gain of three figures is wider than most: 1734 samples must not become 173."""
     figure = Interval(2314.0, 2294.0, 2334.0)
-    rival = RivalRate("best_device", "SIM:0 alone", figure, (1734, 0, 0, 0), "SIM:0")
+    rival = RatedLayout("best_device", "SIM:0 alone", figure, (1734, 0, 0, 0), "SIM:0")
     fastest = Interval(5613.0, 5591.0, 5635.0)
-    best = RivalRate("plan", "best so far", fastest, (1472, 1193, 617, 590))
+    best = RatedLayout("plan", "best so far", fastest, (1472, 1193, 617, 590))
     row = balance_lines._rival_line(rival, best, width, ()).text.rstrip()
     assert "best +142.6 %" in row
     assert row.endswith((rival.where, "…"))
@@ -449,8 +449,8 @@ def test_long_names_of_rivals_are_whole_where_there_is_room(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     figure = Interval(2314.0, 2294.0, 2334.0)
-    named = RivalRate("best_device", "the other device alone, CPU:1", figure, (64, 0), "CPU:1")
-    best = RivalRate("plan", "the plan", Interval(5613.0, 5591.0, 5635.0), (0, 64))
+    named = RatedLayout("best_device", "the other device alone, CPU:1", figure, (64, 0), "CPU:1")
+    best = RatedLayout("plan", "the plan", Interval(5613.0, 5591.0, 5635.0), (0, 64))
     monkeypatch.setattr(balance_lines, "rivals", lambda _: (best, named))
     wide = rival_lines(SessionState(), 100, 2)
     assert named.name in wide[1].text

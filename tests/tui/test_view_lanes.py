@@ -13,7 +13,7 @@ import pytest
 from evener.balancer.events import ProbeProgress
 from evener.balancer.journal import ObservationEntry
 from evener.balancer.session_state import SessionState, advance
-from evener.balancer.types import Belief, CurveSketch, OutOfMemory, Probe, solo
+from evener.balancer.types import Belief, OutOfMemory, PredictedCurve, Probe, solo
 from evener.devices.types import UNSUPPORTED
 from evener.tui.view.cells import span_cells
 from tests.support.tables import lane_lines
@@ -34,7 +34,7 @@ def _full(events: Any) -> SessionState:
     fast = msgspec.structs.replace(
         events[3].seen, probe=Probe(solo(2, 0, 16384), "solo", 1.0), step_seconds=16384 / 158_012
     )
-    belief = Belief((CurveSketch(0, (), 16384, 20480),), "Bisects.")
+    belief = Belief((PredictedCurve(0, (), 16384, 20480),), "Bisects.")
     seen = (
         ObservationEntry(fast, 1.0),
         ObservationEntry(OutOfMemory(probe, (0,), "CUDA out of memory", 1.0), 2.0),
@@ -81,5 +81,5 @@ def test_no_figure_is_ever_cut(events: Any, script: Any, width: int) -> None:
 def test_nothing_is_said_to_fit_on_a_device_on_which_nothing_ran(events: Any) -> None:
     """As a search begins, it takes one row for what fits."""
     state = advance(SessionState(), events[0])
-    unseen = msgspec.structs.replace(state, belief=Belief((CurveSketch(0, (), 1, None),), ""))
+    unseen = msgspec.structs.replace(state, belief=Belief((PredictedCurve(0, (), 1, None),), ""))
     assert "fits" not in _rows(unseen, 118)[1]

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from msgspec.structs import replace
 
 from evener.balancer.events import Finished
-from evener.balancer.journal import Header, Record
+from evener.balancer.journal import Header, JournalContents
 from evener.balancer.request import Request
 from evener.balancer.store.runs import RunSummary, StoredRun
 from evener.tui.text.formatting import cut_path
@@ -123,7 +123,7 @@ def _run(script: Any, plan: Any) -> StoredRun:
         if plan
         else None
     )
-    return StoredRun(Record(header, (), 0), end, "finished" if plan else "stopped")
+    return StoredRun(JournalContents(header, (), 0), end, "finished" if plan else "stopped")
 
 
 def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan: Any) -> None:

@@ -17,7 +17,7 @@ import typer
 from evener.balancer.events import Finished, ProbeProgress
 from evener.balancer.intake import take_in, take_in_comparison, take_in_with_knobs
 from evener.balancer.request import Job, Request
-from evener.balancer.run import Run, begin, open_run
+from evener.balancer.run import OpenRun, begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
 from evener.balancer.trials import Outlook, dry_run
@@ -207,7 +207,7 @@ def compare(
     return run_session(Session(run), show, export, as_json, more)
 
 
-def _resume_comparison(request: Request, resume: str, others: str | None) -> Run:
+def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
     """The run that goes on; RequestError if it compared nothing, or if it is to compare others."""
     if others:
         raise RequestError(

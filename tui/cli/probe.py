@@ -15,7 +15,7 @@ from evener.balancer.number_format import duration, half_width, rate, size, writ
 from evener.balancer.request import Job, Request
 from evener.balancer.result.measurements import describe_doubts
 from evener.balancer.result.sentences import write_doubt
-from evener.balancer.trials import RunLength, TimedRun, choose_layout, timed_runs
+from evener.balancer.trials import ProbeLength, ProbeRepeat, choose_layout, repeat_probe
 from evener.balancer.types import Layout, Power, Warned
 from evener.devices.types import Device
 from evener.errors import RequestError
@@ -62,11 +62,11 @@ def probe(
     spec, positions = _parse_gpus(request.devices, gpus)
     resolved = take_in(msgspec.structs.replace(request, devices=spec))
     layout = choose_layout(len(resolved.devices), positions, batches, micro or ())
-    finished: list[TimedRun] = []
+    finished: list[ProbeRepeat] = []
     stop = threading.Event()
     with (
         stopped_by_signals(stop.set, "stopping; runs that have ended are printed") as caught,
-        timed_runs(resolved, layout, repeat, length, stop) as turns,
+        repeat_probe(resolved, layout, repeat, length, stop) as turns,
     ):
         _announce(resolved, repeat, length)
         for run in turns:
@@ -95,7 +95,7 @@ def probe(
     return caught[0] if caught else 130
 
 
-def _parse_length(seconds: str | None, steps: int | None) -> RunLength:
+def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
     """The length of a run by `--seconds` or `--steps`; RequestError if both are given, or the time
     is out of range.
     """
@@ -104,15 +104,15 @@ def _parse_length(seconds: str | None, steps: int | None) -> RunLength:
             raise RequestError(
                 "--seconds and --steps both set the length of a run.", "Give one of them."
             )
-        return RunLength(steps=steps)
+        return ProbeLength(steps=steps)
     if seconds is None:
-        return RunLength()
+        return ProbeLength()
     span = parse_duration(seconds, "--seconds")
     if not 0 < span <= LONGEST_SECONDS:
         raise RequestError(
             f"A run can't last --seconds {seconds}.", "Give more than 0s, and at most 24h."
         )
-    return RunLength(span)
+    return ProbeLength(span)
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
@@ -136,14 +136,14 @@ def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, 
     return f"{kind}:{','.join(gpus)}", tuple(range(len(gpus)))
 
 
-def _announce(resolved: Job, repeat: int, length: RunLength) -> None:
+def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
     lasts = f"{length.steps} steps" if length.steps else f"about {duration(length.seconds)}"
     runs = f"{repeat} runs of {lasts} each" if repeat > 1 else f"one run of {lasts}"
     say(*resolved.notes, f"{runs}, besides warm-up")
 
 
 def _print_run(
-    run: TimedRun, number: int, repeat: int, devices: Sequence[Device], length: RunLength
+    run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
     """Print a run that has ended, and doubts about it, to stderr."""
     figure = run.this_run
@@ -153,7 +153,7 @@ def _print_run(
 
 
 def _write_doubts(
-    doubts: Sequence[Warned], devices: Sequence[Device], length: RunLength
+    doubts: Sequence[Warned], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
     """Doubts about a run, with the option by which more can be measured."""
     on_gpus = any(not device.on_cpu for device in devices)
@@ -161,7 +161,7 @@ def _write_doubts(
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
-def _table(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> Table:
+def _table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
     """A row for each device of each run, for all devices of it, and for all runs."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
@@ -185,7 +185,7 @@ def _table(runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str]) -> T
 
 
 def _rows(
-    runs: Sequence[TimedRun], layout: Layout, labels: Sequence[str], energy: bool
+    runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
     """A row for each device in each run, for all of them together, and for all runs together."""
     several = len(layout.active) > 1

@@ -24,7 +24,7 @@ from evener.balancer.store.runs import RunSummary, State, StoredRun
 from evener.balancer.store.trained import Trained
 from evener.errors import RequestError
 from evener.launch.summary import load_summary
-from evener.live.journal import TrainingRecord
+from evener.live.journal import RecordedTraining
 from evener.plan.file import Format, to_json, to_toml
 from evener.printable import align, plain, say
 
@@ -241,7 +241,7 @@ def _describe_trained(trained: Trained) -> str:
     )
 
 
-def _training_as_json(training: TrainingRecord) -> dict[str, Any]:
+def _training_as_json(training: RecordedTraining) -> dict[str, Any]:
     return {
         "run": training.run,
         "state": training.state,

@@ -20,7 +20,7 @@ from evener.system.files import write_atomically
 
 from .formatting import energy_cells, unbroken
 from .page_chart import SERIES, draw_curves
-from .run_report import THE_PLAN, RunReport, SoloCurve, read_report, write_layout
+from .run_report import THE_PLAN, MeasuredCurve, ReportData, read_report, write_layout
 from .stages import STAGE_WORDS
 from .summaries import layout_words, outcome_words, versus
 
@@ -69,7 +69,7 @@ def save_report(name: str, output: Path) -> None:
     write_atomically(output, html_page(read_report(name)).encode())
 
 
-def html_page(report: RunReport) -> str:
+def html_page(report: ReportData) -> str:
     """Return the whole page: the recommendation and its gains, then the measurements."""
     simulated = is_simulated(device.kind for device in report.header.devices)
     mark = " (simulated)" if simulated else ""
@@ -101,7 +101,7 @@ def html_page(report: RunReport) -> str:
     )
 
 
-def _verdict(report: RunReport) -> Iterator[str]:
+def _verdict(report: ReportData) -> Iterator[str]:
     """Yield the recommendation, a comparison of the plan with its rivals, and the next commands."""
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
@@ -127,7 +127,7 @@ def _verdict(report: RunReport) -> Iterator[str]:
         yield f"<pre>{escape(chr(10).join(report.steps))}</pre>"
 
 
-def _remarks(report: RunReport) -> Sequence[str]:
+def _remarks(report: ReportData) -> Sequence[str]:
     """Return the sentences of the verdict that follow its headline."""
     if report.written is not None:
         return [plain(words, 1000) for words in report.written.remarks]
@@ -146,7 +146,7 @@ def _bar(*parts: tuple[float, str, float], most: float) -> Html:
     return Html(f'<span class="bar" aria-hidden="true">{"".join(pieces)}</span>')
 
 
-def _shares(report: RunReport) -> str:
+def _shares(report: ReportData) -> str:
     layout = report.plan.layout
     rows = [
         (
@@ -166,7 +166,7 @@ def _shares(report: RunReport) -> str:
     )
 
 
-def _legend(report: RunReport) -> str:
+def _legend(report: ReportData) -> str:
     """Return the legend of the curves: each device's colour and its best throughput alone."""
     entries = []
     for number, curve in enumerate(report.curves):
@@ -176,7 +176,7 @@ def _legend(report: RunReport) -> str:
     return f'<ul class="legend">{"".join(entries)}</ul>'
 
 
-def _describe_curve(curve: SoloCurve) -> str:
+def _describe_curve(curve: MeasuredCurve) -> str:
     """Return a device's best throughput alone and the batch size that reaches it, or that the
     device wasn't measured alone.
     """
@@ -186,7 +186,7 @@ def _describe_curve(curve: SoloCurve) -> str:
     return f": {rate(speed)} samples/s at {count_words(batch)}"
 
 
-def _curves(report: RunReport) -> str:
+def _curves(report: ReportData) -> str:
     rows: list[tuple[str, ...]] = []
     for curve in report.curves:
         rows += [
@@ -194,8 +194,8 @@ def _curves(report: RunReport) -> str:
             for batch, figure in curve.points
         ]
         rows += (
-            [(curve.label, str(curve.wall_batch), "out of memory", "")]
-            if curve.wall_batch is not None
+            [(curve.label, str(curve.failed_batch), "out of memory", "")]
+            if curve.failed_batch is not None
             else []
         )
     table = _table(("device", "batch", "samples/s", "step ms"), rows, range(1, 4))
@@ -209,7 +209,7 @@ def _curves(report: RunReport) -> str:
     return f"<details><summary>The figures of the curves</summary>{tables}</details>"
 
 
-def _ranking(report: RunReport) -> str:
+def _ranking(report: ReportData) -> str:
     heads = ("tokens/s", "padding") if report.plan.throughput.tokens_per_second else ()
     energy = (
         ("samples/J", "W", "idle W")
@@ -244,7 +244,7 @@ def _ranking_row(
     )
 
 
-def _probes(report: RunReport) -> str:
+def _probes(report: ReportData) -> str:
     """Draw the timeline: when each probe ran, coloured by its stage, and its result."""
     labels = [device.label for device in report.header.devices]
     most = max((entry.at_seconds for entry in report.seen), default=0.0)
@@ -263,7 +263,7 @@ def _probes(report: RunReport) -> str:
     return f"<h2>Timeline of probes</h2>{_stage_legend(report)}{table}"
 
 
-def _stage_legend(report: RunReport) -> str:
+def _stage_legend(report: ReportData) -> str:
     """Return the legend of the timeline's colours, only for stages that occur in it."""
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
@@ -276,7 +276,7 @@ def _stage_legend(report: RunReport) -> str:
     return f'<ul class="legend">{entries}</ul>'
 
 
-def _facts(report: RunReport) -> str:
+def _facts(report: ReportData) -> str:
     plan = report.plan
     rows = [
         ("probes", f"{plan.search.probes}, {plan.search.out_of_memory} out of memory"),

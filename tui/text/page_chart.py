@@ -13,7 +13,7 @@ from html import escape
 from evener.balancer.number_format import count_words
 from evener.balancer.result.learning import Point
 
-from .run_report import SoloCurve
+from .run_report import MeasuredCurve
 
 SERIES = ("#2f81d6", "#c96f14", "#23947d", "#b05cc4", "#cf4f56", "#7c8c12", "#7a6ff0", "#a0714f")
 # size of the chart, in pixels on a phone
@@ -77,7 +77,7 @@ class _Axes:
         return ABOVE + (HIGH - ABOVE - BELOW) * (1 - speed / self.top)
 
 
-def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> str:
+def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
     """Return the chart as SVG; a dotted line marks the batch size at which a device ran out of
     memory.
 
@@ -99,7 +99,7 @@ def draw_curves(curves: Sequence[SoloCurve], frontier: Sequence[Point] = ()) -> 
     )
 
 
-def _find_axes(curves: Sequence[SoloCurve], frontier: Sequence[Point]) -> _Axes:
+def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
     """Return axes that cover all points, all batch sizes that ran out of memory and the
     frontier.
     """
@@ -108,8 +108,8 @@ def _find_axes(curves: Sequence[SoloCurve], frontier: Sequence[Point]) -> _Axes:
     for curve in curves:
         batches += [batch for batch, _ in curve.points]
         speeds += [speed for _, speed in curve.points]
-        if curve.wall_batch is not None:
-            batches.append(curve.wall_batch)
+        if curve.failed_batch is not None:
+            batches.append(curve.failed_batch)
     for batch, speed, worth in frontier:
         batches.append(batch)
         speeds.append(max(speed, worth))
@@ -136,13 +136,13 @@ def _write_tick(speed: float) -> str:
     return count_words(round(speed)) if speed == round(speed) else f"{speed:g}"
 
 
-def _draw_curve(axes: _Axes, curve: SoloCurve, colour: str, number: int) -> Iterable[str]:
+def _draw_curve(axes: _Axes, curve: MeasuredCurve, colour: str, number: int) -> Iterable[str]:
     yield _path(axes, curve.points, f'stroke="{colour}" stroke-width="2"')
     for batch, speed in curve.points:
         at = f'cx="{axes.x(batch):.1f}" cy="{axes.y(speed):.1f}"'
         yield f'<circle {at} r="3" fill="{colour}"/>'
-    if curve.wall_batch is not None:
-        x = axes.x(curve.wall_batch)
+    if curve.failed_batch is not None:
+        x = axes.x(curve.failed_batch)
         across = f"M{x:.1f} {ABOVE}V{HIGH - BELOW}"
         yield f'<path d="{across}" fill="none" stroke="{colour}" stroke-dasharray="2 4"/>'
         words = f"{curve.label}: out of memory"

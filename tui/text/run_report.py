@@ -9,11 +9,11 @@ from collections.abc import Sequence
 import msgspec
 
 from evener.balancer.events import Finished
-from evener.balancer.journal import Header, ObservationEntry, Record
+from evener.balancer.journal import Header, JournalContents, ObservationEntry
 from evener.balancer.number_format import write_share
 from evener.balancer.result.learning import Point
 from evener.balancer.result.sentences import Written, write_next_steps, write_verdict
-from evener.balancer.session_state import RivalRate, plan_rate, plan_rivals
+from evener.balancer.session_state import RatedLayout, plan_rate, plan_rivals
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
 from evener.devices.terms import write_limit
@@ -24,33 +24,33 @@ from evener.printable import plain
 THE_PLAN = "the plan"  # in the ranking
 
 
-class SoloCurve(msgspec.Struct, frozen=True):
+class MeasuredCurve(msgspec.Struct, frozen=True):
     """A device's measurements alone: (batch size, samples/s) in order of batch size, and the
     smallest batch that ran out of memory.
     """
 
     label: str
     points: tuple[tuple[int, float], ...]
-    wall_batch: int | None
+    failed_batch: int | None
 
 
-class RunReport(msgspec.Struct, frozen=True):
+class ReportData(msgspec.Struct, frozen=True):
     """The data of a run's report, ready to be drawn."""
 
     header: Header
     labels: tuple[str, ...]
     plan: Plan
     verdict: str
-    curves: tuple[SoloCurve, ...]
+    curves: tuple[MeasuredCurve, ...]
     ranking: tuple[Evidence, ...]  # the plan and its rivals, the fastest first
     seen: tuple[ObservationEntry, ...]
-    rivals: tuple[RivalRate, ...]  # the plan first, then what it is compared with
+    rivals: tuple[RatedLayout, ...]  # the plan first, then what it is compared with
     steps: tuple[str, ...]  # what comes next, with the commands
     written: Written | None = None  # the verdict in words; None for a run without one
     frontier: Sequence[Point] = ()  # (batch, samples/s, worth); empty: unknown noise scale
 
 
-def read_report(name: str) -> RunReport:
+def read_report(name: str) -> ReportData:
     """Return the report of a run, given by its id, a prefix of its id, or `last`. Raises
     RequestError if the run has no plan.
 
@@ -64,7 +64,7 @@ def read_report(name: str) -> RunReport:
         each for each in plan_rivals(plan, labels) if each.kind not in ("larger_batch", "sum")
     ]
     end = found.end
-    return RunReport(
+    return ReportData(
         header=header,
         labels=tuple(_label(device) for device in header.devices),
         plan=plan,
@@ -97,7 +97,7 @@ def _label(device: Device) -> str:
     return f"{device.label} @{limit}" if limit else device.label
 
 
-def _curve(record: Record, position: int) -> SoloCurve:
+def _curve(record: JournalContents, position: int) -> MeasuredCurve:
     points: dict[int, float] = {}
     failed: list[int] = []
     for entry in record.seen:
@@ -111,7 +111,7 @@ def _curve(record: Record, position: int) -> SoloCurve:
         elif isinstance(entry.seen, OutOfMemory):
             failed.append(layout.global_batch)
     label = _label(record.header.devices[position])
-    return SoloCurve(label, tuple(sorted(points.items())), min(failed, default=None))
+    return MeasuredCurve(label, tuple(sorted(points.items())), min(failed, default=None))
 
 
 def _rank(plan: Plan) -> tuple[Evidence, ...]:

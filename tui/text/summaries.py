@@ -25,7 +25,7 @@ from evener.balancer.result.rivals import is_rough, write_gain
 from evener.balancer.result.sentences import Written, write_end, write_verdict
 from evener.balancer.search.ranking import overlap
 from evener.balancer.session_state import (
-    RivalRate,
+    RatedLayout,
     SessionState,
     alone_at_batch,
     figure_of,
@@ -42,11 +42,11 @@ from evener.live.journal import (
     ChangeEntry,
     EndEntry,
     NoiseEntry,
+    RecordedTraining,
     RetreatEntry,
     SpeedEntry,
     StartEntry,
     StepsEntry,
-    TrainingRecord,
 )
 from evener.plan.file import Evidence, Plan, SearchSummary, Throughput
 from evener.printable import align, plain
@@ -373,7 +373,7 @@ def _alone(solo: Evidence | None) -> str:
     return f"{speed} at {write_share(share.batch, share.micro)}"
 
 
-def versus(best: RivalRate, each: RivalRate) -> str:
+def versus(best: RatedLayout, each: RatedLayout) -> str:
     """Return the gain of the best layout over another layout in a few characters, such as
     +20.4 %.
 
@@ -412,7 +412,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
     return lines
 
 
-def _write_other_batch(own: RivalRate, rival: RivalRate) -> str:
+def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
     """Return the samples per step of a layout over several devices if they differ from the plan's;
     empty for one device, and for a larger batch, whose name has them already.
     """
@@ -423,14 +423,14 @@ def _write_other_batch(own: RivalRate, rival: RivalRate) -> str:
     return f" = {total} samples a step"
 
 
-def _only_notes(own: RivalRate, rival: RivalRate) -> str:
+def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
     """Return the notes on a rival, without the plan's gain over it."""
     if rival.gain_of(own) is None or rival.kind == "sum":
         return _versus(own, rival)
     return f"; {_write_earlier(rival)}" if rival.earlier else ""
 
 
-def _write_earlier(rival: RivalRate) -> str:
+def _write_earlier(rival: RatedLayout) -> str:
     return f"measured alternately: {rate(rival.figure.value)} now, {rate(rival.earlier)} earlier"
 
 
@@ -442,7 +442,7 @@ def _write_rate(figure: Interval) -> str:
     return f"{rate(figure.value)} samples/s ± {error}"
 
 
-def _why_unsaid(own: RivalRate, rival: RivalRate) -> str:
+def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
     """Return why the plan isn't compared with a layout."""
     if not is_known(rival.figure):
         return "; too uncertain to compare"
@@ -453,7 +453,7 @@ def _why_unsaid(own: RivalRate, rival: RivalRate) -> str:
     return "; less than in the plan, so a device alone was not measured at its best batch"
 
 
-def _versus(own: RivalRate, rival: RivalRate) -> str:
+def _versus(own: RatedLayout, rival: RatedLayout) -> str:
     """Return the plan's gain over another layout, or why no gain is given."""
     gain = rival.gain_of(own)
     if gain is None:
@@ -475,7 +475,7 @@ LATEST = 1e11  # seconds since the epoch that a date can be made of
 WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the last line
 
 
-def training_report(training: TrainingRecord) -> Iterator[str]:
+def training_report(training: RecordedTraining) -> Iterator[str]:
     """Yield the terminal lines of a training: a summary, then each start, each change of shares,
     and each speed that differs from the previous speed.
     """
@@ -494,7 +494,7 @@ def training_report(training: TrainingRecord) -> Iterator[str]:
     yield from _report_entries(training)
 
 
-def _report_entries(training: TrainingRecord) -> Iterator[str]:
+def _report_entries(training: RecordedTraining) -> Iterator[str]:
     """Yield a line for each start, each change, and each speed that differs from
     the previous speed.
     """
@@ -524,7 +524,7 @@ def _report_entries(training: TrainingRecord) -> Iterator[str]:
                 yield plain(f"  {_clock(entry.at)}  {ended}", 1000)
 
 
-def _noise_words(training: TrainingRecord) -> Iterator[str]:
+def _noise_words(training: RecordedTraining) -> Iterator[str]:
     """Yield the noise scale at the end of the training, and at its beginning if
     that clearly differs.
     """

@@ -17,7 +17,7 @@ from evener.balancer.result.sentences import (
     write_verdict,
 )
 from evener.balancer.session_state import (
-    RivalRate,
+    RatedLayout,
     SessionState,
     chosen_layout,
     has_split,
@@ -225,8 +225,8 @@ _BRIEF_CELLS = 10  # cells of such a row without its name and its gain
 
 
 def _rival_line(
-    each: RivalRate,
-    best: RivalRate,
+    each: RatedLayout,
+    best: RatedLayout,
     width: int,
     drawn: tuple[Span, ...],
     name_cells: int = USUAL_NAME,
@@ -253,7 +253,7 @@ def _rival_line(
     return Line(pad((*spans, Span(cut(where, max(1, min(25, left))), "dim")), width))
 
 
-def write_gain_of(best: RivalRate, each: RivalRate) -> str:
+def write_gain_of(best: RatedLayout, each: RatedLayout) -> str:
     """Return the gain of the best layout over another layout, preceded by the layout that gains:
     "plan +20.4 %", or "best +20.4 %" during the search. Texts without a gain, such as "tie", stay
     as `versus` writes them.

@@ -7,7 +7,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from evener.balancer.number_format import rate, size
-from evener.balancer.session_state import CurvePoints, SessionState, curves
+from evener.balancer.session_state import ChartedCurve, SessionState, curves
 from evener.balancer.types import Timed
 
 from .cells import Mark, device_tone
@@ -27,8 +27,8 @@ def curve_chart(state: SessionState) -> Chart:
     return Chart(series, _zones(state, found), "rows", "samples/s")
 
 
-def _group_alike(found: Sequence[CurvePoints]) -> list[list[CurvePoints]]:
-    groups: list[list[CurvePoints]] = []
+def _group_alike(found: Sequence[ChartedCurve]) -> list[list[ChartedCurve]]:
+    groups: list[list[ChartedCurve]] = []
     for curve in found:
         like = next((group for group in groups if _are_alike(group[0], curve)), None)
         if like is None:
@@ -38,7 +38,7 @@ def _group_alike(found: Sequence[CurvePoints]) -> list[list[CurvePoints]]:
     return groups
 
 
-def _are_alike(one: CurvePoints, other: CurvePoints) -> bool:
+def _are_alike(one: ChartedCurve, other: ChartedCurve) -> bool:
     """True if both devices were measured at the same batch sizes with about the same throughput."""
     if not one.measured or len(one.measured) != len(other.measured):
         return False
@@ -47,12 +47,12 @@ def _are_alike(one: CurvePoints, other: CurvePoints) -> bool:
     ):
         if batch != other_batch or abs(speed - other_speed) > ALIKE * max(speed, other_speed):
             return False
-    return one.wall == other.wall
+    return one.failed_batch == other.failed_batch
 
 
 def _series(
     state: SessionState,
-    group: Sequence[CurvePoints],
+    group: Sequence[ChartedCurve],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
 ) -> Series:
     """Return one curve for a group of similar devices; each device keeps its points
@@ -109,16 +109,18 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
     return found
 
 
-def _zones(state: SessionState, found: Sequence[CurvePoints]) -> tuple[Zone, ...]:
+def _zones(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
     """Return a line at each device's smallest batch size that ran out of memory; from the largest
     of these batch sizes on, the chart is hatched.
     """
-    walls = [(curve.wall, curve.device) for curve in found if curve.wall is not None]
-    if not walls:
+    failed = [
+        (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None
+    ]
+    if not failed:
         return ()
-    last, device = max(walls)
-    lines = [Zone(wall, wall, "", device_tone(owner)) for wall, owner in walls if wall < last]
+    last, device = max(failed)
+    lines = [Zone(batch, batch, "", device_tone(owner)) for batch, owner in failed if batch < last]
     words = (
-        "memory ends" if len(state.devices) == len(walls) else f"{state.devices[device]} is full"
+        "memory ends" if len(state.devices) == len(failed) else f"{state.devices[device]} is full"
     )
     return (*lines, Zone(last, label=words, tone=device_tone(device)))

@@ -12,8 +12,8 @@ from evener.balancer.session_state import (
     best_solo,
     chosen_layout,
     largest_run,
-    memory_wall,
     own_speed,
+    smallest_out_of_memory,
 )
 from evener.devices.types import DeviceSample
 
@@ -162,7 +162,7 @@ def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
     If the chosen layout splits the device's share into several passes, the share and the number of
     passes are drawn too if they fit.
     """
-    forms = _memory_forms(_largest_that_fits(lane), memory_wall(lane.state, lane.device))
+    forms = _memory_forms(_largest_that_fits(lane), smallest_out_of_memory(lane.state, lane.device))
     chosen = chosen_layout(lane.state)
     if chosen is not None and chosen.passes(lane.device) > 1:
         passes = f"{chosen.shares[lane.device]} in {chosen.passes(lane.device)} passes"

@@ -14,7 +14,7 @@ from evener.balancer.result.sentences import (
     write_next_steps,
     write_verdict,
 )
-from evener.balancer.session_state import RivalRate, SessionState, chosen_layout, rivals
+from evener.balancer.session_state import RatedLayout, SessionState, chosen_layout, rivals
 from evener.balancer.statistics import is_known
 from evener.printable import plain
 
@@ -102,7 +102,7 @@ def gain_bars(state: SessionState, width: int) -> list[Line]:
 
 
 def _gain_bar(
-    each: RivalRate, plan: RivalRate, name: str, name_cells: int, width: int, top: float
+    each: RatedLayout, plan: RatedLayout, name: str, name_cells: int, width: int, top: float
 ) -> Line:
     first = each is plan
     bar_cells = width - name_cells - GAIN_CELLS - 13

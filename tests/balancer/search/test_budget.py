@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from evener.balancer.families import PackMode, Placement
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.result.judge import (
-    RunEnd,
+    SearchEnd,
     find_retreats,
     find_short_budget,
     find_unmeasured,
@@ -169,12 +169,12 @@ def reported(search: Search) -> SearchReport:
 
 def missing_in(search: Search, devices: int, stop: Stop = Stop.BUDGET) -> list[LeftOut]:
     """What the budget left out."""
-    return list(find_unmeasured(reported(search), devices, RunEnd(End(stop), 20.0)))
+    return list(find_unmeasured(reported(search), devices, SearchEnd(End(stop), 20.0)))
 
 
 def short_budget(search: Search, prober: SlowStarts, stop: Stop) -> ShortBudget | None:
     """What the verdict says of the budget."""
-    return find_short_budget(reported(search), prober.seen, RunEnd(End(stop), 20.0))
+    return find_short_budget(reported(search), prober.seen, SearchEnd(End(stop), 20.0))
 
 
 def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first() -> None:
