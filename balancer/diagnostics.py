@@ -44,7 +44,7 @@ from evener.devices.terms import parse_request
 from evener.devices.types import Device
 from evener.errors import DeviceError, EvenerError
 
-from .probes.links import WAYS, LinkFigure, measure_links, write_variables
+from .probes.links import TRANSPORTS, LinkMeasurement, measure_links, write_variables
 from .store.links import save_links
 
 Level = Literal["ok", "note", "problem"]
@@ -105,8 +105,8 @@ def check_machine() -> tuple[Check, ...]:
 
 
 def check_links(
-    devices: Sequence[Device], driver: str, report: Callable[[LinkFigure], None]
-) -> tuple[tuple[Check, ...], tuple[LinkFigure, ...]]:
+    devices: Sequence[Device], driver: str, report: Callable[[LinkMeasurement], None]
+) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Measure the links between devices of this machine and save the results. Returns one check for
     each pair of devices and one for all devices together, and the measurements.
 
@@ -126,7 +126,7 @@ def check_links(
     return tuple(map(describe_link, grouped)), figures
 
 
-def describe_link(figures: Sequence[LinkFigure]) -> Check:
+def describe_link(figures: Sequence[LinkMeasurement]) -> Check:
     """Return the check for the link of one set of devices, from all transports
     that were measured.
     """
@@ -135,30 +135,31 @@ def describe_link(figures: Sequence[LinkFigure]) -> Check:
     found = "; ".join(map(write_link, figures))
     if own.outcome != "ok":
         remedy = "No variable of NCCL cures it: look at the driver, the riser and the BIOS."
-        if not own.met:
+        if not own.ranks_met:
             remedy = "Its processes never met, so this isn't the link: look at that device first."
-        elif own.cure:
-            remedy = f"With {own.cure} it works: export it before each training on these devices."
+        elif own.remedy:
+            remedy = f"With {own.remedy} it works: export it before each training on these devices."
         return Check(name, "problem", found, remedy)
     faster = [one for one in others if one.bytes_per_second > MUCH * own.bytes_per_second]
     if faster:
         best = max(faster, key=lambda one: one.bytes_per_second)
-        variables = write_variables(WAYS[best.way])
+        variables = write_variables(TRANSPORTS[best.transport])
         return Check(name, "note", found, f"It is faster with {variables}: export it.")
     if any(
-        one.way == "no P2P" and one.bytes_per_second * MUCH > own.bytes_per_second for one in others
+        one.transport == "no P2P" and one.bytes_per_second * MUCH > own.bytes_per_second
+        for one in others
     ):
         return Check(name, "ok", f"{found} (P2P isn't used, or brings nothing)")
     return Check(name, "ok", found)
 
 
-def write_link(figure: LinkFigure) -> str:
+def write_link(figure: LinkMeasurement) -> str:
     """Format one measurement of a link, with its transport: as it is 6.1 GB/s, 28 µs."""
     if figure.outcome == "ok":
         speed = f"{figure.bytes_per_second / 1e9:.3g} GB/s"
-        return f"{figure.way} {speed}, {figure.latency_seconds * 1e6:.3g} µs"
+        return f"{figure.transport} {speed}, {figure.latency_seconds * 1e6:.3g} µs"
     words = {"hangs": "hangs", "wrong": "gives wrong sums", "failed": "fails"}[figure.outcome]
-    return f"{figure.way} {words}: {figure.detail}"
+    return f"{figure.transport} {words}: {figure.detail}"
 
 
 def _check_driver(backend: Backend) -> tuple[Check, int]:

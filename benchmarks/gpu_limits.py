@@ -31,7 +31,7 @@ import torch.multiprocessing as mp
 from torch.utils.data import DataLoader, Dataset
 
 from evener.balancer.probes.child_prober import ChildProber
-from evener.balancer.probes.links import WAYS, measure_links
+from evener.balancer.probes.links import TRANSPORTS, measure_links
 from evener.balancer.request import Job, Request
 from evener.balancer.result.training_limits import find_training_limits
 from evener.balancer.search.layouts import LayoutOptions
@@ -282,7 +282,7 @@ def try_exchange(devices: Sequence[Device]) -> None:
     """A split of two devices by slow transports, whose model is large beside its batch: what is
     named, and what twice the batch gives.
     """
-    ways = [(way, variables) for way, variables in WAYS.items() if variables]
+    ways = [(way, variables) for way, variables in TRANSPORTS.items() if variables]
     for way, variables in ways:
         os.environ.update(variables)
         now, twice = layout_of((ROWS, ROWS)), layout_of((2 * ROWS, 2 * ROWS))
@@ -299,8 +299,8 @@ def try_links(devices: Sequence[Device]) -> None:
     figures = measure_links(devices)
     world = len(devices)
     size = LARGE_BYTES["cuda" if torch.cuda.is_available() else "cpu"]
-    for way, variables in WAYS.items():
-        own = [one for one in figures if one.way == way and len(one.devices) == world]
+    for way, variables in TRANSPORTS.items():
+        own = [one for one in figures if one.transport == way and len(one.devices) == world]
         if not own:
             continue
         os.environ.update(variables)

@@ -3,7 +3,7 @@ first with default settings, then with some of NCCL's transports disabled.
 
 Each rank has its own process and each answer has a deadline, so an all-reduce that hangs is
 reported with its devices, and the rest is still measured. A pair that hangs or gets wrong sums is
-tried again with the variables that disable transports, to find the variable that cures it.
+tried again with the variables that disable transports, to find the variable with which it works.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ SUM_SECONDS = 15.0  # for the sums of one measurement; they take a second or two
 LONGEST_LINE = 1 << 16
 PROGRAM = (sys.executable, "-P", "-m", "evener.balancer.probes.link_rank")
 
-Way = Literal["as it is", "no P2P", "sockets"]
-WAYS: Mapping[Way, Mapping[str, str]] = {
+Transport = Literal["as it is", "no P2P", "sockets"]
+TRANSPORTS: Mapping[Transport, Mapping[str, str]] = {
     "as it is": {},
     "no P2P": {"NCCL_P2P_DISABLE": "1"},
     "sockets": {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"},
@@ -44,82 +44,88 @@ Outcome = Literal["ok", "hangs", "wrong", "failed"]
 _Reply = TypeVar("_Reply", RankReady, Joined, Summed)
 
 
-class LinkFigure(msgspec.Struct, frozen=True):
+# the stored names, which files of earlier versions have
+STORED = {"transport": "way", "remedy": "cure", "ranks_met": "met"}
+
+
+class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
     """One measurement of an all-reduce between devices over one transport. Rate and latency are 0
     if the all-reduce failed.
     """
 
     devices: tuple[str, ...]  # labels
-    way: Way
+    transport: Transport
     outcome: Outcome
     bytes_per_second: float = 0.0
     latency_seconds: float = 0.0
     detail: str = ""
-    met: bool = True  # the ranks had met; False: the fault isn't one of a link
-    cure: str = ""  # the variables with which it works, such as NCCL_P2P_DISABLE=1
+    ranks_met: bool = True  # the ranks had met; False: the fault isn't one of a link
+    remedy: str = ""  # the variables with which it works, such as NCCL_P2P_DISABLE=1
     path: str = ""  # between the devices: NVLink; empty: unknown
 
 
-class Doing(NamedTuple):
+class RankTask(NamedTuple):
     """The verb phrases for a rank's task in a message."""
 
     verb: str
     past: str
 
 
-START = Doing("start", "started")
-JOIN = Doing("join", "joined the others")
-END = Doing("end its all-reduce", "ended its all-reduce")
+START = RankTask("start", "started")
+JOIN = RankTask("join", "joined the others")
+END = RankTask("end its all-reduce", "ended its all-reduce")
 
 
 class LinkError(Exception):
     """A rank failed, or didn't answer in time."""
 
-    def __init__(self, outcome: Outcome, detail: str, met: bool) -> None:
+    def __init__(self, outcome: Outcome, detail: str, ranks_met: bool) -> None:
         super().__init__(detail)
         self.outcome: Outcome = outcome
         self.detail = detail
-        self.met = met  # the ranks had met before it
+        self.ranks_met = ranks_met  # the ranks had met before it
 
-    def describe(self, labels: tuple[str, ...], way: Way) -> LinkFigure:
+    def describe(self, labels: tuple[str, ...], transport: Transport) -> LinkMeasurement:
         """Return the failed measurement of these devices."""
-        return LinkFigure(labels, way, self.outcome, detail=self.detail, met=self.met)
+        return LinkMeasurement(
+            labels, transport, self.outcome, detail=self.detail, ranks_met=self.ranks_met
+        )
 
 
 def measure_links(
     devices: Sequence[Device],
-    report: Callable[[LinkFigure], None] = lambda _: None,
+    report: Callable[[LinkMeasurement], None] = lambda _: None,
     program: Sequence[str] = PROGRAM,
-) -> tuple[LinkFigure, ...]:
+) -> tuple[LinkMeasurement, ...]:
     """Measure every pair of devices and all devices together, over each transport that
-    these devices have. `report` is called after each measurement, before a cure for a
-    failed one is sought.
+    these devices have. `report` is called after each measurement, before a remedy for
+    a failed one is sought.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
         sets.append(tuple(range(len(devices))))
     on_gpus = not any(device.on_cpu for device in devices)
-    ways: Sequence[Way] = [*WAYS] if on_gpus else ["as it is"]
-    found: list[LinkFigure] = []
-    for way in ways:
-        for figure in _measure_by(devices, sets, way, program):
+    transports: Sequence[Transport] = [*TRANSPORTS] if on_gpus else ["as it is"]
+    found: list[LinkMeasurement] = []
+    for transport in transports:
+        for figure in _measure_by(devices, sets, transport, program):
             report(figure)
-            if figure.outcome != "ok" and figure.met and way == "as it is":
+            if figure.outcome != "ok" and figure.ranks_met and transport == "as it is":
                 members = [device for device in devices if device.label in figure.devices]
-                figure = msgspec.structs.replace(figure, cure=find_cure(members, program))
+                figure = msgspec.structs.replace(figure, remedy=find_remedy(members, program))
             found.append(figure)
     return tuple(found)
 
 
-def find_cure(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
+def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
     """Return the environment variables with which an all-reduce between these devices gives correct
     sums, such as NCCL_P2P_DISABLE=1; empty if no transport works.
     """
     everyone = [tuple(range(len(devices)))]
-    for way, variables in WAYS.items():
+    for transport, variables in TRANSPORTS.items():
         if not variables:
             continue
-        (figure,) = _measure_by(devices, everyone, way, program)
+        (figure,) = _measure_by(devices, everyone, transport, program)
         if figure.outcome == "ok":
             return write_variables(variables)
     return ""
@@ -143,8 +149,11 @@ def write_variables(variables: Mapping[str, str]) -> str:
 
 
 def _measure_by(
-    devices: Sequence[Device], sets: Sequence[tuple[int, ...]], way: Way, program: Sequence[str]
-) -> Iterator[LinkFigure]:
+    devices: Sequence[Device],
+    sets: Sequence[tuple[int, ...]],
+    transport: Transport,
+    program: Sequence[str],
+) -> Iterator[LinkMeasurement]:
     """Measure each set of devices over one transport, in the same processes. After a failure, each
     remaining set gets new processes.
     """
@@ -152,48 +161,48 @@ def _measure_by(
     everyone = tuple(range(len(devices)))
     if len(sets) > 1:
         try:
-            group = LinkGroup(devices, WAYS[way], program)
+            group = LinkGroup(devices, TRANSPORTS[transport], program)
         except LinkError as fault:
             labels = tuple(device.label for device in devices)
-            yield fault.describe(labels, way)
+            yield fault.describe(labels, transport)
             sets = [members for members in sets if members != everyone]
     try:
         for members in sets:
             chosen = [devices[i] for i in members]
             labels = tuple(device.label for device in chosen)
             if group is None:
-                yield _try_alone(chosen, labels, way, program)
+                yield _try_alone(chosen, labels, transport, program)
                 continue
             try:
-                yield _describe(chosen, way, group.measure(members))
+                yield _describe(chosen, transport, group.measure(members))
             except LinkError as fault:
                 group.close()
                 group = None
-                yield fault.describe(labels, way)
+                yield fault.describe(labels, transport)
     finally:
         if group is not None:
             group.close()
 
 
 def _try_alone(
-    devices: Sequence[Device], labels: tuple[str, ...], way: Way, program: Sequence[str]
-) -> LinkFigure:
+    devices: Sequence[Device], labels: tuple[str, ...], transport: Transport, program: Sequence[str]
+) -> LinkMeasurement:
     """Measure a set of devices in new processes."""
     group: LinkGroup | None = None
     try:
-        group = LinkGroup(devices, WAYS[way], program)
-        return _describe(devices, way, group.measure(tuple(range(len(devices)))))
+        group = LinkGroup(devices, TRANSPORTS[transport], program)
+        return _describe(devices, transport, group.measure(tuple(range(len(devices)))))
     except LinkError as fault:
-        return fault.describe(labels, way)
+        return fault.describe(labels, transport)
     finally:
         if group is not None:
             group.close()
 
 
-def _describe(devices: Sequence[Device], way: Way, summed: Summed) -> LinkFigure:
-    return LinkFigure(
+def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -> LinkMeasurement:
+    return LinkMeasurement(
         tuple(device.label for device in devices),
-        way,
+        transport,
         "wrong" if summed.wrong else "ok",
         summed.bytes_per_second,
         summed.latency_seconds,
@@ -257,7 +266,7 @@ class LinkGroup:
         kind: type[_Reply],
         members: Sequence[int],
         seconds: float,
-        doing: Doing,
+        task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
         """Return the reply of each rank within `seconds`, and within `late_seconds` of the first
@@ -271,14 +280,14 @@ class LinkGroup:
             streams = {self._ranks[rank].replies: rank for rank in waiting}
             ready, _, _ = select.select(list(streams), [], [], max(0.0, until - time.monotonic()))
             if not ready:
-                silent = self._name_silent(waiting, members, doing, until - began)
-                raise LinkError("hangs", silent, doing is END)
+                silent = self._name_silent(waiting, members, task, until - began)
+                raise LinkError("hangs", silent, task is END)
             for stream in ready:
                 rank = streams[stream]
                 reply = self._ranks[rank].receive()
                 if not isinstance(reply, kind):
                     why = f"{self._devices[rank].label}: {_explain(reply)}"
-                    raise LinkError("failed", why, doing is END)
+                    raise LinkError("failed", why, task is END)
                 found[rank] = reply
                 waiting.discard(rank)
                 if late_seconds is not None and len(found) == 1:
@@ -286,12 +295,12 @@ class LinkGroup:
         return [found[rank] for rank in members]
 
     def _name_silent(
-        self, waiting: set[int], members: Sequence[int], doing: Doing, seconds: float
+        self, waiting: set[int], members: Sequence[int], task: RankTask, seconds: float
     ) -> str:
         if len(waiting) == len(members):
-            return f"no rank {doing.past} within {seconds:.0f} s"
+            return f"no rank {task.past} within {seconds:.0f} s"
         who = ", ".join(self._devices[rank].label for rank in sorted(waiting))
-        return f"{who} didn't {doing.verb} within {seconds:.0f} s, and the others wait"
+        return f"{who} didn't {task.verb} within {seconds:.0f} s, and the others wait"
 
 
 def _explain(reply: LinkReply | None) -> str:

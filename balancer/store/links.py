@@ -18,9 +18,9 @@ from evener.errors import RequestError
 from evener.plan.file import Link
 from evener.system.files import make_private, state_folder, write_atomically
 
-from ..probes.links import LinkFigure, Way
+from ..probes.links import LinkMeasurement, Transport
 
-OWN: Way = "as it is"
+OWN: Transport = "as it is"
 MOST_RECORDS = 256  # maximum number of records that are searched
 
 
@@ -30,11 +30,11 @@ class LinkRecord(msgspec.Struct, frozen=True):
     driver: str
     devices: tuple[str, ...]  # ids, in order
     measured_at: float  # Unix time
-    figures: tuple[LinkFigure, ...]
+    figures: tuple[LinkMeasurement, ...]
     labels: tuple[str, ...] = ()  # of the devices, as used in `figures`
 
 
-def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkFigure]) -> Path:
+def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkMeasurement]) -> Path:
     """Save measured links and return the file's path. Raises RequestError if it
     can't be written.
     """
@@ -52,10 +52,10 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
     can't be written.
     """
     labels = tuple(device.label for device in devices)
-    figure = LinkFigure(labels, OWN, "ok", bytes_per_second, path=path)
+    figure = LinkMeasurement(labels, OWN, "ok", bytes_per_second, path=path)
     before = find_links(devices, driver)
     others = before.figures if before is not None else ()
-    kept = [one for one in others if (one.way, one.devices) != (OWN, labels)]
+    kept = [one for one in others if (one.transport, one.devices) != (OWN, labels)]
     with suppress(OSError, RequestError):
         save_links(devices, driver, (*kept, figure))
 
@@ -77,7 +77,7 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
     for record in _list_records(driver):
         for figure in record.figures:
             ids = _ids_of(record, figure)
-            if figure.way != OWN or figure.outcome != "ok" or not ids <= labels.keys():
+            if figure.transport != OWN or figure.outcome != "ok" or not ids <= labels.keys():
                 continue
             names = tuple(labels[each] for each in labels if each in ids)
             found[ids] = Link(names, figure.path, figure.bytes_per_second)
@@ -98,7 +98,7 @@ def _read(path: Path) -> LinkRecord | None:
     return None
 
 
-def _ids_of(record: LinkRecord, figure: LinkFigure) -> frozenset[str]:
+def _ids_of(record: LinkRecord, figure: LinkMeasurement) -> frozenset[str]:
     """Return the ids of the devices in one measurement of a record."""
     pairs = zip(record.devices, record.labels, strict=False)
     return frozenset(identity for identity, label in pairs if label in figure.devices)

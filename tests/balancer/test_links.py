@@ -14,7 +14,7 @@ import pytest
 
 from evener.balancer.diagnostics import describe_link
 from evener.balancer.probes import links
-from evener.balancer.probes.links import LinkFigure, measure_links
+from evener.balancer.probes.links import LinkMeasurement, measure_links
 from evener.balancer.store.links import find_links, list_links, note_link, save_links
 from evener.devices.cpu import slices
 from evener.devices.discover import discover
@@ -40,9 +40,9 @@ def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(links, name, SOON)
 
 
-def figure(**changes: object) -> LinkFigure:
+def figure(**changes: object) -> LinkMeasurement:
     """A link that works."""
-    own = LinkFigure(("GPU:0", "GPU:1"), "as it is", "ok", 6.1e9, 28e-6)
+    own = LinkMeasurement(("GPU:0", "GPU:1"), "as it is", "ok", 6.1e9, 28e-6)
     return msgspec.structs.replace(own, **changes)
 
 
@@ -70,7 +70,7 @@ def test_a_rank_that_never_joins_is_named(hasty: None) -> None:
     )
     assert found.outcome == "hangs"
     assert found.devices == ("CPU:0", "CPU:1")
-    assert (found.met, found.cure) == (False, "")
+    assert (found.ranks_met, found.remedy) == (False, "")
     assert len(reported) == 1
 
 
@@ -78,7 +78,7 @@ def test_a_rank_that_never_joins_is_named(hasty: None) -> None:
 @pytest.mark.slow
 def test_a_sum_that_hangs_is_named_with_the_variable_that_cures_it(hasty: None) -> None:
     (found,) = measure_links(slices(2), program=faulty("p2p"))
-    assert (found.outcome, found.cure) == ("hangs", "NCCL_P2P_DISABLE=1")
+    assert (found.outcome, found.remedy) == ("hangs", "NCCL_P2P_DISABLE=1")
     assert "CPU:1" in found.devices
     check = describe_link([found])
     assert check.level == "problem"
@@ -101,7 +101,7 @@ def test_ranks_that_do_not_meet_all_together_are_measured_pair_by_pair(hasty: No
     found = {one.devices: one for one in measure_links(devices, program=faulty("crowd"))}
     assert found["CPU:0", "CPU:1"].outcome == "ok"
     together = found["CPU:0", "CPU:1", "CPU:2"]
-    assert (together.outcome, together.met, together.cure) == ("hangs", False, "")
+    assert (together.outcome, together.ranks_met, together.remedy) == ("hangs", False, "")
     assert len(found) == 4
 
 
@@ -121,7 +121,9 @@ def test_links_are_listed_for_the_devices_that_are_there() -> None:
     slow = figure(path="PCIe, no P2P")
     together = figure(devices=("GPU:0", "GPU:1", "GPU:2"), bytes_per_second=5e9)
     hanging = figure(devices=("GPU:1", "GPU:2"), outcome="hangs")
-    save_links(three, "550", [slow, figure(way="sockets", bytes_per_second=9e9), together, hanging])
+    save_links(
+        three, "550", [slow, figure(transport="sockets", bytes_per_second=9e9), together, hanging]
+    )
     renumbered = msgspec.structs.replace(three[2], index=1)
     assert list_links([three[0], renumbered], "550") == ()
     assert [link.describe() for link in list_links(three[:2], "550")] == [
@@ -135,12 +137,12 @@ def test_links_are_listed_for_the_devices_that_are_there() -> None:
 
 def test_what_a_search_measures_leaves_other_transports_of_the_doctor_s() -> None:
     two = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(2))
-    sockets = figure(way="sockets", bytes_per_second=9e9)
+    sockets = figure(transport="sockets", bytes_per_second=9e9)
     save_links(two, "550", [figure(), sockets])
     note_link(two, "550", "NVLink", 150e9)
     kept = find_links(two, "550")
     assert kept is not None
-    assert {one.way: one.bytes_per_second for one in kept.figures} == {
+    assert {one.transport: one.bytes_per_second for one in kept.figures} == {
         "as it is": 150e9,
         "sockets": 9e9,
     }
@@ -169,13 +171,21 @@ def test_a_record_that_is_broken_is_as_none() -> None:
 
 
 def test_a_link_that_is_as_fast_without_p2p_says_that_it_brings_nothing() -> None:
-    without = figure(way="no P2P", bytes_per_second=6.0e9)
+    without = figure(transport="no P2P", bytes_per_second=6.0e9)
     assert "P2P isn't used" in describe_link([figure(), without]).found
     fast = figure(bytes_per_second=150e9)
     assert "P2P isn't used" not in describe_link([fast, without]).found
 
 
 def test_a_link_that_is_faster_by_another_way_is_told_with_its_variable() -> None:
-    sockets = figure(way="sockets", bytes_per_second=9e9)
+    sockets = figure(transport="sockets", bytes_per_second=9e9)
     check = describe_link([figure(), sockets])
     assert "NCCL_SHM_DISABLE=1" in check.remedy
+
+
+def test_links_of_earlier_versions_are_still_read() -> None:
+    """Files and `--json` call the transport `way`, its remedy `cure`, and ranks that met `met`."""
+    stored = {"devices": ["GPU:0"], "way": "sockets", "outcome": "hangs", "met": False, "cure": "X"}
+    found = msgspec.convert(stored, LinkMeasurement)
+    assert (found.transport, found.ranks_met, found.remedy) == ("sockets", False, "X")
+    assert msgspec.to_builtins(found)["way"] == "sockets"

@@ -19,7 +19,7 @@ import pytest
 
 from evener.balancer import trials
 from evener.balancer.diagnostics import EXTRAS, Check, Level, check_machine, merge_checks
-from evener.balancer.probes.links import LinkFigure
+from evener.balancer.probes.links import LinkMeasurement
 from evener.balancer.store.locks import lock_devices
 from evener.balancer.store.runs import journal_path
 from evener.devices.discover import discover
@@ -169,8 +169,10 @@ def test_the_doctor_has_a_line_for_each_link_and_fails_for_one_that_hangs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     pairs = (("CPU:0", "CPU:1"), ("CPU:0", "CPU:2"))
-    cured = LinkFigure(pairs[1], "as it is", "hangs", detail="no rank", cure="NCCL_P2P_DISABLE=1")
-    figures = (LinkFigure(pairs[0], "as it is", "ok", 6.1e9, 28e-6), cured)
+    cured = LinkMeasurement(
+        pairs[1], "as it is", "hangs", detail="no rank", remedy="NCCL_P2P_DISABLE=1"
+    )
+    figures = (LinkMeasurement(pairs[0], "as it is", "ok", 6.1e9, 28e-6), cured)
     monkeypatch.setattr("evener.balancer.diagnostics.measure_links", lambda *_: figures)
     monkeypatch.setattr("evener.tui.cli.machine.check_machine", lambda: ())
     monkeypatch.setattr("importlib.util.find_spec", lambda name: name)

@@ -20,7 +20,7 @@ from evener.balancer.diagnostics import (
     write_link,
 )
 from evener.balancer.number_format import size
-from evener.balancer.probes.links import LinkFigure
+from evener.balancer.probes.links import LinkMeasurement
 from evener.devices.discover import discover
 from evener.devices.registry import find_backend
 from evener.devices.terms import parse_request, write_limit
@@ -84,7 +84,7 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
     return check_cluster(devices, address), f"the devices of {devices}"
 
 
-def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkFigure, ...]]:
+def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """The lines of links, and their figures; faults are said as soon as they are found."""
     if parse_request(devices)[0].host is not None:
         raise RequestError(
@@ -95,7 +95,7 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkFigure, ...
     if any(find_backend(device.kind).simulated for device in found.devices):
         raise RequestError("Simulated devices have no links.", "Leave --devices out.")
 
-    def report(figure: LinkFigure) -> None:
+    def report(figure: LinkMeasurement) -> None:
         if figure.outcome != "ok":
             say(f"{' – '.join(figure.devices)}, {write_link(figure)}")
 
@@ -141,7 +141,7 @@ def doctor(
     Exit code 0: balance can run, 1: it can't.
     """
     checks, used = _check(devices, ray_address)
-    figures: tuple[LinkFigure, ...] = ()
+    figures: tuple[LinkMeasurement, ...] = ()
     if links:
         more, figures = _check_links(devices)
         checks = (*checks, *more)
