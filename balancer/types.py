@@ -396,6 +396,9 @@ class ModelState(msgspec.Struct, frozen=True):
     step_bytes: int = 0  # temporary memory of the optimizer's step, for the whole model
     parameters: int = 0  # of the model; 0: unknown
     trained: int = 0  # trained parameters: few if adapters are trained beside a frozen model
+    # of the state: gradients that don't exist yet while the activations of a step's first pass
+    # are at their peak
+    gradient_bytes: int = 0
 
 
 class Problem(msgspec.Struct, frozen=True):

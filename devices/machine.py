@@ -8,6 +8,7 @@ pack_seconds(b,N) = N * device_seconds(b) / pack_gain(N), for N training runs si
 placement         = the step time of a model whose parts lie on several devices, given by its own curve
 memory_bytes(b)   = memory_base_mib + memory_per_sample_mib * b, or the piecewise linear memory_curve
 if sharded        : memory_bytes(b) - (1 - part) * state_mib + gathered_mib; each pass takes gather_ms longer
+in one pass       : less part * gradients_mib, but at least what a step without rows holds
 """  # noqa: E501
 
 from __future__ import annotations
@@ -197,6 +198,10 @@ class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     state_mib: Positive
     gathered_mib: Amount = 0.0  # on each device, in addition to its part: the gathered units
     gather_ms: Amount = 0.0  # per pass, not hidden by computation
+    # of the state: gradients, which a step in one pass has only once its activations are gone
+    gradients_mib: Amount = 0.0
+    # fraction of a device's memory that stays in fragments, which a whole step can't use
+    fragments: Annotated[float, Meta(ge=0, lt=1)] = 0.0
 
 
 class SimulatedEvent(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -292,16 +297,21 @@ class Machine(msgspec.Struct, frozen=True):
         """Return the peak memory of one device that computes these rows in one pass."""
         return self.devices[position].memory_bytes(rows)
 
-    def part_bytes(self, position: int, rows: int, part: float) -> int:
+    def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
         """Return the peak memory of one device that computes these rows in one pass and holds
         the fraction `part` of the model's state.
 
-        Raises ValueError if the machine file describes no shards.
+        With `in_passes`, it holds the gradients of other passes meanwhile. Raises ValueError if
+        the machine file describes no shards.
         """
-        if self.shards is None:
+        shards = self.shards
+        if shards is None:
             raise ValueError("the machine's model can't be sharded")
-        more = self.shards.gathered_mib - (1 - part) * self.shards.state_mib
-        return max(0, self.memory_bytes(position, rows) + round(more * MIB))
+        more = round((shards.gathered_mib - (1 - part) * shards.state_mib) * MIB)
+        freed = 0 if in_passes else round(part * shards.gradients_mib * MIB)
+        activations = self.memory_bytes(position, rows) - self.devices[position].memory_bytes(1)
+        used = self.memory_bytes(position, rows) + more
+        return max(0, used - min(freed, activations))
 
     def usable_memory_bytes(self, position: int) -> int:
         """Return the memory that a training process can use on the device, within its limit."""

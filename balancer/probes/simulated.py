@@ -94,14 +94,12 @@ class SimulatedProber:
         if shards is None:
             del machine["shards"]  # the digest must equal that of older files
         digest = blake2b(msgspec.json.encode(machine), digest_size=8).hexdigest()
-        sizes = (
-            (round(size * MIB) for size in (shards.state_mib, shards.gathered_mib))
-            if shards
-            else ()
-        )
-        return Facts(
-            engine="simulated", workload_digest=digest, state=ModelState(*sizes) if shards else None
-        )
+        state = None
+        if shards is not None:
+            sizes = (shards.state_mib, shards.gathered_mib, shards.gradients_mib)
+            whole, gathered, gradients = (round(size * MIB) for size in sizes)
+            state = ModelState(whole, gathered, gradient_bytes=gradients)
+        return Facts(engine="simulated", workload_digest=digest, state=state)
 
     def close(self) -> None:
         """Interrupt a paced wait. There are no children to kill."""
@@ -169,15 +167,21 @@ class _SimulatedProbe:
             for i, share in enumerate(layout.shares)
         )
         needed = [size or 0 for size in self._memory()]
-        full = tuple(
-            i for i, size in enumerate(needed) if size > machine.usable_memory_bytes(i) - short[i]
-        )
+        full = tuple(i for i, size in enumerate(needed) if size > self._usable_bytes(i) - short[i])
         if full:
             self._report(step, "building", None, None)
             return OutOfMemory(
                 self._probe, full, "the samples do not fit the simulated memory", step, short
             )
         return self._timed(step, parts, short)
+
+    def _usable_bytes(self, position: int) -> int:
+        """Return the memory that tensors can use; fragments take some of it in a sharded step."""
+        usable = self._machine.usable_memory_bytes(position)
+        shards, layout = self._machine.shards, self._probe.layout
+        if shards is None or not layout.state:
+            return usable
+        return round(usable * (1 - shards.fragments))
 
     def _missing(self) -> str:
         """Return why the simulated machine can't run the layout; empty if it can."""
@@ -313,7 +317,7 @@ class _SimulatedProbe:
             parts = layout.state or (MEASURED_PART,) * len(layout.shares)
             pairs = enumerate(zip(layout.pass_rows, parts, strict=True))
             return tuple(
-                self._machine.part_bytes(i, rows, part) if rows else None
+                self._machine.part_bytes(i, rows, part, layout.in_passes) if rows else None
                 for i, (rows, part) in pairs
             )
         return tuple(

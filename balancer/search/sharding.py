@@ -2,9 +2,14 @@
 
 Each device is first measured alone, on rows of a model whose units it gathers from a small
 part of the state: that shows its time, and the memory that isn't state. Then the state fills
-the memory that rows in proportion to speed leave free, and these parts don't change any
+the memory beside the rows that promise the most samples/s, and these parts don't change any
 more. Rows are searched as in other trainings, within the memory that is left. Whole steps
 show what gathering costs.
+
+A part of each device's memory stays free, beside state and rows: an allocator can't use all of
+its memory, as free pieces may be too small for what is asked. Gradients don't exist yet when the
+activations of a step's first pass are at their peak, so only training in several passes needs
+memory for both.
 """
 
 from __future__ import annotations
@@ -38,23 +43,50 @@ from .observations import Observations
 from .rows import RowPolicy
 from .time_left import TimeLeft
 
-# fraction of a device's memory left as headroom: allocators round up, and sums need buffers; it
-# doubles for each sharded step that ran out of memory there, and is halved or quartered if the
-# model doesn't fit otherwise
-HEADROOM = 0.03
+# fraction of a device's memory left as headroom: allocators round up, fragments stay free, and
+# sums need buffers; it doubles for each sharded step that ran out of memory there, and is halved
+# or quartered if the model doesn't fit otherwise
+HEADROOM = 0.05
 FEWEST_HALVINGS = 2  # how often the headroom may be halved
 DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card's headroom
+LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory takes fewer rows
+# least growth of a step's time with its rows, relative to growth in proportion: step times that
+# seem level say little about larger batches
+LEAST_GROWTH = 0.05
 
 
 class Need(msgspec.Struct, frozen=True):
-    """A device's speed, and the memory that it needs in addition to its part of the state.
+    """What a device's rows take beside its part of the state, in memory and time.
 
-    That is `base_bytes` without rows, and `row_bytes` for each row of a pass.
+    Memory is `base_bytes` without rows, and `row_bytes` for each row of a pass. A step takes
+    `fixed_seconds`, and `row_seconds` for each row.
     """
 
     base_bytes: float
     row_bytes: float
-    rate: float  # rows per second
+    fixed_seconds: float
+    row_seconds: float
+
+    def rows_in(self, seconds: float) -> float:
+        """Return the rows of a step that takes this time."""
+        return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
+
+    def seconds(self, rows: float) -> float:
+        """Return the time of a step of so many rows."""
+        return self.fixed_seconds + self.row_seconds * rows
+
+
+class Division(msgspec.Struct, frozen=True):
+    """The fraction of the state that each device holds.
+
+    `in_passes` is True if rows are computed in several passes, so that gradients of
+    earlier passes are there when activations are at their peak. `limits` are the bytes of each
+    device without its headroom; None where its memory is unknown.
+    """
+
+    parts: tuple[float, ...]
+    in_passes: bool = False
+    limits: tuple[int | None, ...] = ()
 
 
 class Sharding:
@@ -91,28 +123,34 @@ class Sharding:
 
     # ------------------------------------------------------------------ parts of the state
 
-    @cached_property
+    @property
     def parts(self) -> tuple[float, ...] | None:
         """The fraction of the state that each device holds.
 
         Empty while it is unknown, None if the state doesn't fit together with a row.
         """
+        return None if self._division is None else self._division.parts
+
+    @cached_property
+    def _division(self) -> Division | None:
+        """How the state is divided; without parts while that is unknown, None if it doesn't fit."""
         problem = self._problem
         needs = self._needs
         if problem.state is None or len(needs) < problem.devices:
-            return ()
+            return Division((), limits=problem.memory_bytes)
         limits = [limit for limit in problem.memory_bytes if limit is not None]
         if len(limits) < problem.devices:
-            return (1 / problem.devices,) * problem.devices
+            equal = (1 / problem.devices,) * problem.devices
+            return Division(equal, problem.global_batch is not None, problem.memory_bytes)
         failures = self._failures
         for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
-            left = [
-                limit * (1 - HEADROOM * 2.0 ** max(times - fewer, -FEWEST_HALVINGS))
+            left = tuple(
+                int(limit * (1 - HEADROOM * 2.0 ** max(times - fewer, -FEWEST_HALVINGS)))
                 for limit, times in zip(limits, failures, strict=True)
-            ]
-            parts = share_state(left, needs, problem)
-            if parts:
-                return parts
+            )
+            found = divide_state(left, needs, problem)
+            if found is not None:
+                return msgspec.structs.replace(found, limits=left)
         return None
 
     @property
@@ -152,29 +190,26 @@ class Sharding:
         gathered, memory = self._state.gathered_bytes, device.memory
         batch, used = memory.points[-1] if memory.points else (1, gathered)
         base = min(used, gathered) if memory.line is None else memory.line[0]
-        return Need(base, max(0.0, used - base) / batch, device.best_rate)
+        return Need(base, max(0.0, used - base) / batch, *_fit_time(device))
 
     # ------------------------------------------------------------------ rows, as with whole models
 
     @cached_property
     def policy(self) -> RowPolicy:
         """The policy for rows, as if each device held the model in the memory left by its part."""
-        left = self._without_state(
-            self._problem.memory_bytes, self.parts or (0.0,) * self._problem.devices
+        division = self._division or Division((), limits=self._problem.memory_bytes)
+        held = [part * at_peak(self._state, division.in_passes) for part in division.parts]
+        left = _subtract(division.limits, held) if held else division.limits
+        # passes need memory for gradients, which these parts would leave to rows
+        in_passes = division.in_passes or not division.parts
+        problem = msgspec.structs.replace(
+            self._problem, memory_bytes=left, micro=self._problem.micro and in_passes
         )
-        problem = msgspec.structs.replace(self._problem, memory_bytes=left)
         known = Observations(problem)
         for one in self._seen:
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
                 known.add(self._beside_state(self._as_rows(one), left))
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
-
-    def _without_state(
-        self, sizes: Sequence[int | None], parts: Sequence[float]
-    ) -> tuple[int | None, ...]:
-        """Return the bytes of each device without its part of the state."""
-        held = [round(part * self._state.state_bytes) for part in parts]
-        return tuple(size and max(1, size - state) for size, state in zip(sizes, held, strict=True))
 
     def _as_rows(self, one: Observation) -> Observation:
         """Return the observation as if each device held the model, without its part's bytes."""
@@ -186,9 +221,24 @@ class Sharding:
         )
         if not isinstance(one, Timed):
             return msgspec.structs.replace(one, probe=probe)
-        held = layout.state or (MEASURED_PART,) * len(layout.shares)
-        memory = self._without_state(one.memory_bytes, held)
-        return msgspec.structs.replace(one, probe=probe, memory_bytes=memory)
+        return msgspec.structs.replace(one, probe=probe, memory_bytes=self._without_state(one))
+
+    def _without_state(self, one: Timed) -> tuple[int | None, ...]:
+        """Return the bytes of each device's rows; None where they can't be told from the state.
+
+        That is so if a device used no more than its part of the state and of gathered units.
+        """
+        layout = one.probe.layout
+        parts = layout.state or (MEASURED_PART,) * len(layout.shares)
+        held = [part * at_peak(self._state, layout.in_passes) for part in parts]
+        left = list(_subtract(one.memory_bytes, held))
+        if not layout.state:
+            return tuple(left)
+        for i, (part, used) in enumerate(zip(parts, one.memory_bytes, strict=True)):
+            whole = part * self._state.state_bytes + self._state.gathered_bytes
+            if used is not None and used <= whole:
+                left[i] = None
+        return tuple(left)
 
     def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
         """Return the observation, or OutOfMemory if its rows don't fit together with the state.
@@ -220,45 +270,136 @@ class Sharding:
         return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())
 
 
-def share_state(
-    limits: Sequence[float], needs: Sequence[Need], problem: Problem
-) -> tuple[float, ...] | None:
-    """Return the fractions of the state that fill the memory left by rows.
+def _subtract(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
+    """Return the bytes of each device without those taken; at least 1, None where unknown."""
+    pairs = zip(sizes, taken, strict=True)
+    return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
-    Rows are divided in proportion to speed. They are those of the fixed batch, or of the largest
-    that fits in one pass, or fewer if only several passes fit. `limits` are the devices' bytes.
-    Returns None if the state doesn't fit.
+
+def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
+    """Return the fixed seconds of a device's step, and the seconds for each row.
+
+    They are of a line through its smallest and largest batch, which rises at least a little.
     """
-    assert problem.state is not None
-    state = problem.state.state_bytes
-    speed = sum(need.rate for need in needs)
-    # the optimizer's step runs without gathered units
-    whole = state / (state + problem.state.step_bytes)
+    points = sorted(device.alone, key=lambda point: point.batch)
+    first, last = points[0], points[-1]
+    proportion = last.seconds / last.batch
+    if last.batch == first.batch:
+        return 0.0, proportion
+    slope = (last.seconds - first.seconds) / (last.batch - first.batch)
+    slope = min(proportion, max(LEAST_GROWTH * proportion, slope))
+    return last.seconds - slope * last.batch, slope
 
-    def leave(batch: float) -> list[float]:
-        """Return the bytes that each device's rows of a batch leave for the state."""
-        left = []
-        for limit, need in zip(limits, needs, strict=True):
-            rows = max(problem.multiple_of, batch * need.rate / speed)
-            left.append(min(limit - need.base_bytes - need.row_bytes * rows, limit * whole))
-        return left
 
-    def is_short(batch: float) -> bool:
-        left = leave(batch)
-        return min(left) <= 0 or sum(left) < state
+def divide_state(
+    limits: Sequence[float], needs: Sequence[Need], problem: Problem
+) -> Division | None:
+    """Return the parts of the state that fill the memory beside the rows of a step.
 
-    low = 0.0
-    high = float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
-    if is_short(low):
-        return None
-    if not is_short(high):
-        low = high
-    for _ in range(HALVINGS):
-        middle = (low + high) / 2
-        if is_short(middle):
-            high = middle
-        else:
-            low = middle
-    left = leave(low)
-    parts = [round(size / sum(left), DIGITS) for size in left]
-    return (*parts[:-1], round(1 - sum(parts[:-1]), DIGITS))
+    A fixed batch is computed in one pass if it fits. A free one has the rows that promise the
+    most samples/s of all that fit in one pass. `limits` are the devices' bytes. Returns None if
+    the state doesn't fit together with a row on each device.
+    """
+    if problem.global_batch is None:
+        return Room(limits, needs, problem).divide()
+    at_once = Room(limits, needs, problem).divide_for(problem.global_batch)
+    if at_once is not None or not problem.micro:
+        return at_once
+    return Room(limits, needs, problem, in_passes=True).divide()
+
+
+class Room:
+    """The devices' memory for the state, beside rows."""
+
+    def __init__(
+        self,
+        limits: Sequence[float],
+        needs: Sequence[Need],
+        problem: Problem,
+        in_passes: bool = False,
+    ) -> None:
+        assert problem.state is not None
+        self._limits, self._needs, self._in_passes = limits, needs, in_passes
+        self._fewest = problem.multiple_of
+        self._most = float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
+        self._state = problem.state.state_bytes
+        # held while activations are at their peak
+        self._held = at_peak(problem.state, in_passes)
+        # the optimizer's step runs without gathered units
+        self._of_step = self._state / (self._state + problem.state.step_bytes)
+
+    def divide(self) -> Division | None:
+        """Return the parts for the rows that promise the most samples/s; None if none fit."""
+        if not self._fits(self._rows_in(0.0)):
+            return None
+        low, high = 0.0, max(need.seconds(self._most) for need in self._needs)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            rows = self._rows_in(middle)
+            if sum(rows) <= self._most and self._fits(rows):
+                low = middle
+            else:
+                high = middle
+        # samples/s rise with time, unless some device is full: then they may fall
+        full = [need.seconds(self._most_rows(i)) for i, need in enumerate(self._needs)]
+        found = [low, *(seconds for seconds in full if 0 < seconds < low)]
+        return self._parts(max(map(self._rows_in, found), key=self._rate))
+
+    def divide_for(self, batch: int) -> Division | None:
+        """Return the parts if these rows fit in one pass, spread by the devices' time."""
+        low, high = 0.0, max(need.seconds(batch) for need in self._needs)
+        for _ in range(HALVINGS):
+            middle = (low + high) / 2
+            if sum(self._rows_in(middle)) < batch:
+                low = middle
+            else:
+                high = middle
+        rows = self._rows_in(high)
+        if sum(rows) < batch * (1 - LEAST_PART) or not self._fits(rows):
+            return None
+        return self._parts(rows)
+
+    def _rows_in(self, seconds: float) -> list[float]:
+        """Return the rows of each device in a step of this time, as far as they fit."""
+        found = []
+        for i, need in enumerate(self._needs):
+            rows = max(self._fewest, need.rows_in(seconds))
+            found.append(max(self._fewest, min(rows, self._most_rows(i))))
+        return found
+
+    def _most_rows(self, position: int) -> float:
+        """Return the rows that leave a device the least part of the state."""
+        need = self._needs[position]
+        left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
+        return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
+
+    def _left(self, rows: Sequence[float]) -> list[float]:
+        """Return the bytes of the state that each device can hold together with its rows."""
+        found = []
+        for limit, need, own in zip(self._limits, self._needs, rows, strict=True):
+            free = limit - need.base_bytes
+            beside = (free - need.row_bytes * own) * self._state / self._held
+            found.append(min(beside, free, limit * self._of_step))
+        return found
+
+    def _fits(self, rows: Sequence[float]) -> bool:
+        left = self._left(rows)
+        return min(left) > 0 and sum(left) >= self._state
+
+    def _rate(self, rows: Sequence[float]) -> float:
+        """Return the samples/s of a step, without the exchange."""
+        pairs = zip(self._needs, rows, strict=True)
+        return sum(rows) / max(need.seconds(own) for need, own in pairs)
+
+    def _parts(self, rows: Sequence[float]) -> Division:
+        left = self._left(rows)
+        least = 10.0**-DIGITS
+        parts = [max(least, round(size / sum(left), DIGITS)) for size in left]
+        largest = parts.index(max(parts))
+        parts[largest] = round(parts[largest] + 1 - sum(parts), DIGITS)
+        return Division(tuple(parts), self._in_passes)
+
+
+def at_peak(state: ModelState, in_passes: bool) -> int:
+    """Return the bytes of a state that exist while a step's activations are at their peak."""
+    return state.state_bytes - (0 if in_passes else state.gradient_bytes)

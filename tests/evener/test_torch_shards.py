@@ -210,7 +210,7 @@ def test_state_is_held_by_memory_not_by_rows(trained: list[Any]) -> None:
     """Ranks that compute rows 5:2:1 hold 1:2:5 of parameters, gradients and optimizer state."""
     for name in ("adamw, clipped", "units by class", "state, clipped"):
         for kind in ("shards", "gradients", "state"):
-            held = [rank[name]["now"][kind] for rank in trained]
+            held = [rank[name]["most"][kind] for rank in trained]
             assert [each / sum(held) for each in held] == pytest.approx(
                 [1 / 8, 2 / 8, 5 / 8], abs=0.01
             )
@@ -265,13 +265,16 @@ def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[An
 
 
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
-    """Its part of parameters, gradients and momentum, and what is gathered at most."""
+    """Its part of parameters, gradients and momentum, and what is gathered at most: the last units
+    that are gathered with nearly all gradients.
+    """
     size = (
         4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
     )
     for rank, part in zip(trained, (1 / 8, 2 / 8, 5 / 8), strict=True):
         half = rank["half"]
-        assert half["peak"] == pytest.approx(half["beside"] + part * size, rel=0.03)
+        expected = half["beside"] + part * size
+        assert 0.85 * expected <= half["peak"] <= 1.01 * expected
 
 
 def test_out_of_memory_in_a_unit_is_said_on_all_ranks(

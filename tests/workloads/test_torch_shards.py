@@ -63,18 +63,26 @@ def test_it_steps_on_its_part_and_knows_the_state_of_the_whole(
     workload = make(monkeypatch, optimizer, **options)
     elements = 3 * (8 * 64 * 64 + 5 * 64)
     facts = map(int, workload.facts()["state"].split())
-    state, gathered, _, parameters, trained = facts
+    state, gathered, _, parameters, trained, gradients = facts
+    assert gradients == pytest.approx(4 * elements, rel=0.02)
     assert parameters == trained == int(workload.facts()["parameters"]) == elements
     assert state == pytest.approx(4 * figures * elements, rel=0.02)
     assert gathered == 2 * 2 * 4 * elements // 3, "two blocks, with their gradients"
+    assert workload._shards is not None
+    held = workload._shards.sharded.held
+    before_loss: list[int] = []
+    workload.recipe.module.register_forward_hook(
+        lambda *_: before_loss.append(held.now["gradients"])
+    )
     for shares, micro in (((8,), ()), ((8,), (3,))):
         workload.prepare(shares, micro)
         for _ in range(2):
             workload.step()
         workload.synchronize()
         assert workload.loss_is_finite()
-    held = workload._shards.sharded.held if workload._shards else None
-    assert held is not None
+    of_part = held.most["gradients"]
+    in_one_pass, in_three = [0, 0], [0, of_part, of_part]
+    assert before_loss == [*in_one_pass, *in_three, *in_three]
     assert held.now["gathered"] == 0
     assert held.now["shards"] == pytest.approx(4 * elements * PART, rel=0.02)
     assert held.most["gathered"] <= gathered

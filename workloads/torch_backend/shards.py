@@ -50,16 +50,20 @@ class RecipeShards:
         parts = (*parts, 1 - parts[0]) if alone else parts
         own = ShardPlace(place.rank, parts, device, alone)
         self.sharded = cut_model(module, units, own, casts=casts)
+        # in a later batch of a window, gradients are there while activations are at their peak
+        self.sharded.frees_gradients = not recipe.accumulates
         move(recipe.optimizer, replaced, module)
         self._state, self._step = self._measure(recipe.optimizer, device)
         watch(module, device, lambda *_: None)
 
     def describe(self) -> str:
-        """Return five numbers, separated by spaces: the bytes of the model's state, of
-        gathered units and of an optimizer step, the number of parameters, and the
-        number of trained parameters.
+        """Return six numbers, separated by spaces: the bytes of the model's state, of
+        gathered units and of an optimizer step, the number of parameters, the number of
+        trained parameters, and the bytes of the state that are gradients which a step
+        frees before its forward pass.
         """
-        return f"{self._state} {self._gathered} {self._step} {self._parameters} {self._trained}"
+        figures = (self._state, self._gathered, self._step, self._parameters, self._trained)
+        return " ".join(map(str, (*figures, self._gradients)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
         """Return the bytes of the whole model's state, and the temporary bytes of an optimizer
@@ -81,6 +85,7 @@ class RecipeShards:
         flats = [(flat, flat.shard.element_size()) for unit in units for flat in unit.flats]
         whole = sum(flat.elements * size for flat, size in flats)
         trained = sum(flat.elements * size for flat, size in flats if flat.trainable)
+        self._gradients = trained if self.sharded.frees_gradients else 0
         own = sum(flat.shard.numel() * size for flat, size in flats if flat.trainable)
         return round(whole + trained + held * trained / max(1, own)), round(
             taken * trained / max(1, own)

@@ -238,9 +238,15 @@ def _from_trainer(trainer: Any) -> Recipe:
             trainer.model, device_placement=False, evaluation_mode=True
         )
 
-    casts = find_autocast(trainer.accelerator)
     return Recipe(
-        module, optimizer, None, data, mixed_precision=mixed, casts=casts, prepare=prepare
+        module,
+        optimizer,
+        None,
+        data,
+        mixed_precision=mixed,
+        casts=find_autocast(trainer.accelerator),
+        accumulates=trainer.args.gradient_accumulation_steps > 1,
+        prepare=prepare,
     )
 
 

@@ -64,6 +64,7 @@ class Recipe(msgspec.Struct, frozen=True):
     sample_batch: SampleBatch | None = None
     mixed_precision: str = ""  # a Trainer's, as accelerate names it: no | fp16 | bf16
     casts: Any = None  # the type of an autocast around the module's forward pass, if it is known
+    accumulates: bool = False  # gradients of several batches are added up before a step
     # called once before any sharding, with True if the model will be sharded
     prepare: Callable[[bool], None] = lambda _: None
 

@@ -249,6 +249,18 @@ class Flat:
         self.held.add("gathered", -byte_count(self._grads))
         self._work, self._grads = [], None
 
+    def release_gradients(self) -> None:
+        """Free this rank's gradients if all of them were cleared, until the next backward pass.
+
+        Activations are at their peak before gradients exist, as in a training on one device.
+        """
+        if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
+            return
+        self.held.add("gradients", -byte_count(self._grad_shard))
+        self._grad_shard = None
+        for slot in self.slots:
+            slot.view = None
+
     def _make_views(self) -> torch.Tensor:
         """Return the gradient of this rank's shard, after giving each slot its view of it."""
         if self._grad_shard is None:

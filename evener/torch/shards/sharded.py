@@ -83,6 +83,7 @@ class Sharded:
         self.done: Callable[[], None] = lambda: None
         self._dtype = dtype
         self.keeps = keeps
+        self.frees_gradients = True  # once they are cleared; False: their memory stays reserved
         self._sums = True  # the backward pass of the last forward pass ends with a sum
         self.waits = False  # gradients of passes wait for their sum
         self._follows: dict[
@@ -192,6 +193,9 @@ class Sharded:
             unit.check_unchanged()
             if not (self.keeps and self.waits):
                 unit.free()  # a step may have moved its weights
+            if self.frees_gradients:
+                for flat in unit.trained:
+                    flat.release_gradients()
         self._last = self.root
 
     def end_forward(self, unit: Unit, outputs: Any) -> None:
