@@ -28,7 +28,7 @@ from .types import (
 )
 
 
-class OnDevice(msgspec.Struct, frozen=True):
+class DeviceUse(msgspec.Struct, frozen=True):
     """A process on one device, as the driver reports it."""
 
     pid: int
@@ -60,7 +60,7 @@ class SnapshotBuilder:
         self,
         samples: Sequence[DeviceSample],
         notes: tuple[str, ...] = (),
-        seen: Mapping[str, Sequence[OnDevice]] | None = None,
+        seen: Mapping[str, Sequence[DeviceUse]] | None = None,
         driver: str = "",
         host: HostSample | None = None,
     ) -> Snapshot:
@@ -84,7 +84,7 @@ class SnapshotBuilder:
         )
 
     def complete(
-        self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[OnDevice]]
+        self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
         """Return the samples with samples/s filled in, and a row for each process that the driver
         reports or that reports itself.
@@ -108,17 +108,17 @@ class SnapshotBuilder:
         return tuple(_with_rate(sample, rates) for sample in samples), tuple(rows)
 
 
-def _on(device: Device, seen: Sequence[OnDevice], rates: Rates) -> list[OnDevice]:
+def _on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
     """Return the processes on one device: those its driver reports, then those
     known only by their own reports.
     """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
-    return [*seen, *(OnDevice(pid) for pid in reported if pid not in known)]
+    return [*seen, *(DeviceUse(pid) for pid in reported if pid not in known)]
 
 
 def _row(
-    device: Device, seen: OnDevice, look: ProcessReading, rate: tuple[float, float] | None
+    device: Device, seen: DeviceUse, look: ProcessReading, rate: tuple[float, float] | None
 ) -> ProcessSample:
     unknown = Reading(State.STALE) if look.start_time else UNSUPPORTED
     memory_bytes = seen.memory_bytes

@@ -231,7 +231,7 @@ class ChildProber:
         if len(group.children) > 1 or not (error.root.out_of_memory and error.root.recovered):
             return False
         try:
-            kept = group.rest(self._timeouts.prepare, self._closed)
+            kept = group.release_memory(self._timeouts.prepare, self._closed)
         except (GroupError, HostLostError, StoppedError):
             return False
         group.fresh = False
@@ -276,7 +276,7 @@ class ChildProber:
             # devices that share cores or caches slow each other: keep stepping until the round ends
             while self._running:
                 group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
-            kept = group.rest(self._timeouts.prepare, self._closed)
+            kept = group.release_memory(self._timeouts.prepare, self._closed)
         except (GroupError, HostLostError, StoppedError):
             group.end()  # its earlier measurements stay valid
             return

@@ -37,12 +37,12 @@ from .protocol import (
     Exited,
     HostLost,
     InvalidReply,
+    MemoryReleased,
     Message,
     Prepared,
     Ready,
+    ReleaseMemory,
     Reply,
-    Rest,
-    Rested,
     Stack,
     encode_line,
     parse_reply,
@@ -293,15 +293,15 @@ class ChildGroup:
                 found[rank] = RankFailure(rank, "device", loss)
         return found
 
-    def rest(self, seconds: float, stop: threading.Event) -> dict[int, int]:
+    def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
         """Make every rank release unused memory. Returns the bytes that the group still holds, by
         device position, without positions where that is unknown.
 
         Raises GroupError if a rank doesn't reply within `seconds`, and
         StoppedError as `receive` does.
         """
-        replies = self.call(lambda _: Rest(), Rested, seconds, stop)
-        sizes = [size for reply in replies for size in cast(Rested, reply).memory_bytes]
+        replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
+        sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]
         kept: defaultdict[int, int] = defaultdict(int)
         for position, size in zip(self.ranks.positions, sizes, strict=False):
             if size is not None:

@@ -39,7 +39,7 @@ WAIT_SECONDS = 2.0
 LOG_BYTES = 64 << 10  # how much of the end of a server's output is kept
 
 
-class Start(msgspec.Struct, frozen=True, tag=True):
+class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     """Fork a child with these environment variables, on these cores. The descriptors of its three
     standard streams come with the message.
     """
@@ -50,7 +50,7 @@ class Start(msgspec.Struct, frozen=True, tag=True):
     cores: tuple[int, ...] = ()  # empty: all
 
 
-class Signal(msgspec.Struct, frozen=True, tag=True):
+class SignalRequest(msgspec.Struct, frozen=True, tag=True):
     """Send a signal to a child, or to its whole process group, if it is still running."""
 
     key: int
@@ -58,14 +58,14 @@ class Signal(msgspec.Struct, frozen=True, tag=True):
     group: bool = False
 
 
-class Forked(msgspec.Struct, frozen=True, tag=True):
+class ChildForked(msgspec.Struct, frozen=True, tag=True):
     """A child has been forked."""
 
     key: int
     pid: int
 
 
-class Ended(msgspec.Struct, frozen=True, tag=True):
+class ChildExited(msgspec.Struct, frozen=True, tag=True):
     """A child has exited; `code` is negative if a signal killed it."""
 
     key: int
@@ -73,8 +73,12 @@ class Ended(msgspec.Struct, frozen=True, tag=True):
     peak_bytes: int = 0  # its peak memory
 
 
-_decoder: msgspec.json.Decoder[Start | Signal] = msgspec.json.Decoder(Start | Signal)
-_answer_decoder: msgspec.json.Decoder[Forked | Ended] = msgspec.json.Decoder(Forked | Ended)
+_decoder: msgspec.json.Decoder[ForkRequest | SignalRequest] = msgspec.json.Decoder(
+    ForkRequest | SignalRequest
+)
+_answer_decoder: msgspec.json.Decoder[ChildForked | ChildExited] = msgspec.json.Decoder(
+    ChildForked | ChildExited
+)
 
 
 class ForkServer:
@@ -98,7 +102,7 @@ class ForkServer:
             if channel in ready and not self._carry_out():
                 break
         for key in self._pids:
-            self._send_signal(Signal(key, signal.SIGKILL, True))
+            self._send_signal(SignalRequest(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
         """Handle the next request. Returns False if the socket has closed."""
@@ -106,29 +110,29 @@ class ForkServer:
         if not data:
             return False
         match _decoder.decode(data):
-            case Start() as start:
+            case ForkRequest() as start:
                 self._fork(start, descriptors)
-            case Signal() as request:
+            case SignalRequest() as request:
                 self._send_signal(request)
         return True
 
-    def _fork(self, start: Start, streams: Sequence[int]) -> None:
+    def _fork(self, start: ForkRequest, streams: Sequence[int]) -> None:
         try:
             pid = os.fork()
         except OSError as error:
             os.write(streams[2], f"fork: {error}".encode())
-            self._answer(Ended(start.key, 1))
+            self._answer(ChildExited(start.key, 1))
         else:
             if not pid:
                 self._be_child(start, streams)
             self._pids[start.key] = pid
             self._keys[os.pidfd_open(pid)] = start.key
-            self._answer(Forked(start.key, pid))
+            self._answer(ChildForked(start.key, pid))
         finally:
             for descriptor in streams:
                 os.close(descriptor)
 
-    def _be_child(self, start: Start, streams: Sequence[int]) -> None:
+    def _be_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
         """Run as the forked child; never returns."""
         try:
             os.setsid()  # its process group is its own
@@ -149,9 +153,9 @@ class ForkServer:
         key = self._keys.pop(descriptor)
         os.close(descriptor)
         _, status, used = os.wait4(self._pids.pop(key), 0)
-        self._answer(Ended(key, os.waitstatus_to_exitcode(status), used.ru_maxrss << 10))
+        self._answer(ChildExited(key, os.waitstatus_to_exitcode(status), used.ru_maxrss << 10))
 
-    def _send_signal(self, request: Signal) -> None:
+    def _send_signal(self, request: SignalRequest) -> None:
         pid = self._pids.get(request.key)
         if pid is None:
             return
@@ -160,7 +164,7 @@ class ForkServer:
         except ProcessLookupError:  # it has no group of its own yet
             os.kill(pid, request.number)
 
-    def _answer(self, answer: Forked | Ended) -> None:
+    def _answer(self, answer: ChildForked | ChildExited) -> None:
         with suppress(OSError):
             self._channel.send(msgspec.json.encode(answer))
 
@@ -251,7 +255,7 @@ class ServerProcess:
         self._children[key] = child
         try:
             request = msgspec.json.encode(
-                Start(key, os.getcwd(), environment.variables, environment.cores)
+                ForkRequest(key, os.getcwd(), environment.variables, environment.cores)
             )
             socket.send_fds(self._channel, [request], streams)
         except OSError:
@@ -272,7 +276,7 @@ class ServerProcess:
             self._process.send_signal(number)
         else:
             with suppress(OSError):
-                self._channel.send(msgspec.json.encode(Signal(key, number, group)))
+                self._channel.send(msgspec.json.encode(SignalRequest(key, number, group)))
 
     def read_log(self) -> bytes:
         """Return the end of the server's standard output and standard error."""
@@ -298,9 +302,9 @@ class ServerProcess:
                 if not data:
                     break
                 match _answer_decoder.decode(data):
-                    case Forked(key, pid):
+                    case ChildForked(key, pid):
                         self._children[key].pid = pid
-                    case Ended(key, code, peak_bytes):
+                    case ChildExited(key, code, peak_bytes):
                         self._children.pop(key).finish(code, peak_bytes)
         for child in filter(lambda each: each.pid, self._children.values()):
             child.finish(-signal.SIGKILL)  # by the kernel

@@ -1,6 +1,6 @@
 """The hosts of a session's devices behind one interface: this machine, and other hosts through Ray.
 
-A `RemoteHost` talks to a `HostServant` in evener's actor on a host of the cluster. A thread
+A `RemoteHost` talks to a `HostService` in evener's actor on a host of the cluster. A thread
 receives the messages of the children there, and delivers them as those of local children.
 """
 
@@ -145,7 +145,7 @@ class LocalHost:
         self.monitor.close()
 
 
-class HostServant(LocalHost):
+class HostService(LocalHost):
     """The local host in evener's actor on another machine, where each call runs in its own thread.
     Integer keys identify its children.
     """
@@ -222,11 +222,11 @@ class RemoteChild(RunningChild):
         self.alive = True  # according to its last message
         self._host = host
         self._key = key
-        self.generation = host.servant.generation  # of the actor that it runs in
+        self.generation = host.service.generation  # of the actor that it runs in
 
     def send(self, command: Command) -> None:
         """Send a command. If the child is gone, the inbox receives a message about it."""
-        self._host.servant.begin("send", self._key, command)
+        self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
         """Return the child's current stack; None if the child doesn't answer."""
@@ -265,8 +265,8 @@ class RemoteHost:
         script: ScriptCopy | None,
     ) -> None:
         self._name = name
-        self.servant = find_agent(name).keep(
-            HostServant, tuple(devices), framework, workload, name, script
+        self.service = find_agent(name).keep(
+            HostService, tuple(devices), framework, workload, name, script
         )
         self._keys = itertools.count()
         self._children: dict[int, RemoteChild] = {}
@@ -275,24 +275,26 @@ class RemoteHost:
         threading.Thread(target=self._receive, name=f"children on {name}", daemon=True).start()
 
     def ask(self, method: str, *arguments: Any, **how: Any) -> Any:
-        """Call a method of the host as `LocalHost.ask` does, and wait for its answer as `Kept.ask`
-        does. If the actor has exited, a new actor is started and asked instead.
+        """Call a method of the host's `LocalHost`, and return its answer.
+
+        `how` are the options of `RemoteObject.ask`. If the actor has exited, a new actor is started
+        and called instead.
         """
         if self._lost is not None:
             raise self._lost
-        generation = self.servant.generation
+        generation = self.service.generation
         try:
-            return self.servant.ask(method, *arguments, **how)
+            return self.service.ask(method, *arguments, **how)
         except ActorLostError:
             if not self._recover(generation):
                 raise
-        return self.servant.ask(method, *arguments, **how)
+        return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
         """Restart the host in a new actor, and report the old actor's children as killed. Returns
         False if the host can't be restarted or this session has closed it.
         """
-        if self._closed.is_set() or not self.servant.restart(generation):
+        if self._closed.is_set() or not self.service.restart(generation):
             return False
         for key, child in tuple(self._children.items()):
             if child.generation <= generation and self._children.pop(key, None) is not None:
@@ -306,7 +308,7 @@ class RemoteHost:
         key = next(self._keys)
         self._children[key] = child = RemoteChild(self, key, rank, inbox)
         try:
-            self.servant.ask("begin_child", key, environment, cap_bytes)
+            self.service.ask("begin_child", key, environment, cap_bytes)
         except ActorLostError:
             if not self._recover(child.generation):  # otherwise the child is reported as killed
                 raise
@@ -330,13 +332,13 @@ class RemoteHost:
         """Kill every child on the host; safe to call twice."""
         if not self._closed.is_set():
             self._closed.set()
-            self.servant.close()
+            self.service.close()
 
     def _receive(self) -> None:
         while not self._closed.is_set():
-            generation = self.servant.generation
+            generation = self.service.generation
             try:
-                messages = self.servant.ask("receive", seconds=SILENT_SECONDS)
+                messages = self.service.ask("receive", seconds=SILENT_SECONDS)
             except Exception as error:
                 if isinstance(error, ActorLostError) and self._recover(generation):
                     continue

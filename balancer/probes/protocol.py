@@ -85,11 +85,11 @@ class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
     """
 
 
-class Rest(msgspec.Struct, frozen=True, tag=True):
+class ReleaseMemory(msgspec.Struct, frozen=True, tag=True):
     """Release unused memory, because no step follows for now."""
 
 
-Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | Rest
+Command = Build | Prepare | RunSteps | KeepBatch | MeasureLink | TimeOnDevice | ReleaseMemory
 
 
 class Ready(msgspec.Struct, frozen=True, tag=True):
@@ -148,7 +148,7 @@ class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
     seconds: Seconds | None
 
 
-class Rested(msgspec.Struct, frozen=True, tag=True):
+class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
     """The bytes that the child still holds on each of its devices; None if unknown, or if the
     framework never releases memory.
     """
@@ -170,7 +170,15 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
 
 
 Reply = (
-    Ready | Built | Prepared | Ran | BatchKept | LinkMeasured | TimedOnDevice | Rested | ChildError
+    Ready
+    | Built
+    | Prepared
+    | Ran
+    | BatchKept
+    | LinkMeasured
+    | TimedOnDevice
+    | MemoryReleased
+    | ChildError
 )
 
 command_decoder: msgspec.json.Decoder[Command] = msgspec.json.Decoder(Command)

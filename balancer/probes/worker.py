@@ -73,7 +73,7 @@ def run_child(parent: int) -> None:
     worker = Worker()
     replies.write(protocol.encode_line(protocol.Ready()))
     replies.flush()
-    for text in _read_lines(commands, worker.rest):
+    for text in _read_lines(commands, worker.report_idle):
         command = protocol.command_decoder.decode(text)
         try:
             reply = worker.execute(command)
@@ -118,12 +118,12 @@ class Worker:
                 return protocol.LinkMeasured(self._built()[0].measure_link())
             case protocol.TimeOnDevice():
                 return protocol.TimedOnDevice(self._built()[0].time_on_device())
-            case protocol.Rest():
-                return protocol.Rested(tuple(self._built()[0].release_memory()) or (None,))
+            case protocol.ReleaseMemory():
+                return protocol.MemoryReleased(tuple(self._built()[0].release_memory()) or (None,))
             case _:
                 raise ValueError(f"unknown command: {command}")
 
-    def rest(self) -> None:
+    def report_idle(self) -> None:
         """Report to the monitor that this process isn't training now."""
         self._reporter.close()
 

@@ -54,7 +54,7 @@ class ActorLostError(HostLostError):
     """
 
 
-class Servant:
+class HostActor:
     """The object inside the actor, which calls functions and keeps objects between calls."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Agent:
         self._group: Any = None  # a placement group that holds them
 
     def begin(self, method: str, *arguments: Any) -> Any:
-        """Start a call of the servant's method without waiting; `finish` returns the answer."""
+        """Start a call of the actor's method without waiting; `finish` returns the answer."""
         return getattr(self._actor, method).remote(*arguments)
 
     def finish(
@@ -154,7 +154,7 @@ class Agent:
         """Call a function of evener on the host, and return its result."""
         return cast(T, self.finish(self.begin("call", function, *arguments)))
 
-    def keep(self, make: Callable[..., Any], *arguments: Any) -> Kept:
+    def keep(self, make: Callable[..., Any], *arguments: Any) -> RemoteObject:
         """Create an object on the host, and return a handle.
 
         Closing the handle closes the object.
@@ -162,7 +162,7 @@ class Agent:
         name = uuid.uuid4().hex
         self.finish(self.begin("keep", name, make, *arguments))
         self._kept[name] = make, arguments
-        return Kept(self, name)
+        return RemoteObject(self, name)
 
     def drop(self, name: str) -> None:
         """Close an object on the host, unless the host has gone."""
@@ -234,7 +234,7 @@ class Agent:
         ray.kill(self._actor)
 
 
-class Kept:
+class RemoteObject:
     """A handle of an object that an agent keeps on its host."""
 
     def __init__(self, agent: Agent, name: str) -> None:
@@ -343,12 +343,12 @@ def find_agent(host: str) -> Agent:
 
 
 def start_actor(node: Node, gpus: int) -> Any:
-    """Return a new servant actor on the node, which reserves this number of its GPUs."""
+    """Return a new actor on the node, which reserves this number of its GPUs."""
     import ray
     from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
     return (
-        ray.remote(Servant)
+        ray.remote(HostActor)
         .options(
             num_cpus=0,
             num_gpus=gpus,

@@ -26,7 +26,15 @@ from ..backend import Discovery
 from ..registry import BACKENDS, all_backends, find_here
 from ..terms import EVERY_HOST
 from ..types import LOST, Device, DeviceSample, HostSample, Snapshot, Source, Term, group_by_host
-from .agents import Agent, HostLostError, Kept, ask_each, find_agent, start_actor, start_agents
+from .agents import (
+    Agent,
+    HostLostError,
+    RemoteObject,
+    ask_each,
+    find_agent,
+    start_actor,
+    start_agents,
+)
 from .connection import Node, connect, list_nodes
 
 Devices = tuple[Device, ...]
@@ -324,7 +332,7 @@ class ClusterSource:
     ) -> None:
         self._devices = tuple(devices)
         self._notes = notes
-        self._hosts: dict[str, Kept] = {}
+        self._hosts: dict[str, RemoteObject] = {}
         for host, own in group_by_host(devices).items():
             local = tuple(msgspec.structs.replace(device, host="") for device in own)
             self._hosts[host] = find_agent(host).keep(open_host, local)

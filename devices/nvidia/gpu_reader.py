@@ -14,7 +14,7 @@ from typing import Any
 import msgspec
 
 from ..backend import Vitals
-from ..snapshot_builder import OnDevice
+from ..snapshot_builder import DeviceUse
 from ..types import UNSUPPORTED, Device, DeviceSample, Reading, State, value
 from .nvml_calls import (
     DRAM,
@@ -413,9 +413,9 @@ class GpuProcesses:
         # use by pid, and the reading of all other processes
         self._use: tuple[Mapping[int, float], Reading] = ({}, UNSUPPORTED)
         self._since = 0  # the driver's time of the newest utilization sample, in microseconds
-        self._seen: tuple[OnDevice, ...] = ()
+        self._seen: tuple[DeviceUse, ...] = ()
 
-    def read(self, now: float) -> Sequence[OnDevice]:
+    def read(self, now: float) -> Sequence[DeviceUse]:
         """Return the GPU's processes.
 
         Raises GpuGoneError or DriverGoneError if the GPU or the driver has gone.
@@ -432,7 +432,7 @@ class GpuProcesses:
         self._looks += 1
         use, otherwise = self._use
         self._seen = tuple(
-            OnDevice(
+            DeviceUse(
                 pid,
                 UNSUPPORTED if used is None else value(used),
                 value(use[pid]) if pid in use else otherwise,

@@ -18,7 +18,7 @@ import msgspec
 
 from evener.errors import DeviceError
 
-from ..snapshot_builder import OnDevice, SnapshotBuilder
+from ..snapshot_builder import DeviceUse, SnapshotBuilder
 from ..types import LOST, Device, DeviceSample, Reading, Snapshot, State
 from .gpu_reader import GpuReader
 from .nvml_calls import DriverGoneError, GpuGoneError
@@ -173,7 +173,7 @@ class NvmlSource:
             except DeviceError as fault:
                 self._trouble = str(fault)
 
-    def _sample(self, slot: _Slot, now: float) -> tuple[DeviceSample, Sequence[OnDevice]]:
+    def _sample(self, slot: _Slot, now: float) -> tuple[DeviceSample, Sequence[DeviceUse]]:
         if slot.reader is None and self._is_open and now >= slot.retry_at:
             self._find_again(slot, now)
         if slot.reader is not None:

@@ -21,7 +21,7 @@ from pathlib import Path
 
 from evener.balancer.probes.launch_plan import find_free_ports
 from evener.balancer.probes.script_copy import ScriptCopy, WrittenScript, copy_script
-from evener.devices.cluster.agents import Agent, HostLostError, Kept, start_agents
+from evener.devices.cluster.agents import Agent, HostLostError, RemoteObject, start_agents
 from evener.devices.cluster.connection import check_head
 from evener.devices.cluster.discovery import find_plan_nodes
 
@@ -150,7 +150,7 @@ def _train(
 class HostPart:
     """One host's part of a training run. A thread prints its output until it ends."""
 
-    def __init__(self, host: str, training: Kept, end_seconds: float) -> None:
+    def __init__(self, host: str, training: RemoteObject, end_seconds: float) -> None:
         self._end_seconds = end_seconds
         self.code: int | None = None
         self.lost = False

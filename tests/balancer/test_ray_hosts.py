@@ -359,7 +359,7 @@ def list_servants(host: str) -> list[psutil.Process]:
         for process in list_processes("raylet")
         if any(f"--node_ip_address={host}" in part for part in process.cmdline())
     }
-    found = [each for each in list_processes("ray::Servant") if each.ppid() in raylets]
+    found = [each for each in list_processes("ray::HostActor") if each.ppid() in raylets]
     return sorted(found, key=lambda each: each.create_time())
 
 
@@ -458,7 +458,7 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
         "synthetic",
         "--share",
     ]
-    before = {process.pid for process in list_processes("ray::Servant")}
+    before = {process.pid for process in list_processes("ray::HostActor")}
     errors = tmp_path / "errors.txt"
     with errors.open("w") as stream:
         driver = subprocess.Popen(
@@ -471,7 +471,7 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
     assert driver.poll() is None, errors.read_text()
     started = [
         *list_children(),
-        *(each for each in list_processes("ray::Servant") if each.pid not in before),
+        *(each for each in list_processes("ray::HostActor") if each.pid not in before),
     ]
     assert len(started) >= 4
     driver.send_signal(signal.SIGKILL)

@@ -14,7 +14,7 @@ import pytest
 from evener.devices import network
 from evener.devices.cpu import CpuSource, slices
 from evener.devices.processes import HostMeter, ProcessReading, ProcessTable, clean_text
-from evener.devices.snapshot_builder import OnDevice, SnapshotBuilder, TrainingRates, rate_reading
+from evener.devices.snapshot_builder import DeviceUse, SnapshotBuilder, TrainingRates, rate_reading
 from evener.devices.types import UNSUPPORTED, Device, DeviceSample, Reading, State
 from evener.live.reporter import LiveDevice, Training
 
@@ -223,7 +223,7 @@ def test_a_process_on_two_devices_is_measured_once_a_tick() -> None:
     """
     builder = SnapshotBuilder(TrainingRates(lambda: ()))
     samples = [DeviceSample(device=SLICE), DeviceSample(device=OTHER)]
-    seen = {SLICE.id: [OnDevice(os.getpid())], OTHER.id: [OnDevice(os.getpid())]}
+    seen = {SLICE.id: [DeviceUse(os.getpid())], OTHER.id: [DeviceUse(os.getpid())]}
     builder.complete(samples, seen)
     until = time.process_time() + 0.1
     while time.process_time() < until:

@@ -22,7 +22,7 @@ from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.children import ChildGroup, Inbox
 from evener.balancer.probes.hosts import LocalHost
 from evener.balancer.probes.measurement import Timeouts
-from evener.balancer.probes.protocol import Command, Reply, Rest, RunSteps
+from evener.balancer.probes.protocol import Command, ReleaseMemory, Reply, RunSteps
 from evener.balancer.request import Job, Request
 from evener.balancer.types import (
     Failed,
@@ -119,7 +119,7 @@ def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
     assert short < long - 0.5, "what it does then isn't measured"
     steps = [position for position, command in asked if command is RunSteps]
     assert 0 in steps[-3:]
-    assert dict(asked) == {0: Rest, 1: Rest}, "and no longer"
+    assert dict(asked) == {0: ReleaseMemory, 1: ReleaseMemory}, "and no longer"
 
 
 def test_a_loss_that_is_lost_is_a_warning_with_its_step_and_stays_one(make: Make) -> None:

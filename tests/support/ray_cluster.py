@@ -77,7 +77,7 @@ def list_children() -> list[psutil.Process]:
     """The children of probes that the cluster's actors started; other tests may run some of their
     own meanwhile.
     """
-    actors = {process.pid for process in list_processes("ray::Servant")}
+    actors = {process.pid for process in list_processes("ray::HostActor")}
     found = []
     for actor in actors:
         with contextlib.suppress(psutil.Error):
