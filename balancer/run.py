@@ -13,7 +13,7 @@ from evener.system.files import new_run_id, runs_folder
 
 from . import journal
 from .events import Finished
-from .intake import take_in
+from .jobs import make_job
 from .journal import Header, Journal, JournalContents, LaterEntry
 from .request import Job, Request
 from .store import runs
@@ -79,7 +79,7 @@ def open_run(
     """
     if resume is not None:
         return reopen(resume, request, extend_seconds)
-    return begin(take_in(request))
+    return begin(make_job(request))
 
 
 def begin(job: Job) -> OpenRun:
@@ -132,7 +132,7 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
             budget_seconds=budget,
             ray_address=request.ray_address or header.request.ray_address,
         )
-        found = take_in(wanted)
+        found = make_job(wanted)
         _check_devices(header, found)
         locks.enter_context(lock_job(found, run=folder.name))
         more = extend_seconds is not None or (

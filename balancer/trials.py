@@ -235,7 +235,7 @@ def _measure_alone(
     return tuple(figures)
 
 
-class DeviceOutlook(msgspec.Struct, frozen=True):
+class DryRunDevice(msgspec.Struct, frozen=True):
     """A device's memory, and the most rows that should fit in it at once; None if unknown."""
 
     label: str
@@ -270,12 +270,12 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
         )
 
 
-class Outlook(msgspec.Struct, frozen=True):
+class DryRunResult(msgspec.Struct, frozen=True):
     """The results of a dry run. `steps` are (batch, seconds) on the first device."""
 
     workload: str
     framework: str
-    devices: tuple[DeviceOutlook, ...]
+    devices: tuple[DryRunDevice, ...]
     steps: tuple[tuple[int, float], ...]
     start_seconds: float  # to start a process and build the workload
     budget_seconds: float | None
@@ -303,7 +303,7 @@ class Outlook(msgspec.Struct, frozen=True):
         return " ".join([*sentences, "Nothing was kept."])
 
 
-def dry_run(resolved: Job, report: Report, stop: threading.Event) -> Outlook | None:
+def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
     """Build the workload on the first device, run steps of two batches, and estimate what fits.
     Returns None if `stop` is set before both batches have run.
 
@@ -422,16 +422,16 @@ def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutErro
     )
 
 
-def _foresee(resolved: Job, timed: Sequence[Timed]) -> Outlook:
+def _foresee(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
     problem = resolved.problem
     steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
     sizes = [(seen.probe.layout.global_batch, seen.memory_bytes[0]) for seen in timed]
     points = tuple((batch, size) for batch, size in sizes if size)
     devices = tuple(
-        DeviceOutlook(device.label, device.name, limit, _predict_largest(limit, points, problem))
+        DryRunDevice(device.label, device.name, limit, _predict_largest(limit, points, problem))
         for device, limit in zip(resolved.devices, problem.memory_bytes, strict=True)
     )
-    return Outlook(
+    return DryRunResult(
         workload=resolved.workload,
         framework=resolved.framework,
         devices=devices,

@@ -18,7 +18,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.probes.child_prober import Prober, make_prober
 from evener.balancer.request import Request
 from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
@@ -123,7 +123,7 @@ def _largest_two(batches: Sequence[int]) -> tuple[int, int]:
 
 def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, Any]:
     """The whole grid, as one JSON document."""
-    prober = make_prober(take_in(request))
+    prober = make_prober(make_job(request))
     try:
         grid = Grid(prober, options.seconds)
         own = chosen(plan)

@@ -24,7 +24,7 @@ import msgspec
 
 from benchmarks.trainer_processes import Ranks, name_build
 from benchmarks.training import balance
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.request import Request
 from evener.balancer.trials import ProbeLength, ProbeRepeat, choose_layout, repeat_probe
 from evener.balancer.types import Layout
@@ -104,7 +104,7 @@ def alternate(
     """The rates of probes, and of the blocks between each two of them; each side's processes
     stay.
     """
-    resolved, active = take_in(make_request(options, trainer)), plan.layout.active
+    resolved, active = make_job(make_request(options, trainer)), plan.layout.active
     places = [i for i, share in enumerate(plan.layout.share) if share.batch]
     sizes = [share.batch for share in active], [share.micro or share.batch for share in active]
     layout = choose_layout(len(resolved.devices), places, *sizes)

@@ -220,10 +220,10 @@ class EvenerApp(BaseApp):
         """Return what the terminal shows after the app is closed: about the last search, and about
         a training that was started here.
         """
-        from .text.leaving import leaving_lines
+        from .text.closing import closing_lines
 
         path = self.written_plans.get(self.last_run, "")
-        lines = leaving_lines(self.last_run, path, width) if self.last_run else []
+        lines = closing_lines(self.last_run, path, width) if self.last_run else []
         if self.training is not None:
             lines += self.training.last_words()
         return lines

@@ -180,14 +180,14 @@ def make_session(request: Request, **resumed: Any) -> EventThread:
     of a comparison.
     """
     from evener.balancer.families import FAMILIES
-    from evener.balancer.intake import take_in_comparison
+    from evener.balancer.jobs import make_comparison_job
     from evener.balancer.run import begin, open_run
     from evener.balancer.session import Session
 
     if request.compare is not None and not resumed:
         families = request.compare.families
         return Session(
-            begin(take_in_comparison(request, None if families == tuple(FAMILIES) else families))
+            begin(make_comparison_job(request, None if families == tuple(FAMILIES) else families))
         )
     return Session(open_run(request, **resumed))
 

@@ -85,7 +85,7 @@ def entry(key: str, words: str | Content, more: str = "") -> Content:
     )
 
 
-class Offered(NamedTuple):
+class OfferedKey(NamedTuple):
     """A key binding with its description, and the widget or screen that has it."""
 
     node: DOMNode
@@ -98,7 +98,7 @@ class Offered(NamedTuple):
         return parse(self.binding.action)[1]
 
 
-def offered_keys(screen: Widget) -> Iterator[Offered]:
+def offered_keys(screen: Widget) -> Iterator[OfferedKey]:
     """Yield the keys of a screen and its panels that work now; each action once."""
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
@@ -111,7 +111,7 @@ def offered_keys(screen: Widget) -> Iterator[Offered]:
                 if not _has_effect(node, binding) or named in seen:
                     continue
                 seen.add(named)
-                yield Offered(node, binding, owner if node is not screen else "")
+                yield OfferedKey(node, binding, owner if node is not screen else "")
 
 
 def _has_effect(node: DOMNode, binding: Binding) -> bool:
@@ -201,7 +201,7 @@ class AppProvider(Provider):
                 yield Hit(score, shown, command, text=title)
 
 
-async def _press(app: BaseApp, offered: Offered) -> None:
+async def _press(app: BaseApp, offered: OfferedKey) -> None:
     """Run the key's action on the panel that has the key."""
     node = offered.node
     if isinstance(node, Widget) and node.can_focus:

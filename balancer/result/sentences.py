@@ -61,7 +61,7 @@ PLAIN_PARALLEL = {
 }
 
 
-class Written(msgspec.Struct, frozen=True):
+class VerdictText(msgspec.Struct, frozen=True):
     """A verdict as text. The answer begins with a mark if devices were simulated."""
 
     answer: str
@@ -83,12 +83,12 @@ class Written(msgspec.Struct, frozen=True):
         return "\n".join((*([self.advice] if self.advice else []), self.headline, *self.remarks))
 
 
-def write_verdict(verdict: Verdict) -> Written:
+def write_verdict(verdict: Verdict) -> VerdictText:
     """Return the verdict as text."""
     mark = SIMULATED if verdict.simulated else ""
     knobs = [KNOBS.get(knob, knob) for knob in verdict.chosen.knobs]
     with_knobs = f", with {join_words(knobs)}" if knobs else ""
-    return Written(
+    return VerdictText(
         f"{mark}{verdict.chosen.answer}{with_knobs}",
         _write_figure(verdict),
         ", ".join(_write_gains(verdict)),

@@ -32,7 +32,7 @@ from evener.system.files import runs_folder
 
 from .. import journal
 from ..events import Event, EventThread, Finished, Observed, ProbeStarted, Started
-from ..intake import read_job
+from ..jobs import read_job
 from ..journal import (
     LONGEST_LINE_BYTES,
     AskedEntry,

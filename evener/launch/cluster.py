@@ -70,7 +70,7 @@ def launch_on_cluster(
             if rendezvous is not None and not attempt:
                 options += ["--rendezvous", rendezvous]
             make = functools.partial(
-                HostTraining,
+                HostLaunch,
                 to_toml(plan),
                 str(path.absolute()),
                 script,
@@ -115,7 +115,7 @@ def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
 
 def _train(
     agents: Sequence[Agent],
-    make: Callable[..., HostTraining],
+    make: Callable[..., HostLaunch],
     options: Sequence[str],
     command: Sequence[str],
     caught: Sequence[int],
@@ -125,7 +125,7 @@ def _train(
 
     Return the exit code and the lost hosts.
     """
-    parts: list[HostPart] = []
+    parts: list[RemoteLaunch] = []
     lost: set[str] = set()
     try:
         if "--rendezvous" not in options:
@@ -135,7 +135,7 @@ def _train(
         for agent in agents:
             own = ["--host", agent.host, *options]
             kept = agent.keep(make, own, tuple(command), str(Path.cwd()))
-            parts.append(HostPart(agent.host, kept, end_seconds))
+            parts.append(RemoteLaunch(agent.host, kept, end_seconds))
         code = wait_for_hosts(parts, caught)
     except HostLostError as gone:
         say(f"the host {gone.host} {gone.why}")
@@ -147,7 +147,7 @@ def _train(
     return code, lost | {part.host for part in parts if part.lost}
 
 
-class HostPart:
+class RemoteLaunch:
     """One host's part of a training run. A thread prints its output until it ends."""
 
     def __init__(self, host: str, training: RemoteObject, end_seconds: float) -> None:
@@ -183,7 +183,7 @@ class HostPart:
         self.code = code
 
 
-def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
+def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
     """Wait until all parts have ended or the training run has failed, and return the exit code.
 
     The wait also ends when a signal arrives. After a failed part the others get time to
@@ -205,7 +205,7 @@ def wait_for_hosts(parts: Sequence[HostPart], caught: Sequence[int]) -> int:
     return code or _find_failure(parts)
 
 
-def _find_failure(parts: Sequence[HostPart]) -> int:
+def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
     """Return the exit code of the first part that has failed; 0 if none has."""
     codes = (part.code for part in parts)
     return next((code for code in codes if code), 0)
@@ -229,7 +229,7 @@ READ_SECONDS = 1.0
 END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 
 
-class HostTraining:
+class HostLaunch:
     """One host's part of a training run, whose output is read remotely.
 
     The host's launch ends with this process. A script that names the plan file `planned` gets

@@ -23,20 +23,20 @@ class GuardedTraining:
     """A training run's name and its temporary folder.
 
     All processes of the run have the name in their environment. The folder is removed when training
-    ends. If `well` is set, leftover processes aren't killed then.
+    ends. If `succeeded` is set, leftover processes aren't killed then.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
         self.run = run
         self.folder = folder
-        self.well = False
+        self.succeeded = False
 
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
     """Return a context at whose end leftover processes of a training run are killed.
 
-    They aren't killed if `well` was set on the context's GuardedTraining. The run's folder is
+    They aren't killed if `succeeded` was set on the context's GuardedTraining. The run's folder is
     private and has an unpredictable name. Raises RequestError if it can't be created.
     """
     run = new_run_id()
@@ -63,4 +63,4 @@ def start_guard(prefix: str) -> Iterator[GuardedTraining]:
     finally:
         with caught_signals():
             if watching.poll() is None:
-                watching.communicate(watcher.WELL if guard.well else b"")
+                watching.communicate(watcher.SUCCEEDED if guard.succeeded else b"")

@@ -34,7 +34,7 @@ from ..training.start_rank import STARTS
 from .job import HostJob
 
 
-class Ending(msgspec.Struct, frozen=True):
+class GroupExit(msgspec.Struct, frozen=True):
     """How all processes of one start ended: successfully if there is no signal and no failure."""
 
     signal: int = 0  # the signal that the launcher received; 0: none
@@ -172,7 +172,7 @@ def _write(stream: int, text: bytes) -> None:
 POLL_SECONDS = 0.1
 
 
-def run_children(job: HostJob) -> Ending:
+def run_children(job: HostJob) -> GroupExit:
     """Start the processes as children and wait until they exit.
 
     If a process fails, the others get SIGTERM. If the launcher catches a signal, it is passed on to
@@ -186,10 +186,12 @@ def run_children(job: HostJob) -> Ending:
         finally:
             _end(running, caught[0] if caught else signal.SIGTERM, job.grace_seconds)
     if caught:
-        return Ending(caught[0])
+        return GroupExit(caught[0])
     first = job.plan.layout.active.index(job.own[0])
     failures = {first + i: code for i, code in codes.items() if code}
-    return Ending(failures=failures, left=tuple(first + i for i, code in codes.items() if not code))
+    return GroupExit(
+        failures=failures, left=tuple(first + i for i, code in codes.items() if not code)
+    )
 
 
 def _start(job: HostJob) -> list[subprocess.Popen[bytes]]:
@@ -310,7 +312,7 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
     return job.environment([more] * len(job.processes))
 
 
-def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
+def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
     """Return the ranks that failed by themselves.
 
     They are found from the `exitcode` and `timestamp` that the agent reports for each failure.
@@ -321,12 +323,12 @@ def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> Ending:
         if failure.timestamp < first + FORCE_SECONDS:
             ended[rank] = failure.exitcode
     if len(job.hosts) > 1:
-        return Ending(failures=ended)  # failures on other hosts aren't visible here
+        return GroupExit(failures=ended)  # failures on other hosts aren't visible here
     left = tuple(rank for rank in range(len(job.processes)) if rank not in failures)
-    return Ending(failures=ended, left=left)
+    return GroupExit(failures=ended, left=left)
 
 
-def run_agent(job: HostJob, max_restarts: int) -> Ending:
+def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
     """Start the processes through PyTorch's agent and wait until they exit.
 
     On several hosts the agents restart the processes themselves.
@@ -366,7 +368,7 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
         except ChildFailedError as error:
             return _read_failures(job, error.failures)
         except SignalException as error:
-            return Ending(error.sigval)
+            return GroupExit(error.sigval)
         except RendezvousError:
             host, port = job.meeting
             raise DeviceError(
@@ -377,4 +379,4 @@ def run_agent(job: HostJob, max_restarts: int) -> Ending:
                     "longer (--wait 10m)."
                 ),
             ) from None
-    return Ending()
+    return GroupExit()

@@ -28,7 +28,7 @@ from ..system.signals import caught_signals
 from ..training.launched import DEVICE, WANTS_PROCESSES
 from ..training.start_rank import STARTS
 from .job import HostJob, arrange
-from .processes import Ending, named_output, run_children
+from .processes import GroupExit, named_output, run_children
 
 
 def run_job(first: HostJob, max_restarts: int) -> int:
@@ -67,11 +67,11 @@ def run_job(first: HostJob, max_restarts: int) -> int:
     raise AssertionError("count() has no end")
 
 
-def _say_failure(job: HostJob, ended: Ending) -> int:
+def _say_failure(job: HostJob, ended: GroupExit) -> int:
     """Print how the training run failed, and return the exit code."""
     if job.executable and not job.has_several:
         code = ended.failures.get(0, 1)
-        alone = Ending(failures={0: code}).words
+        alone = GroupExit(failures={0: code}).words
         say(f"the program {alone.removeprefix('rank 0 ')}")
         return code if code > 0 else 128 - code
     others = "; the others were stopped" if len(job.plan.layout.active) > 1 else ""
@@ -79,7 +79,7 @@ def _say_failure(job: HostJob, ended: Ending) -> int:
     return 1
 
 
-def _start(job: HostJob, restarts_of_agents: int) -> Ending:
+def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
     if job.framework == "torch" and len(job.plan.layout.active) > 1:
         from .processes import run_agent
 

@@ -20,7 +20,7 @@ from contextlib import ExitStack, suppress
 GRACE_SECONDS = 3.0  # time for ranks to exit after the kernel's SIGTERM
 LONGEST_SECONDS = 10.0  # limit, as a process that hangs in a driver can't be killed
 POLL_SECONDS = 0.2
-WELL = b"well"
+SUCCEEDED = b"succeeded"
 MARK = "EVENER_RUN"  # as in evener.training.launched; all that a rank starts inherits it
 
 
@@ -36,7 +36,7 @@ def main() -> None:
     with suppress(OSError):  # the launcher may have ended already
         os.write(1, os.fsencode(folder))
         os.close(1)
-    if sys.stdin.buffer.read() != WELL:
+    if sys.stdin.buffer.read() != SUCCEEDED:
         began = time.monotonic()
         age = 0.0
         while age < LONGEST_SECONDS and find_and_signal(run, kill=age > GRACE_SECONDS):

@@ -11,10 +11,10 @@ import msgspec
 import pytest
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.request import Request
 from evener.balancer.store import runs
-from evener.balancer.trials import Outlook, ProbeLength, dry_run, repeat_probe
+from evener.balancer.trials import DryRunResult, ProbeLength, dry_run, repeat_probe
 from evener.balancer.types import solo
 from evener.devices.simulated import catalogue
 from evener.errors import NoLayoutError
@@ -25,21 +25,21 @@ PAIR = Request(devices="sim:gtx1080ti,gtx1080")
 REAL = Request(devices="cpu/2", workload="synthetic", framework="none", settings={"base_ms": 1.0})
 
 
-def foresee(request: Request) -> Outlook:
+def dry_run_request(request: Request) -> DryRunResult:
     """What the dry run says; it makes no run."""
-    outlook = dry_run(take_in(request), lambda _: None, threading.Event())
-    assert outlook is not None
+    result = dry_run(make_job(request), lambda _: None, threading.Event())
+    assert result is not None
     assert not runs.list_runs()
-    return outlook
+    return result
 
 
 @pytest.mark.parametrize("batch", [None, 1000])
 def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> None:
     """On simulated devices, within 5 %."""
     request = msgspec.structs.replace(PAIR, global_batch=batch)
-    outlook = foresee(request)
+    result = dry_run_request(request)
     machine = catalogue(["gtx1080ti", "gtx1080"])
-    for position, device in enumerate(outlook.devices):
+    for position, device in enumerate(result.devices):
         fits = device.largest_batch
         assert fits is not None
         assert machine.memory_bytes(position, round(0.95 * fits)) <= machine.usable_memory_bytes(
@@ -48,30 +48,30 @@ def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> 
         assert machine.memory_bytes(position, round(1.05 * fits)) > machine.usable_memory_bytes(
             position
         )
-    assert [size for size, _ in outlook.steps] == [8, 64]
+    assert [size for size, _ in result.steps] == [8, 64]
 
 
 @two_cores
 def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None:
     """Only on the first device; what the workload raises is named."""
     phases: list[ProbeProgress] = []
-    outlook = dry_run(take_in(REAL), phases.append, threading.Event())
-    assert outlook is not None
-    assert outlook.start_seconds > 0
+    result = dry_run(make_job(REAL), phases.append, threading.Event())
+    assert result is not None
+    assert result.start_seconds > 0
     assert {one.probe.layout.shares for one in phases} == {(8,), (64,)}
     assert {"building", "measuring"} <= {one.phase for one in phases}
     broken = msgspec.structs.replace(REAL, settings={"fail": "raise"})
     with pytest.raises(
         NoLayoutError, match=r"asked to raise at step 0 of 8 samples \(traceback in .*\)\. "
     ) as fault:
-        foresee(broken)
+        dry_run_request(broken)
     errors = Path(fault.value.message.partition("(traceback in ")[2].removesuffix(")."))
     assert "in step\n" in errors.read_text()
     errors.write_text("those of the measurement before")
     with (
         pytest.raises(NoLayoutError),
         repeat_probe(
-            take_in(broken), solo(2, 0, 8), 1, ProbeLength(0.2), threading.Event()
+            make_job(broken), solo(2, 0, 8), 1, ProbeLength(0.2), threading.Event()
         ) as turns,
     ):
         next(turns)
@@ -80,7 +80,7 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
     )
     stop = threading.Event()
     stop.set()
-    assert dry_run(take_in(REAL), lambda _: None, stop) is None
+    assert dry_run(make_job(REAL), lambda _: None, stop) is None
 
 
 @two_cores
@@ -90,7 +90,7 @@ def test_a_workload_that_hangs_ends_with_the_budget() -> None:
     with pytest.raises(
         NoLayoutError, match=r"The first steps of synthetic had not ended after \d s on CPU:0"
     ):
-        foresee(hanging)
+        dry_run_request(hanging)
 
 
 def test_the_command_prints_a_row_for_each_device_and_makes_no_plan(

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.probes.launch_plan import assign_devices, choose_engine
 from evener.balancer.request import Job, Request
@@ -52,7 +52,7 @@ def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, chi
 def test_an_engine_that_cannot_be_is_refused(fields: dict[str, Any], words: str) -> None:
     """Before anything is started."""
     with pytest.raises(RequestError, match=words):
-        take_in(asked(**fields))
+        make_job(asked(**fields))
 
 
 @two_cores
@@ -61,13 +61,13 @@ def test_limits_that_an_engine_can_keep_are_let_through(
 ) -> None:
     """A process for each device keeps any; one for all GPUs keeps each of them to its memory."""
     # TensorFlow need not be installed
-    monkeypatch.setattr("evener.balancer.intake.find_spec", lambda _: True)
+    monkeypatch.setattr("evener.balancer.jobs.find_spec", lambda _: True)
     fake_nvml(2)
     assert (
-        take_in(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine
+        make_job(asked(devices="cpu:0,cpu:1@60%", engine="multiworker")).request.engine
         == "multiworker"
     )
-    assert take_in(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
+    assert make_job(asked(devices="gpu:0,gpu:1@8GiB")).devices[1].limit.memory_bytes == 8 << 30
 
 
 @two_cores
@@ -77,7 +77,7 @@ def test_one_process_trains_on_both_slices_by_the_engine_asked_for() -> None:
     """Real steps of uneven shares, by the engine that nothing else would choose; the plan would
     name it.
     """
-    prober = make_prober(take_in(asked()))
+    prober = make_prober(make_job(asked()))
     try:
         (seen,) = prober.measure(
             (Probe(SPLIT, "split", 0.3, 0),), lambda _: None, threading.Event()

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.request import Request
 from evener.balancer.store.runs import list_runs
 from evener.errors import DeviceError
@@ -35,7 +35,7 @@ def fill(nvml: Any, gpu: int, free_bytes: int, pids: tuple[int, ...] = (41, 42, 
 
 def resolve_notes(devices: str = "gpu") -> tuple[str, ...]:
     """What is said of the devices before a search."""
-    return take_in(Request(devices=devices, workload="synthetic", global_batch=1024)).notes
+    return make_job(Request(devices=devices, workload="synthetic", global_batch=1024)).notes
 
 
 def test_when_every_gpu_is_full_nothing_is_measured(nvml: Any) -> None:

@@ -50,7 +50,7 @@ from evener.devices.discover import discover
 from evener.devices.sampler import open_sampler
 from evener.devices.types import Device, State
 from evener.errors import DeviceError, PlanError, RequestError
-from evener.launch.cluster import HostPart, launch_on_cluster, wait_for_hosts
+from evener.launch.cluster import RemoteLaunch, launch_on_cluster, wait_for_hosts
 from evener.plan.file import load_plan, parse_plan
 from evener.tui.cli.main import run
 from tests.support.cores import two_cores
@@ -590,7 +590,7 @@ class Training:
 
 def test_a_launch_ends_with_the_code_of_the_host_that_failed_first() -> None:
     trainings: Any = [Training(143), Training(7)]
-    parts = [HostPart("host", training, 1.0) for training in trainings]
+    parts = [RemoteLaunch("host", training, 1.0) for training in trainings]
     trainings[1].end.set()
     threading.Timer(0.5, trainings[0].end.set).start()  # it was stopped for that
     assert wait_for_hosts(parts, []) == 7

@@ -12,7 +12,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.balancer import intake, journal
+from evener.balancer import jobs, journal
 from evener.balancer.events import (
     Event,
     Finished,
@@ -22,7 +22,7 @@ from evener.balancer.events import (
     ProbeStarted,
     Started,
 )
-from evener.balancer.intake import take_in_comparison
+from evener.balancer.jobs import make_comparison_job
 from evener.balancer.journal import JournalContents, ObservationEntry
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.request import Request
@@ -567,8 +567,8 @@ def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch
         asked.append(spec)
         return discover(spec, ray_address=ray_address)
 
-    monkeypatch.setattr(intake, "discover", count)
-    session = Session(begin(take_in_comparison(Request(devices="sim:t4,t4"), ["solo", "even"])))
+    monkeypatch.setattr(jobs, "discover", count)
+    session = Session(begin(make_comparison_job(Request(devices="sim:t4,t4"), ["solo", "even"])))
     session.close()
     assert asked == ["sim:t4,t4"]
     assert session._run.job.request.compare is not None

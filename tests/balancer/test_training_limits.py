@@ -15,7 +15,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from evener.balancer.intake import take_in_with_knobs
+from evener.balancer.jobs import make_job_with_knobs
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.launch_plan import find_workers
 from evener.balancer.request import Job, Request
@@ -284,7 +284,7 @@ def test_workers_can_be_tried_where_evener_makes_the_loader(tmp_path: Path) -> N
     script = tmp_path / "train.py"
     script.write_text(limited_trainings.PLAIN)
     own = Request(devices="cpu/1", workload=f"{script}:build", framework="torch")
-    options = take_in_with_knobs(own, ["workers"]).request.compare
+    options = make_job_with_knobs(own, ["workers"]).request.compare
     assert options is not None
     assert [find_workers([knob]) for knob in options.knobs] == [0, 2, 4, 8]
     assert options.families == BALANCE.families
@@ -293,12 +293,12 @@ def test_workers_can_be_tried_where_evener_makes_the_loader(tmp_path: Path) -> N
         ("sim:gtx1080ti,gtx1080", None, "torch"),
     ):
         request = Request(devices=devices, workload=workload, framework=framework)
-        options = take_in_with_knobs(request, ["workers"]).request.compare
+        options = make_job_with_knobs(request, ["workers"]).request.compare
         assert options is not None
         assert options.knobs == ()
         assert "--try" in options.left_out[0]
     with pytest.raises(RequestError, match="xla"):
-        take_in_with_knobs(own, ["xla"])
+        make_job_with_knobs(own, ["xla"])
 
 
 # ---------------------------------------------------------------------- real trainings

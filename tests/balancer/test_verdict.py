@@ -26,7 +26,7 @@ from evener.balancer.result.rivals import (
 from evener.balancer.result.sentences import (
     REMARKS,
     WARNINGS,
-    Written,
+    VerdictText,
     write_end,
     write_next_steps,
     write_verdict,
@@ -325,7 +325,7 @@ def test_the_best_single_device_is_compared_whether_raced_or_not() -> None:
     assert "+40 % over GPU:1 alone" in other.gains, "a plan of one device has the other one"
 
 
-def alone_now_and_before(plan: float) -> Written:
+def alone_now_and_before(plan: float) -> VerdictText:
     """GPU:1 was raced alone; GPU:0 had 2 271 samples/s at the same batch before."""
     return said(
         result(SPLIT, plan),

@@ -23,7 +23,7 @@ from evener.devices.discover import discover
 from evener.devices.nvidia.device_check import check_gpu
 from evener.errors import PlanError
 from evener.launch import restarts
-from evener.launch.processes import Ending
+from evener.launch.processes import GroupExit
 from evener.launch.restarts import find_broken
 from evener.live.files import start_ticks
 from evener.live.journal import StartEntry
@@ -263,7 +263,7 @@ def test_who_is_faster_takes_more_of_a_lost_share() -> None:
 def test_a_killed_process_is_a_loss_and_an_error_of_the_script_is_none(
     failures: dict[int, int], loss: bool, words: str
 ) -> None:
-    ending = Ending(failures=failures)
+    ending = GroupExit(failures=failures)
     assert (ending.is_loss, ending.words) == (loss, words)
 
 

@@ -368,13 +368,13 @@ def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
     """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's
     child.
     """
-    from evener.balancer.intake import take_in
+    from evener.balancer.jobs import make_job
 
     source = tmp_path / "train.py"
     source.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\ndef build():\n    return None\n")
     # TensorFlow need not be installed
-    monkeypatch.setattr("evener.balancer.intake.find_spec", lambda _: True)
-    take_in(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
+    monkeypatch.setattr("evener.balancer.jobs.find_spec", lambda _: True)
+    make_job(Request(devices="cpu", workload=f"{source}:build", framework="tensorflow"))
     assert not (tmp_path / "ran").exists()
     assert run(["balance", "--help"]) == 0
     words = " ".join(capsys.readouterr().out.replace("│", " ").split())

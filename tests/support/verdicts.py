@@ -11,7 +11,7 @@ from evener.balancer.families import Placement, find_family, pack_on, place_on, 
 from evener.balancer.journal import FactsEntry, Header, JournalContents, ObservationEntry
 from evener.balancer.request import Request
 from evener.balancer.result.judge import SearchEnd, judge
-from evener.balancer.result.sentences import Written, write_verdict
+from evener.balancer.result.sentences import VerdictText, write_verdict
 from evener.balancer.search.layouts import Candidate, LayoutOptions
 from evener.balancer.search.ranking import RankedLayout
 from evener.balancer.search.report import SearchReport
@@ -103,7 +103,7 @@ def judged(
     )
 
 
-def said(*args: Any, **known: Any) -> Written:
+def said(*args: Any, **known: Any) -> VerdictText:
     """The same in words."""
     return write_verdict(judged(*args, **known))
 

@@ -14,7 +14,7 @@ from textual.widgets import Input, Static
 
 from evener.balancer.families import FAMILIES
 from evener.balancer.store.runs import RunSummary
-from evener.balancer.trials import DeviceOutlook, Outlook
+from evener.balancer.trials import DryRunDevice, DryRunResult
 from evener.errors import DeviceError, RequestError
 from evener.tui.app import EvenerApp
 from evener.tui.screens.balance import BalanceScreen
@@ -304,21 +304,21 @@ async def test_the_model_that_was_balanced_last_is_the_first(
 async def test_a_dry_run_says_what_fits_and_starts_the_search(
     app_of: Any, searches: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    outlook = Outlook(
+    result = DryRunResult(
         "cnn.py:build",
         "torch",
-        (DeviceOutlook("GPU:0", "H200", 1 << 37, 4096),),
+        (DryRunDevice("GPU:0", "H200", 1 << 37, 4096),),
         ((8, 0.01), (64, 0.02)),
         3.0,
         120.0,
     )
-    monkeypatch.setattr("evener.tui.screens.dry_run.take_in", lambda request: request)
-    monkeypatch.setattr("evener.tui.screens.dry_run.dry_run", lambda *_: outlook)
+    monkeypatch.setattr("evener.tui.screens.dry_run.make_job", lambda request: request)
+    monkeypatch.setattr("evener.tui.screens.dry_run.dry_run", lambda *_: result)
     app = app_of(session_maker=searches)
     async with app.run_test(size=(80, 24)) as pilot:
         await open_form(pilot)
         await pilot.press("ctrl+t")
-        await until(pilot, lambda: "about 4096 samples" in text(app, "#outlook"), "what fits")
+        await until(pilot, lambda: "about 4096 samples" in text(app, "#findings"), "what fits")
         assert not searches.requests
         await pilot.press("enter")
         await until(pilot, lambda: searches.requests, "the search")
@@ -330,12 +330,12 @@ async def test_a_dry_run_that_fails_says_why_and_closes(
     def fail(_request: Any) -> Any:
         raise MISSING
 
-    monkeypatch.setattr("evener.tui.screens.dry_run.take_in", fail)
+    monkeypatch.setattr("evener.tui.screens.dry_run.make_job", fail)
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         await open_form(pilot)
         await pilot.press("ctrl+t")
-        await until(pilot, lambda: "no file nope.py" in text(app, "#outlook"), "the reason")
+        await until(pilot, lambda: "no file nope.py" in text(app, "#findings"), "the reason")
         await pilot.press("escape")
         await until(pilot, lambda: app.screen.query("#problem"), "the form again")
         assert not app.balance.active

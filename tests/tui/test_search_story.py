@@ -25,7 +25,7 @@ from evener.balancer.store.runs import load_run
 from evener.balancer.types import Probe, Stage, Timed, layout_of, solo
 from evener.balancer.verdict import Recommendation
 from evener.tui.screens.dialogs import DetailsDialog
-from evener.tui.text.leaving import leaving_lines
+from evener.tui.text.closing import closing_lines
 from evener.tui.view.balance_lines import verdict_head
 from evener.tui.view.cells import Line, span_cells
 from evener.tui.view.result_panel import BAR_SIGN, KeyHint, result_lines
@@ -156,7 +156,7 @@ def test_leaving_says_the_verdict_the_plan_and_how_to_go_on(
 ) -> None:
     """Of a search that advises its plan; simulated cards have nothing to train on."""
     run = _search(Request(devices=PAIR))
-    said = "\n".join(leaving_lines(run, "", None))
+    said = "\n".join(closing_lines(run, "", None))
     assert "826 + 571 on SIM:0 + SIM:1" in said
     assert "evener export" not in said
     assert f"evener balance --resume {run}" in said
@@ -166,15 +166,15 @@ def test_leaving_says_the_verdict_the_plan_and_how_to_go_on(
     verdict = msgspec.structs.replace(found.end.found, simulated=False)
     end = msgspec.structs.replace(found.end, found=verdict)
     real = msgspec.structs.replace(found, end=end)
-    monkeypatch.setattr("evener.tui.text.leaving.runs.load_run", lambda _: real)
-    assert f"evener export {run} -o plan.toml" in "\n".join(leaving_lines(run, "", None))
-    written = "\n".join(leaving_lines(run, "mine.toml", None))
+    monkeypatch.setattr("evener.tui.text.closing.runs.load_run", lambda _: real)
+    assert f"evener export {run} -o plan.toml" in "\n".join(closing_lines(run, "", None))
+    written = "\n".join(closing_lines(run, "mine.toml", None))
     assert "plan written to mine.toml" in written
     assert "evener export" not in written
 
 
 def test_leaving_after_a_run_that_is_gone_says_so() -> None:
-    assert "no run" in leaving_lines("20200101-000000-aaaa", "", None)[0].lower()
+    assert "no run" in closing_lines("20200101-000000-aaaa", "", None)[0].lower()
 
 
 def test_two_runs_are_compared_by_what_differs() -> None:

@@ -33,7 +33,7 @@ from evener.tui.view.step_bars import (
 )
 from evener.tui.view.training_graphs import training_graph_lines
 from evener.tui.view.training_lines import (
-    Wanted,
+    PanelRows,
     arrange_trainings,
     training_lines,
 )
@@ -372,14 +372,14 @@ def test_a_work_bar_fills_its_width_and_shows_any_work(
 
 def test_panels_fill_the_height_and_every_rank_has_a_row_where_it_can() -> None:
     for height, frame, has_graphs in ((22, 0, False), (38, 2, True), (46, 2, True), (68, 2, True)):
-        rows = arrange_trainings(height, frame, 3, Wanted(8, 5))
+        rows = arrange_trainings(height, frame, 3, PanelRows(8, 5))
         assert sum(rows.values()) == height
         assert (rows["#trainings"], rows["#ranks"]) == (4 + frame, 10 + frame)
         assert bool(rows["#training-graphs"]) == has_graphs
-    crowded = arrange_trainings(22, 0, 40, Wanted(40))
+    crowded = arrange_trainings(22, 0, 40, PanelRows(40))
     assert crowded["#causes"] >= 4
     assert sum(crowded.values()) == 22
-    both = arrange_trainings(38, 2, 1, Wanted(2, 5, lanes=2, shares=2))
+    both = arrange_trainings(38, 2, 1, PanelRows(2, 5, lanes=2, shares=2))
     assert min(both.values()) > 0
     assert sum(both.values()) == 38
 

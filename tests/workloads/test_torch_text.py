@@ -13,7 +13,7 @@ import msgspec
 import pytest
 import torch
 
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.request import Request
 from evener.balancer.types import Layout, Probe, Timed, layout_of
@@ -257,7 +257,7 @@ def test_children_measure_rows_that_are_dealt_by_cost() -> None:
     request = Request(
         "cpu:0,cpu:1", workload="torch_text", framework="torch", settings=settings, share=True
     )
-    prober = make_prober(take_in(request))
+    prober = make_prober(make_job(request))
     stop = threading.Event()
 
     def time(layout: Layout, stage: Any) -> Timed:

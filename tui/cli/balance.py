@@ -15,17 +15,17 @@ import msgspec
 import typer
 
 from evener.balancer.events import Finished, ProbeProgress
-from evener.balancer.intake import take_in, take_in_comparison, take_in_with_knobs
+from evener.balancer.jobs import make_comparison_job, make_job, make_job_with_knobs
 from evener.balancer.request import Job, Request
 from evener.balancer.run import OpenRun, begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
-from evener.balancer.trials import Outlook, dry_run
+from evener.balancer.trials import DryRunResult, dry_run
 from evener.errors import RequestError
 from evener.printable import say
 
+from ..text.dry_run import dry_run_lines
 from ..text.formatting import json_text
-from ..text.outlook import outlook_lines
 from ..text.parsing import REQUEST_HELP, parse_budget, parse_duration, parse_words
 from ..text.ranking_tables import packing_tables, ranking_json, ranking_table, scaling_table
 from ..text.summaries import about_lines, frontier_table, summary_lines, verdict_lines
@@ -79,7 +79,7 @@ def balance(
                 "--dry-run makes no plan and goes on with no run.",
                 "Leave --resume and --export out.",
             )
-        return _run_dry(take_in(request), as_json)
+        return _run_dry(make_job(request), as_json)
 
     def show(
         _session: Session, finished: Finished, labels: Sequence[str], steps: Sequence[str]
@@ -94,7 +94,7 @@ def balance(
             "A run goes on with what it began to try.", "Leave --try out, or start a new one."
         )
     if knobs is not None:
-        run = begin(take_in_with_knobs(request, parse_words(knobs) or ()))
+        run = begin(make_job_with_knobs(request, parse_words(knobs) or ()))
     else:
         run = open_run(request, resume=resume, extend_seconds=extend_seconds)
     return run_session(Session(run), show, export, as_json)
@@ -125,10 +125,10 @@ def _run_dry(job: Job, as_json: bool) -> int:
     """Build, step and print what a search would do; returns the exit code."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping") as caught:
-        outlook = dry_run(job, _say_phases(), stop)
-    if outlook is None:
+        result = dry_run(job, _say_phases(), stop)
+    if result is None:
         return caught[0] if caught else 1
-    text = json_text(_outlook_json(outlook)) if as_json else "\n".join(outlook_lines(outlook))
+    text = json_text(_dry_run_json(result)) if as_json else "\n".join(dry_run_lines(result))
     print(text, flush=True)
     return 0
 
@@ -145,9 +145,9 @@ def _say_phases() -> Callable[[ProbeProgress], None]:
     return report
 
 
-def _outlook_json(outlook: Outlook) -> dict[str, object]:
-    text = f"{outlook.write_tried()} {outlook.write_rest()}"
-    return {**msgspec.to_builtins(outlook), "text": text}
+def _dry_run_json(result: DryRunResult) -> dict[str, object]:
+    text = f"{result.write_tried()} {result.write_rest()}"
+    return {**msgspec.to_builtins(result), "text": text}
 
 
 @app.command()
@@ -203,7 +203,7 @@ def compare(
         run = _resume_comparison(request, resume, layouts or knobs)
     else:
         chosen = parse_words(layouts)
-        run = begin(take_in_comparison(request, chosen, parse_words(knobs) or ()))
+        run = begin(make_comparison_job(request, chosen, parse_words(knobs) or ()))
     return run_session(Session(run), show, export, as_json, more)
 
 

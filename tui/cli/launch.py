@@ -158,7 +158,7 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
         text = describe_unused(find_imports(job), program=job.framework == "torch")
         print(f"evener: {name}: {text}", file=sys.stderr, flush=True)
         code = RequestError.exit_code
-    guard.well = not code
+    guard.succeeded = not code
     if not code:
         say(f"{name} has ended, after {duration(time.monotonic() - began)}")
     return code

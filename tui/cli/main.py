@@ -183,13 +183,13 @@ def run(arguments: list[str]) -> int:
     except ReaderGoneError:
         return READER_GONE_EXIT_CODE  # the journal has what was measured
     except Exception as error:
-        from .misuse import usage_fault
+        from .usage_errors import usage_fault
 
         known = [word for word in arguments[:1] if word in _MODULES]
-        misuse = usage_fault(error, " ".join(["evener", *known]))
-        if misuse is None:
+        usage_error = usage_fault(error, " ".join(["evener", *known]))
+        if usage_error is None:
             raise
-        return report_fault(misuse, as_json)
+        return report_fault(usage_error, as_json)
     return result if isinstance(result, int) else 0
 
 

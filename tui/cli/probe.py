@@ -10,7 +10,7 @@ from typing import Annotated
 import msgspec
 import typer
 
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.number_format import duration, half_width, rate, size, write_share
 from evener.balancer.request import Job, Request
 from evener.balancer.result.measurements import describe_doubts
@@ -60,7 +60,7 @@ def probe(
     """
     length = _parse_length(seconds, steps)
     spec, positions = _parse_gpus(request.devices, gpus)
-    resolved = take_in(msgspec.structs.replace(request, devices=spec))
+    resolved = make_job(msgspec.structs.replace(request, devices=spec))
     layout = choose_layout(len(resolved.devices), positions, batches, micro or ())
     finished: list[ProbeRepeat] = []
     stop = threading.Event()

@@ -401,7 +401,7 @@ def replay(
     """Replay a run from its journal: in the app on a terminal, as text elsewhere. Nothing is
     measured.
     """
-    from evener.balancer.intake import read_job
+    from evener.balancer.jobs import read_job
 
     named = Path(source).is_file() or "/" in source
     record = journal.read(Path(source), foreign=True) if named else store.read_run(source)

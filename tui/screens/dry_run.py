@@ -15,13 +15,13 @@ from textual.widget import Widget
 from textual.widgets import Button
 
 from evener.balancer.events import ProbeProgress
-from evener.balancer.intake import take_in
+from evener.balancer.jobs import make_job
 from evener.balancer.number_format import duration
 from evener.balancer.request import Request
-from evener.balancer.trials import Outlook, dry_run
+from evener.balancer.trials import DryRunResult, dry_run
 from evener.errors import EvenerError
 
-from ..text.outlook import outlook_lines
+from ..text.dry_run import dry_run_lines
 from ..view.cells import Line, Tone, line, text_lines, whole_lines
 from .dialogs import Dialog, Text
 
@@ -43,7 +43,7 @@ class DryRunDialog(Dialog[bool]):
 
     def content(self) -> Iterable[Widget]:
         """Return the page of findings, and the buttons."""
-        yield Text(id="outlook")
+        yield Text(id="findings")
         with Horizontal():
             yield Button("Close", id="close", compact=True)
             yield Button("Start the search", id="begin", variant="success", compact=True)
@@ -60,22 +60,22 @@ class DryRunDialog(Dialog[bool]):
 
     async def _try(self) -> None:
         try:
-            outlook = await asyncio.to_thread(self._measure)
+            result = await asyncio.to_thread(self._measure)
         except EvenerError as fault:
             self._say(str(fault), "bad")
             return
-        if outlook is None:
+        if result is None:
             return
         width = self.text_width
         rows: list[Line] = []
-        for text in outlook_lines(outlook):
+        for text in dry_run_lines(result):
             rows += whole_lines(text, width) if text else (line(),)
         self.query_one(Text).show([*rows, line()])
         self.query_one("#begin").display = True
         self.query_one("#begin", Button).focus()
 
-    def _measure(self) -> Outlook | None:
-        return dry_run(take_in(self._request), self._report, self._stop)
+    def _measure(self) -> DryRunResult | None:
+        return dry_run(make_job(self._request), self._report, self._stop)
 
     def _report(self, progress: ProbeProgress) -> None:
         """Show the phase; called from the measuring thread."""

@@ -24,7 +24,7 @@ from ..view.training_graphs import training_graph_lines
 from ..view.training_lines import (
     LEGEND_ROWS,
     TRAININGS,
-    Wanted,
+    PanelRows,
     arrange_trainings,
     rank_grid,
     training_lines,
@@ -88,12 +88,12 @@ class TrainingsScreen(SnapshotScreen):
         size = self.evener.size
         height = size.height - _BARS
         log = self._log_rows(height, shares_rows=row is not None)
-        wanted = Wanted()
+        wanted = PanelRows()
         if row is not None:
             text = training_lines(row, snapshot.at_seconds, size.width - frame)
             lanes = sum(bool(rank.last_steps) for rank in row.ranks)
             shares = len(row.ranks) if row.changes else 0
-            wanted = Wanted(len(row.ranks), len(text), lanes, shares)
+            wanted = PanelRows(len(row.ranks), len(text), lanes, shares)
         count = self.query_one(TrainingPanel).count
         rows = arrange_trainings(height - log, frame, count, wanted)
         self.place_panels({**rows, "#training-log": log})

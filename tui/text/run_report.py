@@ -12,7 +12,7 @@ from evener.balancer.events import Finished
 from evener.balancer.journal import Header, JournalContents, ObservationEntry
 from evener.balancer.number_format import write_share
 from evener.balancer.result.learning import Point
-from evener.balancer.result.sentences import Written, write_next_steps, write_verdict
+from evener.balancer.result.sentences import VerdictText, write_next_steps, write_verdict
 from evener.balancer.session_state import RatedLayout, plan_rate, plan_rivals
 from evener.balancer.store import runs
 from evener.balancer.types import OutOfMemory, Timed
@@ -46,7 +46,7 @@ class ReportData(msgspec.Struct, frozen=True):
     seen: tuple[ObservationEntry, ...]
     rivals: tuple[RatedLayout, ...]  # the plan first, then what it is compared with
     steps: tuple[str, ...]  # what comes next, with the commands
-    written: Written | None = None  # the verdict in words; None for a run without one
+    written: VerdictText | None = None  # the verdict in words; None for a run without one
     frontier: Sequence[Point] = ()  # (batch, samples/s, worth); empty: unknown noise scale
 
 

@@ -11,7 +11,7 @@ from collections.abc import Iterator, Sequence
 from itertools import chain
 
 from evener.balancer.events import Event, Observed, Started
-from evener.balancer.intake import SIMULATED
+from evener.balancer.jobs import SIMULATED
 from evener.balancer.number_format import (
     count_words,
     duration,
@@ -22,7 +22,7 @@ from evener.balancer.number_format import (
     write_share,
 )
 from evener.balancer.result.rivals import is_rough, write_gain
-from evener.balancer.result.sentences import Written, write_end, write_verdict
+from evener.balancer.result.sentences import VerdictText, write_end, write_verdict
 from evener.balancer.search.ranking import overlap
 from evener.balancer.session_state import (
     RatedLayout,
@@ -247,7 +247,7 @@ def verdict_lines(
     verdict's other lines, why the search ended, then the plan's other warnings.
     """
     first, *others = verdict.split("\n")
-    written = Written(first, "", "", remarks=tuple(others))  # of a run that kept only the text
+    written = VerdictText(first, "", "", remarks=tuple(others))  # of a run that kept only the text
     said: Sequence[str] = ()
     if found is not None:
         written = write_verdict(found)

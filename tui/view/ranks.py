@@ -27,7 +27,7 @@ ORDER: tuple[Doing, ...] = get_args(Doing)
 Work = Mapping[
     tuple[str, str], tuple[float, float]
 ]  # by host and device id: compute time (own work) and waiting in seconds
-Placed = Mapping[tuple[str, str], DeviceSample]  # by host and device id
+SamplesByDevice = Mapping[tuple[str, str], DeviceSample]  # by host and device id
 NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
@@ -83,7 +83,7 @@ class Cause(msgspec.Struct, frozen=True):
     others_wait: bool | None = False  # None: the other ranks' progress is unknown
 
 
-class RankPlace(NamedTuple):
+class RankOnDevice(NamedTuple):
     """A rank, its report on its device, and the device's newest sample, None if the monitor doesn't
     see the device.
     """
@@ -93,7 +93,9 @@ class RankPlace(NamedTuple):
     sample: DeviceSample | None
 
 
-def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterator[RankPlace]:
+def place_ranks(
+    report: Training, samples: SamplesByDevice, at_seconds: float
+) -> Iterator[RankOnDevice]:
     """Yield a row for each device of a process; a process that reports no device has one row
     without a device.
     """
@@ -125,10 +127,12 @@ def place_ranks(report: Training, samples: Placed, at_seconds: float) -> Iterato
             recent=recent_sums(report, live),
             last_steps=report.last_steps,
         )
-        yield RankPlace(row, live, sample)
+        yield RankOnDevice(row, live, sample)
 
 
-def measure_place(place: RankPlace, rows: Sequence[RankRow], report: Training) -> MeasuredRank:
+def measure_on_device(
+    place: RankOnDevice, rows: Sequence[RankRow], report: Training
+) -> MeasuredRank:
     """Return a rank's measurements, from which its training's limits are derived."""
     row, name = place.row, _name_rank(place.row, rows)
     return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
@@ -164,7 +168,7 @@ def _name(live: LiveDevice) -> str:
 
 
 def find_causes(
-    ranks: Sequence[RankPlace],
+    ranks: Sequence[RankOnDevice],
     judged: TrainingFigures,
     processes: Sequence[ProcessSample],
     missing: int = 0,
@@ -321,7 +325,7 @@ def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float
     return f"{begin} {took} of a step, {percent(limit.share)}"
 
 
-def _throttled(ranks: Sequence[RankPlace]) -> Iterator[Cause]:
+def _throttled(ranks: Sequence[RankOnDevice]) -> Iterator[Cause]:
     for row, _, sample in ranks:
         throttled = sample.throttled_percent.current if sample is not None else None
         if sample is not None and throttled is not None and throttled >= LEAST_PERCENT:

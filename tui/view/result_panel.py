@@ -10,7 +10,7 @@ from typing import NamedTuple
 from evener.balancer.events import Finished
 from evener.balancer.number_format import rate
 from evener.balancer.result.sentences import (
-    Written,
+    VerdictText,
     write_next_steps,
     write_verdict,
 )
@@ -133,7 +133,7 @@ def _remarks(finished: Finished, width: int) -> list[Line]:
     return lines
 
 
-def _written(finished: Finished) -> Written | None:
+def _written(finished: Finished) -> VerdictText | None:
     return write_verdict(finished.found) if finished.found is not None else None
 
 

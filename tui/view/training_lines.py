@@ -36,7 +36,7 @@ MOST_GAIN = 9.0  # largest gain that can be told from a larger one
 PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
 
-class Wanted(NamedTuple):
+class PanelRows(NamedTuple):
     """The rows that a training's panels would fill, without frames; 0 for a panel with
     nothing to show.
     """
@@ -47,7 +47,7 @@ class Wanted(NamedTuple):
     shares: int = 0  # rows of the shares over time
 
 
-def arrange_trainings(height: int, frame: int, trainings: int, wanted: Wanted) -> dict[str, int]:
+def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows) -> dict[str, int]:
     """Return the rows of each panel, frames included: trainings in about a quarter of `height`,
     every rank, sentences, the last steps, the shares so far, and graphs.
 

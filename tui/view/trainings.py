@@ -16,7 +16,15 @@ from evener.training.noise_scale import NoiseScale
 from evener.training.rebalance import Advice
 from evener.training.step_limits import TrainingFigures, judge_training
 
-from .ranks import Cause, Placed, RankPlace, RankRow, find_causes, measure_place, place_ranks
+from .ranks import (
+    Cause,
+    RankOnDevice,
+    RankRow,
+    SamplesByDevice,
+    find_causes,
+    measure_on_device,
+    place_ranks,
+)
 
 AS_PLANNED = 0.95  # fraction of the plan's samples/s from which a training is as fast as its plan
 CROWDED = 1.25  # 1-minute load per core from which the host is overloaded
@@ -119,7 +127,7 @@ def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
     return tuple(_join(reports, samples, snapshot) for reports in groups.values())
 
 
-def _join(reports: Sequence[Training], samples: Placed, snapshot: Snapshot) -> TrainingRow:
+def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snapshot) -> TrainingRow:
     reports = sorted(reports, key=lambda each: (each.rank, each.pid))
     newest = max(reports, key=lambda each: each.updated_at)
     missing = max(0, _most(reports, "world") - len({each.rank for each in reports}))
@@ -197,11 +205,11 @@ def _most(reports: Sequence[Training], name: str) -> Any:
     return max(getattr(each, name) for each in reports)
 
 
-def _judge(placed: Sequence[tuple[Training, RankPlace]], missing: int) -> TrainingFigures:
+def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingFigures:
     """Return what limits the steps of the ranks that report."""
     rows = [place.row for _, place in placed]
     reporting = [
-        measure_place(place, rows, report) for report, place in placed if not place.row.silent_s
+        measure_on_device(place, rows, report) for report, place in placed if not place.row.silent_s
     ]
     whole = not missing and len(reporting) == len(placed)
     return judge_training(reporting, whole)
@@ -215,7 +223,7 @@ def _add_steps(rows: Sequence[RankRow], judged: TrainingFigures) -> tuple[RankRo
     )
 
 
-def _watts(places: Sequence[RankPlace]) -> float:
+def _watts(places: Sequence[RankOnDevice]) -> float:
     """Return the power of a training's devices in watts, each device counted once; 0 if the power
     of any device is unknown.
     """

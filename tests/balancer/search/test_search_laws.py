@@ -12,7 +12,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from evener.balancer.families import is_even
-from evener.balancer.intake import check_problem
+from evener.balancer.jobs import check_problem
 from evener.balancer.search.search import Search
 from evener.balancer.types import Facts, Failed, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.errors import RequestError

@@ -11,7 +11,7 @@ from evener.printable import plain
 from .summaries import verdict_lines
 
 
-def leaving_lines(run: str, path: str, width: int | None) -> list[str]:
+def closing_lines(run: str, path: str, width: int | None) -> list[str]:
     """Return a run's verdict, the plan's path or the command that writes the plan, and the command
     that resumes the run; if the run can't be read, only the error.
 

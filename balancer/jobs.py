@@ -41,7 +41,7 @@ LARGEST_SEED = (1 << 63) - 1  # the largest that a plan can store
 MOST_DEVICES = 1024
 
 
-def take_in(request: Request) -> Job:
+def make_job(request: Request) -> Job:
     """Resolve a request to a job. Raises RequestError or DeviceError, which says what is
     wrong or missing.
     """
@@ -307,17 +307,17 @@ KNOBS: Mapping[str, tuple[Knob, ...]] = {  # by their names in --try
 }
 
 
-def take_in_comparison(
+def make_comparison_job(
     request: Request, layouts: Sequence[str] | None = None, knobs: Sequence[str] = ()
 ) -> Job:
-    """Resolve a request as `take_in` does, and add the layouts to compare on these devices.
+    """Resolve a request as `make_job` does, and add the layouts to compare on these devices.
 
     `request.compare.left_out` explains which of the named layouts aren't possible. Raises
     RequestError for unknown names, or if no layout is left.
     """
     families = find_families(_choose("--layouts", layouts or tuple(FAMILIES), tuple(FAMILIES)))
     tried = _choose("--try", knobs, tuple(KNOBS))
-    resolved = take_in(request)
+    resolved = make_job(request)
     placements = _find_placements(resolved)
     possible, impossible = _sort_families(resolved, families, placements)
     notes = impossible if layouts is not None else []
@@ -361,15 +361,15 @@ def _sort_families(
     return possible, notes
 
 
-def take_in_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a search request as `take_in` does, and add knobs with which the best layout is
+def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
+    """Resolve a search request as `make_job` does, and add knobs with which the best layout is
     measured too: numbers of loader worker processes.
 
     `request.compare.left_out` explains which knobs aren't possible here. Raises RequestError for
     any knob other than `workers`.
     """
     tried = _choose("--try", knobs, (WORKERS,))
-    resolved = take_in(request)
+    resolved = make_job(request)
     able, why = _find_knobs(resolved, tried)
     wanted = msgspec.structs.replace(BALANCE, knobs=able, left_out=why)
     return msgspec.structs.replace(

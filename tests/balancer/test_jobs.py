@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from evener.balancer import journal
-from evener.balancer.intake import check_request, read_job, take_in
+from evener.balancer.jobs import check_request, make_job, read_job
 from evener.balancer.journal import Header
 from evener.balancer.objectives import ENERGY
 from evener.balancer.request import Request
@@ -50,7 +50,7 @@ def test_a_request_that_no_search_can_meet_is_refused(asked: dict[str, Any]) -> 
     with pytest.raises(RequestError) as caught:
         check_request(request)
     assert caught.value.remedy
-    job = take_in(PAIR)
+    job = make_job(PAIR)
     header = Header(
         "run", "2026-01-01T00:00:00Z", request, job.devices, job.workload, job.framework, "0"
     )
@@ -61,7 +61,7 @@ def test_a_request_that_no_search_can_meet_is_refused(asked: dict[str, Any]) -> 
 @pytest.mark.usefixtures("own_folder")
 def test_what_the_devices_can_not_do_is_refused_before_a_run_is_made() -> None:
     with pytest.raises(RequestError, match="can't give each of 2 devices 1 or more"):
-        take_in(msgspec.structs.replace(PAIR, global_batch=1))
+        make_job(msgspec.structs.replace(PAIR, global_batch=1))
     assert runs.list_runs() == ()
 
 
@@ -73,7 +73,7 @@ def test_what_the_devices_can_not_do_is_refused_before_a_run_is_made() -> None:
 def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> None:
     """The job of a new run and the header on disk are two ways to one problem."""
     devices = "sim:h200,h200" if asked.get("objective") else PAIR.devices
-    job = take_in(msgspec.structs.replace(PAIR, devices=devices, **asked))
+    job = make_job(msgspec.structs.replace(PAIR, devices=devices, **asked))
     run = begin(job)
     run.close()
     record = journal.read(runs.journal_path(run.record.header.run))

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from evener.balancer.intake import take_in_comparison
+from evener.balancer.jobs import make_comparison_job
 from evener.balancer.request import Request
 
 
@@ -28,9 +28,9 @@ def test_a_daemon_is_named_as_processes_share_through_it(
 ) -> None:
     """It is known by the file that it keeps its process id in."""
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
-    wanted = take_in_comparison(request_of_two).request.compare
+    wanted = make_comparison_job(request_of_two).request.compare
     assert wanted is not None
     assert any("An MPS daemon runs" in note for note in wanted.left_out)
-    alone = take_in_comparison(request_of_two, ["solo", "even"]).request.compare
+    alone = make_comparison_job(request_of_two, ["solo", "even"]).request.compare
     assert alone is not None
     assert alone.left_out == ()

@@ -3,28 +3,28 @@
 from __future__ import annotations
 
 from evener.balancer.number_format import size
-from evener.balancer.trials import DeviceOutlook, Outlook
+from evener.balancer.trials import DryRunDevice, DryRunResult
 from evener.printable import align, plain
 
 
-def outlook_lines(outlook: Outlook) -> list[str]:
+def dry_run_lines(result: DryRunResult) -> list[str]:
     """Return the lines of a dry run: its notes, what was tried, a row for each device, the longest
     time of a search, and the largest model that fits.
     """
     return [
-        *(f"note: {plain(note)}" for note in outlook.notes),
-        plain(outlook.write_tried(), 1000),
+        *(f"note: {plain(note)}" for note in result.notes),
+        plain(result.write_tried(), 1000),
         "",
         *align(
-            [("device", "name", "memory", "fits at once"), *map(_row, outlook.devices)],
+            [("device", "name", "memory", "fits at once"), *map(_row, result.devices)],
             numbers_from=2,
         ),
         "",
-        outlook.write_rest(),
+        result.write_rest(),
     ]
 
 
-def _row(device: DeviceOutlook) -> tuple[str, str, str, str]:
+def _row(device: DryRunDevice) -> tuple[str, str, str, str]:
     memory = "unknown" if device.memory_bytes is None else size(device.memory_bytes)
     most = "unknown" if device.largest_batch is None else f"about {device.largest_batch} samples"
     return (device.label, plain(device.name, 32), memory, most)
