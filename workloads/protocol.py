@@ -170,6 +170,13 @@ class Workload(ABC):
         """
         return self.memory.release()
 
+    def read_shortage(self) -> str:
+        """Return the framework's out-of-memory error if a step since `prepare` ended, but only in
+        smaller passes than were asked for, so that the other ranks of a group didn't wait. Else
+        the result is empty.
+        """
+        return ""
+
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory. True if the workload is back in its
         state before that step, so that it can be prepared again.

@@ -224,11 +224,11 @@ class ChildProber:
         return seen
 
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep a lone child that ran out of memory and recovered, and return True. Returns
-        False for any other failure, and for a group, because its other ranks may be
+        """Keep children that recovered from running out of memory, and return True. Returns False
+        for any other failure, and for a group of which a rank is silent, because it may be
         waiting in an all-reduce.
         """
-        if len(group.children) > 1 or not (error.root.out_of_memory and error.root.recovered):
+        if not error.recovered:
             return False
         try:
             kept = group.release_memory(self._timeouts.prepare, self._closed)

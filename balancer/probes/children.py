@@ -271,7 +271,8 @@ class ChildGroup:
         else:
             failures = {rank: self._silence(rank, seconds) for rank in silent}
         if failures:
-            raise GroupError(*failures.values())
+            silent = [rank for rank in silent if rank not in failures]
+            raise GroupError(*failures.values(), silent=silent)
         return [replies[rank] for rank in range(len(self.children))]
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:

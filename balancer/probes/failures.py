@@ -103,13 +103,22 @@ class RankFailure(msgspec.Struct, frozen=True):
 
 
 class GroupError(Exception):
-    """One or more ranks of the group have failed. The group's children are not reused, except for a
-    lone child that has recovered.
+    """One or more ranks of the group have failed. The group's children are not reused, unless all
+    that failed have recovered from running out of memory and the others have replied.
+
+    `silent` are the ranks that have neither replied nor failed.
     """
 
-    def __init__(self, *failures: RankFailure) -> None:
+    def __init__(self, *failures: RankFailure, silent: Sequence[int] = ()) -> None:
         super().__init__(failures)
         self.failures = failures
+        self.silent = tuple(silent)
+
+    @property
+    def recovered(self) -> bool:
+        """True if the group's children can be used again."""
+        short = all(each.out_of_memory and each.recovered for each in self.failures)
+        return short and not self.silent
 
     @property
     def root(self) -> RankFailure:

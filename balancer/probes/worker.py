@@ -190,6 +190,9 @@ class Worker:
         workload.step()
         workload.synchronize()
         first = time.perf_counter() - started
+        shortage = workload.read_shortage()
+        if shortage:
+            raise MemoryError(shortage)
         rank, grouped = build.place.rank, build.place.world > 1
         self._shares = command.shares[rank : rank + 1] if grouped else command.shares
         self._account(1, workload, build, timed=False)

@@ -1,11 +1,13 @@
 """A child that ran out of memory in a step gives back what the step held, and goes on where it is
-again what it was; else it ends.
+again what it was; else it ends. So do the children of a group.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import threading
+from collections.abc import Callable, Iterator
 from importlib.util import find_spec
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,8 +17,12 @@ if find_spec("torch") is None:
 
 import torch
 
+from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.protocol import ChildError
 from evener.balancer.probes.worker import Worker
+from evener.balancer.request import Job, Request
+from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
+from evener.devices.cpu import slices
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
@@ -81,3 +87,70 @@ def test_a_child_goes_on_where_it_is_what_it_was(where: str, recovers: bool) -> 
         workload.prepare((4,))
         workload.step()
         assert workload.loss_is_finite()
+
+
+IN_A_GROUP = """
+import torch
+import torch.distributed as dist
+
+class Adam(torch.optim.Adam):
+    def step(self, closure=None):
+        super().step(closure)
+        if dist.get_rank() == 1 and WHERE == "optimizer" and Adam.rows > 6:
+            raise torch.OutOfMemoryError("CUDA out of memory.")
+
+def loss(outputs, targets):
+    Adam.rows = len(outputs)
+    if dist.get_rank() == 1 and WHERE == "forward" and len(outputs) > 6:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+    return outputs.square().mean()
+
+def build():
+    module = torch.nn.Sequential(torch.nn.Linear(8, 8), torch.nn.Linear(8, 8))
+    return module, Adam(module.parameters()), loss, sample_batch
+
+def sample_batch(rows):
+    return torch.ones(rows, 8), torch.ones(rows, 8)
+"""
+
+
+@pytest.fixture
+def group(tmp_path: Path, shared_servers: None) -> Iterator[Callable[..., Observation]]:
+    """Measures a split of a training whose second rank runs out of memory with over 6 rows."""
+    made: list[ChildProber] = []
+
+    def measure(where: str, *shares: int) -> Observation:
+        if not made:
+            script = tmp_path / "train.py"
+            script.write_text(IN_A_GROUP.replace("WHERE", repr(where)))
+            made.append(ChildProber(Job(Request(), slices(2), f"{script}:build", "torch")))
+        probe = Probe(layout_of(shares), "split", 0.1)
+        (seen,) = made[0].measure((probe,), lambda _: None, threading.Event())
+        return seen
+
+    yield measure
+    made[0].close()
+
+
+def test_a_group_goes_on_after_one_rank_ran_out_of_memory(
+    group: Callable[..., Observation],
+) -> None:
+    """Also in its first step. Nobody waits, and no child starts again."""
+    for shares in ((4, 9), (4, 7)):
+        seen = group("forward", *shares)
+        assert isinstance(seen, OutOfMemory), seen
+        assert seen.devices == (1,)
+        assert seen.elapsed_seconds < 60, "the rank ended the step in smaller passes"
+        ran = group("forward", 4, 5)
+        assert isinstance(ran, Timed), ran
+        assert ran.start_seconds == 0
+
+
+def test_a_group_ends_where_the_optimizer_ran_out_of_memory(
+    group: Callable[..., Observation],
+) -> None:
+    seen = group("optimizer", 4, 9)
+    assert isinstance(seen, OutOfMemory), seen
+    ran = group("optimizer", 4, 5)
+    assert isinstance(ran, Timed), ran
+    assert ran.start_seconds > 0, "by new children"

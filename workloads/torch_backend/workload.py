@@ -144,6 +144,9 @@ class TorchWorkload(Workload, StepListener):
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the maximum rows per pass
         self._passes = Passes(place.rank, self.device, lambda _: None)
+        self._steps = 0  # since `prepare`
+        # the error of a step of a group that ran out of memory and ended in smaller passes
+        self._short_of_memory = ""
         self._updates = False  # the optimizer's step is running
         # bytes allocated as a step began, and the number of steps recorded since `prepare`
         self._held = self._noted = 0
@@ -201,7 +204,7 @@ class TorchWorkload(Workload, StepListener):
         batches = self._open_batches()
         batches.drop()
         self.memory.reset()
-        self._noted = 0
+        self._noted = self._steps = 0
         if self._group:
             self._regroup(tuple(shares))
         if own:
@@ -222,16 +225,14 @@ class TorchWorkload(Workload, StepListener):
         optimizer.zero_grad(set_to_none=True)
         self._note_held()
         passes = 1
-        if not self._batches.on_host:
+        # the first step of each size: others seldom run out of memory, and those are timed
+        grouped = self._shards is None and isinstance(self._model, Exchanged)
+        survives = grouped and not self._steps
+        self._steps += 1
+        if not self._batches.on_host and not survives:
             self._scaled_loss(*batch).backward()
         else:
-            rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
-            parts = make_parts(batch, rows, self._micro, lambda loss: loss, self._equal_passes)
-            passes = len(parts)
-            for part in self._passes.take(
-                parts, [self._model], ()
-            ):  # as in a training run, which survives running out of memory
-                part.backward(self._scaled_loss(*as_pair(part.batch)))
+            passes = self._step_in_passes(batch, [self._model.exchange] if survives else [])
         self._phases.enter("update")
         self._updates = True
         self._scaler.step(optimizer)
@@ -239,6 +240,25 @@ class TorchWorkload(Workload, StepListener):
         self._updates = False
         self._phases.leave()
         self._count(self._batches.works(batch), passes)
+
+    def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
+        """Compute a batch in its passes, as a training run does; return their number.
+
+        With `exchanges`, a pass that runs out of memory is computed again in smaller ones, since
+        the other ranks of the group wait in the all-reduce. The error is noted.
+        """
+        assert self._batches is not None
+        rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
+        parts = make_parts(batch, rows, self._micro, lambda loss: loss, self._equal_passes)
+        for part in self._passes.take(parts, [self._model], exchanges):
+            with part if exchanges else nullcontext():
+                part.backward(self._scaled_loss(*as_pair(part.batch)))
+            self._short_of_memory = self._short_of_memory or part.error
+        return len(parts)
+
+    def read_shortage(self) -> str:
+        """Return the error if the first step since `prepare` ended in smaller passes."""
+        return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
         """Add the work that a step computed. A batch that is cut into passes was padded before it
@@ -260,20 +280,22 @@ class TorchWorkload(Workload, StepListener):
 
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory. Returns False if the step failed in
-        the optimizer's update, which leaves the optimizer's state incomplete, if this process is a
-        rank of a group, because other ranks wait for it, or if clearly more memory stays allocated
-        than before the step.
+        the optimizer's update, which leaves the optimizer's state incomplete, if it didn't end and
+        this process is a rank of a group, because other ranks wait for it, or if clearly more
+        memory stays allocated than before the step.
         """
-        if self._group or self._updates or not self._noted:
+        ended = bool(self._short_of_memory)
+        if self._updates or not self._noted or (self._group and not ended):
             return False
-        self._loss = None
+        self._loss, self._short_of_memory = None, ""
         self._passes = Passes(self.place.rank, self.device, lambda _: None)
         self.recipe.optimizer.zero_grad(set_to_none=True)
         if self._shards is not None:
             self._shards.sharded.reset()
         self._open_batches().drop()
         free_memory(self.device)
-        return self.memory.held() <= self._held + LEFT_BYTES
+        # a step that ended may have created the optimizer's state
+        return ended or self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
         """Return the total work of all steps so far; None if rows have no lengths."""
