@@ -208,8 +208,10 @@ class PartSeconds(msgspec.Struct, frozen=True):
     # seconds of full-speed work lost to lower clocks: by heat, and by a power limit or brake
     heat_seconds: Amount = 0.0
     power_seconds: Amount = 0.0
-    # fraction of the time in which other processes' kernels ran while its own waited
+    # fraction of the time in which other processes' kernels ran on the device
     neighbour: Annotated[float, Meta(ge=0, le=1)] = 0.0
+    # the same of its own kernels; None if unknown, and `neighbour` is the time that they waited
+    busy: Annotated[float, Meta(ge=0, le=1)] | None = None
     neighbours: str = ""  # the names of those processes
 
 

@@ -1,43 +1,48 @@
 """What evener's instruments cost in a training's steps, by their own CPU time.
 
-python -m benchmarks.step_cost [--steps 1500] [--device cpu]
+python -m benchmarks.step_cost [--steps 1500] [--device cpu] [--milliseconds 10]
 
-A small network trains by `Split` with steps of about 10 ms. Each call of an instrument is timed by
-the CPU time of its thread; what an empty call takes in the same place is left out. Prints the
-microseconds of a step by call, and their part of 10 ms.
+A small network trains by `Split` with steps of about 10 ms, first in alternate blocks with the
+instruments and without them: their cost is the difference of the process's CPU time, from which
+nothing is left out. Then each call of an instrument is timed by the CPU time of its thread, less
+what an empty call takes in the same place. Prints the microseconds of a step and their part of it.
 """
 
 from __future__ import annotations
 
 import argparse
+import math
 import os
 import tempfile
 import time
 from collections import defaultdict
-from statistics import median
+from collections.abc import Callable, Iterator
+from statistics import fmean, median, stdev
 from typing import Any
 
 import torch
 
 from evener.torch import Split
+from evener.torch.ranks import own_work
 from evener.torch.ranks.own_work import StepReporter, StepTimer
 
-CALLS: dict[type, tuple[str, ...]] = {
+CALLS: dict[Any, tuple[str, ...]] = {
     StepTimer: (
         "begin",
         "finish",
         "note_gradients",
         "note_sent",
         "note_backward",
-        "note_update",
-        "note_updated",
         "pause",
     ),
     StepReporter: ("report",),
+    own_work: ("_tell_update", "_note_updated"),
 }
 WARM_STEPS = 50
+BLOCK_STEPS = 40  # with the instruments, then as many without them
+SWITCHED_STEPS = 10  # after a switch, until the interpreter has specialized its code again
 ROWS, STEP_SECONDS = 64, 0.01
-LEAST, MOST = 32, 4096  # of the network's width
+LEAST, MOST = 32, 8192  # of the network's width
 
 
 class Empty:
@@ -47,6 +52,32 @@ class Empty:
         """Do nothing."""
 
 
+class Instruments:
+    """The calls of instruments, which can be switched off."""
+
+    def __init__(self) -> None:
+        self._plain = [
+            (owner, name, getattr(owner, name)) for owner, names in CALLS.items() for name in names
+        ]
+        self._hooks: list[Any] = []  # of optimizers, while the instruments are off
+
+    def switch(self, on: bool, timer: StepTimer) -> None:
+        """Switch all instruments on or off, between two steps."""
+        hooks = own_work._OPTIMIZER_HOOKS
+        if not on:
+            timer.pause()
+            for each in hooks._handles:
+                each.remove()
+        else:
+            hooks._handles = list(hooks._register())
+        for owner, name, plain in self._plain:
+            setattr(owner, name, plain if on else _do_nothing)
+
+
+def _do_nothing(*_: Any, **__: Any) -> None:
+    pass
+
+
 class CallTimes:
     """The CPU times of calls, in nanoseconds, by name; calls within others are part of those."""
 
@@ -54,10 +85,10 @@ class CallTimes:
         self.seen: dict[str, list[int]] = defaultdict(list)
         self._within = False
 
-    def watch(self, owner: type, name: str) -> None:
-        """Time each call of a method."""
+    def watch(self, owner: Any, name: str) -> None:
+        """Time each call of a method or function."""
         plain, times, clock = getattr(owner, name), self, time.thread_time_ns
-        seen = self.seen[f"{owner.__name__}.{name}"]
+        seen = self.seen[f"{owner.__name__.rpartition('.')[2]}.{name}"]
 
         def timed(*arguments: Any, **keywords: Any) -> Any:
             if times._within:
@@ -73,8 +104,40 @@ class CallTimes:
         setattr(owner, name, timed)
 
 
-def find_width(device: torch.device) -> int:
-    """The width of a network whose step takes about 10 ms on this device."""
+class Training:
+    """A training of a network whose step takes about as long as said."""
+
+    def __init__(self, device: torch.device, step_s: float) -> None:
+        self._device = device
+        self._split = Split(ratios=(1,), global_batch=ROWS)
+        width = find_width(device, step_s)
+        self._model = self._split.wrap(_make(width).to(device))
+        self._optimizer = torch.optim.SGD(self._model.parameters(), 0.01)
+        self._data = torch.utils.data.TensorDataset(torch.randn(100 * ROWS, width))
+        self._empty = Empty()
+
+    @property
+    def timer(self) -> StepTimer:
+        """The timer of its steps."""
+        return self._split.timer
+
+    def iterate(self) -> Iterator[None]:
+        """Train, with a stop between two steps, before the next batch is asked for."""
+        while True:
+            for (inputs,) in self._split.loader(self._data):
+                self._model(inputs.to(self._device)).square().mean().backward()
+                self._empty.call()
+                self._optimizer.step()
+                self._optimizer.zero_grad()
+                yield
+
+    def close(self) -> None:
+        """End the training."""
+        self._split.close()
+
+
+def find_width(device: torch.device, step_s: float) -> int:
+    """Return the width of a network whose step takes about that long on this device."""
     width = LEAST
     while width < MOST:
         model, inputs = _make(width).to(device), torch.randn(ROWS, width, device=device)
@@ -85,7 +148,7 @@ def find_width(device: torch.device) -> int:
             if device.type == "cuda":
                 torch.cuda.synchronize()
             taken.append(time.perf_counter() - began)
-        if median(taken) > 0.7 * STEP_SECONDS:
+        if median(taken) > 0.7 * step_s:
             break
         width = int(width * 1.25)
     return width
@@ -95,30 +158,64 @@ def _make(width: int) -> Any:
     return torch.nn.Sequential(*[torch.nn.Linear(width, width) for _ in range(4)])
 
 
-def train(device: torch.device, steps: int, times: CallTimes) -> tuple[float, float]:
-    """Train `steps` steps, and return a step's wall and CPU seconds without the warm-up."""
-    width = find_width(device)
-    split = Split(ratios=(1,), global_batch=ROWS)
-    model = split.wrap(_make(width).to(device))
-    optimizer = torch.optim.SGD(model.parameters(), 0.01)
-    data = torch.utils.data.TensorDataset(torch.randn(100 * ROWS, width))
-    empty, done, began = Empty(), 0, (0.0, 0.0)
-    while done < WARM_STEPS + steps:
-        for (inputs,) in split.loader(data):
-            model(inputs).square().mean().backward()
-            empty.call()
-            optimizer.step()
-            optimizer.zero_grad()
-            done += 1
-            if done == WARM_STEPS:
-                for seen in times.seen.values():
-                    seen.clear()
-                began = time.perf_counter(), time.thread_time()
-            if done == WARM_STEPS + steps:
-                break
-    wall, cpu = time.perf_counter() - began[0], time.thread_time() - began[1]
-    split.close()
-    return wall / steps, cpu / steps
+def time_steps(steps: Iterator[None], count: int, clock: Callable[[], float]) -> float:
+    """Return the seconds of a step by a clock."""
+    began = clock()
+    for _ in range(count):
+        next(steps)
+    return (clock() - began) / count
+
+
+def compare(training: Training, count: int) -> None:
+    """Print what the instruments cost, by alternate blocks with and without them."""
+    instruments, steps = Instruments(), training.iterate()
+    time_steps(steps, WARM_STEPS, time.process_time)
+    began, taken = time.perf_counter(), {True: list[float](), False: list[float]()}
+    for place in range(count // (BLOCK_STEPS + SWITCHED_STEPS)):
+        on = place % 4 in (0, 3)
+        instruments.switch(on, training.timer)
+        time_steps(steps, SWITCHED_STEPS, time.process_time)
+        taken[on].append(time_steps(steps, BLOCK_STEPS, time.process_time))
+    wall_s = (time.perf_counter() - began) / (place + 1) / (BLOCK_STEPS + SWITCHED_STEPS)
+    instruments.switch(True, training.timer)
+    pairs = [one - other for one, other in zip(taken[True], taken[False], strict=False)]
+    kept = sorted(pairs)[len(pairs) // 10 : -(len(pairs) // 10) or None]
+    error = 2 * stdev(kept) / math.sqrt(len(kept))
+    print(f"steps of {1e3 * wall_s:.1f} ms, {1e3 * median(taken[False]):.2f} ms of CPU without")
+    print(
+        f"with and without: {1e6 * fmean(kept):+.1f} us of CPU a step, ± {1e6 * error:.1f} "
+        f"({100 * fmean(kept) / STEP_SECONDS:+.2f} % of 10 ms); median {1e6 * median(pairs):+.1f}"
+    )
+
+
+def time_calls(training: Training, count: int) -> None:
+    """Print the CPU time of each call of an instrument."""
+    times = CallTimes()
+    times.watch(Empty, "call")
+    for owner, names in CALLS.items():
+        for name in names:
+            times.watch(owner, name)
+    hooks = own_work._OPTIMIZER_HOOKS
+    for each in hooks._handles:
+        each.remove()
+    hooks._handles = list(hooks._register())
+    steps = training.iterate()
+    time_steps(steps, WARM_STEPS, time.thread_time)
+    for seen in times.seen.values():
+        seen.clear()
+    time_steps(steps, count, time.thread_time)
+    nothing = median(times.seen.pop("Empty.call"))
+    total = 0.0
+    for name, seen in times.seen.items():
+        own = (sum(seen) - nothing * len(seen)) / count / 1e3
+        total += own
+        middle = (median(seen) - nothing) / 1e3 if seen else 0.0
+        print(
+            f"{name:28} {own:6.1f} us of a step, in {len(seen) / count:.2f} calls, "
+            f"median {middle:.1f}"
+        )
+    part = 100 * total / 1e6 / STEP_SECONDS
+    print(f"all calls {total:.1f} us of a step: {part:.2f} % of 10 ms; an empty one {nothing} ns")
 
 
 def main() -> None:
@@ -126,25 +223,15 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--device", default="cpu")
+    parser.add_argument("--milliseconds", type=float, default=1e3 * STEP_SECONDS)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    times = CallTimes()
-    times.watch(Empty, "call")
-    for owner, names in CALLS.items():
-        for name in names:
-            times.watch(owner, name)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EVENER_LIVE_DIR"] = folder
-        wall, cpu = train(torch.device(given.device), given.steps, times)
-    nothing = median(times.seen.pop("Empty.call"))
-    total = 0.0
-    for name, seen in times.seen.items():
-        own = (sum(seen) - nothing * len(seen)) / given.steps / 1e3
-        total += own
-        print(f"{name:28} {own:6.1f} us of a step, in {len(seen) / given.steps:.2f} calls")
-    part = 100 * total / 1e6 / STEP_SECONDS
-    print(f"steps of {1e3 * wall:.1f} ms, {1e3 * cpu:.1f} ms of CPU; an empty call {nothing} ns")
-    print(f"all instruments {total:.1f} us of a step: {part:.2f} % of 10 ms")
+        training = Training(torch.device(given.device), given.milliseconds / 1e3)
+        compare(training, given.steps)
+        time_calls(training, given.steps // 2)
+        training.close()
 
 
 if __name__ == "__main__":

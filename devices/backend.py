@@ -139,7 +139,8 @@ class Vitals(msgspec.Struct, frozen=True):
     clock_part: float | None = None
     used_bytes: int | None = None  # in total; only full readings update this and the next three
     processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports
-    busy: Mapping[int, float] = {}  # pid -> fraction of time in which its kernels ran; as above
+    # pid -> fraction of the time since the last full reading in which its kernels ran
+    busy: Mapping[int, float] = {}
     busy_percent: float | None = None  # percentage of the last moments in which any kernel ran
     # by the driver's energy counter, or else power integrated over the readings
     joules: float | None = None

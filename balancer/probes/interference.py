@@ -44,14 +44,14 @@ CLOSE_SECONDS = 0.2  # for all watches together
 
 
 class Neighbours(NamedTuple):
-    """Other processes that compute on a device: the fraction of the time in which the session's
-    kernels waited for theirs, and the processes' names.
+    """Other processes that compute on a device: the fraction of the time in which their kernels
+    ran, the same of the session's kernels, and the processes' names.
 
-    A GPU gives each process time slices in turn, so the session's kernels wait about as long as
-    they run, but no longer than the kernels of the others run.
+    A GPU gives each process time slices in turn, so both fractions together are at most 1.
     """
 
     part: float
+    own_part: float
     names: str
 
 
@@ -116,7 +116,8 @@ class InterferenceMonitor:
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
         """Return the processes other than the session's children, whose pids are `own`, that
-        compute on each device. Positions where the driver doesn't list any child are left out.
+        compute on each device, since the last call. Positions where the driver doesn't list any
+        child are left out.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
@@ -125,8 +126,12 @@ class InterferenceMonitor:
             busy = {pid: part for pid, part in vitals.busy.items() if part}
             others = {pid: part for pid, part in busy.items() if pid not in own}
             mine = sum(part for pid, part in busy.items() if pid in own)
+            total = mine + sum(others.values())
+            scale = 1 / max(1.0, total)
             names = sorted({name_process(pid) for pid in others})
-            found[position] = Neighbours(min(mine, sum(others.values())), ", ".join(names))
+            found[position] = Neighbours(
+                scale * sum(others.values()), scale * mine, ", ".join(names)
+            )
         return found
 
     def _round(self, position: int, short: int) -> int:

@@ -259,6 +259,7 @@ class Measurement:
         timer = BlockTimer(probe.seconds, probe.whole, probe.steps, first_step_seconds)
         step_seconds = first_step_seconds
         interference = ProbeInterference(self._monitor, self._ranks.unique_positions, self._idle)
+        self._monitor.find_neighbours(self._ranks.unique_positions)  # from now on
         while steps := timer.next_steps():
             limit = max(self._timeouts.block, BLOCK_SLACK * steps * step_seconds)
             command = self._run_command(steps, step_seconds)
@@ -290,7 +291,12 @@ class Measurement:
             return timing
         seen = self._monitor.find_neighbours(positions)
         parts = tuple(
-            msgspec.structs.replace(part, neighbour=seen[i].part, neighbours=seen[i].names)
+            msgspec.structs.replace(
+                part,
+                neighbour=seen[i].part,
+                busy=seen[i].own_part,
+                neighbours=seen[i].names,
+            )
             if i in seen
             else part
             for i, part in zip(positions, timing.parts, strict=True)

@@ -14,16 +14,23 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.plan.file import Link
-from evener.training.limits import LimitKind, StepPart, TrainingLimit, find_limits
+from evener.training.limits import HAND_OVER_S, LimitKind, StepPart, TrainingLimit, find_limits
 
 from ..search.report import SearchReport
 from ..types import Layout, Observation, PartSeconds, Timed
 
 TWICE = 0.5  # the fraction that twice the batch saves of a part that doesn't grow with the batch
 STARVED_ERROR = 0.3  # relative: cores that are busy now may be free in the next minute
-FIXED_ERROR = 0.5  # relative, for a line through two points
+# Twice the batch saves more than these parts, as nothing of a step grows more than its rows.
+UPDATE_ERROR, UPDATE_HIGH_ERROR = 0.2, 0.8
+EXCHANGE_ERROR, EXCHANGE_HIGH_ERROR = 0.2, 0.4
+# Of the rows that a larger pass would have, each costs a CPU what the last rows cost that were
+# measured. A GPU has multiprocessors that few rows leave idle: it takes between nothing and twice
+# that, and half is expected.
+CPU_SLOPES, GPU_SLOPES = (0.5, 1.0, 1.5), (0.0, 0.5, 2.0)
 SLOWED_ERROR = 0.5  # relative: not all kernels depend on the clock
-NEIGHBOUR_ERROR = 0.9  # relative: time slices are as long as each process's kernels
+NEIGHBOUR_ERROR = 0.3  # relative: the driver's figures are means over long samples
+UNKNOWN_NEIGHBOUR_ERROR = 0.9  # if the driver doesn't say how long the session's kernels ran
 LAUNCH_ERROR = 0.15  # relative, for a step of twice the batch
 TWICE_BATCH = "Take a batch twice as large, or compile the model (torch.compile)."
 LONGEST = 0.9  # of the longest compute time (own work): the other devices wait for such a device
@@ -115,15 +122,27 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds of a device's compute time per step that heat, power or
-        a neighbour cost.
-        """
+        """Return the seconds of a device's compute time per step that heat or power cost."""
         own_s = self.own_s(position) or self.step_s
-        if kind is LimitKind.NEIGHBOUR:
-            parts = [part.neighbour for _, part in self.parts_of(position)]
-            return own_s * fmean(parts) if parts else 0.0
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
+
+    def waited_for_neighbours(self, position: int) -> float:
+        """Return the seconds of a step in which a device's kernels waited for other processes'.
+
+        They wait while they are enqueued and don't run. That is at least as long as they run, as
+        the processes get time slices in turn, if the others compute for that long.
+        """
+        parts = [part for _, part in self.parts_of(position)]
+        others = fmean([part.neighbour for part in parts]) if parts else 0.0
+        running = [part.busy for part in parts if part.busy is not None]
+        own_s = self.own_s(position) or self.step_s
+        if not running:
+            return own_s * others
+        ran = fmean(running)
+        idle_s = self.launching_s() + self.step_s * (self.share(position, "input_seconds") or 0.0)
+        enqueued = max(0.0, 1 - idle_s / self.step_s)
+        return own_s * min(others, max(enqueued - ran, ran))
 
     def list_last(self) -> list[int]:
         """Return the devices that the other devices wait for, by their compute time."""
@@ -151,7 +170,12 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
     closer = measured.closer
     if closer is None or closer.kept is None:
         if seconds is not None:
-            yield StepPart(kind=LimitKind.INPUT, seconds=seconds, remedy=TRY_WORKERS)
+            yield StepPart(
+                kind=LimitKind.INPUT,
+                seconds=seconds,
+                remaining_s=HAND_OVER_S,
+                remedy=TRY_WORKERS,
+            )
         return
     without = measured.scale(closer.kept.step_seconds)
     error = measured.scale((closer.kept.high_seconds - closer.kept.low_seconds) / 2)
@@ -161,6 +185,7 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
         seconds=max(0.0, measured.step_s - without) if seconds is None else seconds,
         without_s=without,
         without_error_s=error,
+        remaining_s=HAND_OVER_S,
         remedy=TRY_WORKERS if known else KERAS_INPUT,
     )
 
@@ -220,7 +245,8 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
         kind=LimitKind.EXCHANGE,
         seconds=seconds,
         spared=TWICE,
-        error_s=seconds / 2,
+        error_s=EXCHANGE_ERROR * seconds,
+        high_error_s=EXCHANGE_HIGH_ERROR * seconds,
         remedy=f"{LARGER_BATCH} evener doctor --links measures the links.",
         by=_describe_link(measured, devices),
     )
@@ -276,7 +302,8 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
             kind=LimitKind.OPTIMIZER,
             seconds=seconds,
             spared=TWICE,
-            error_s=seconds / 2,
+            error_s=UPDATE_ERROR * seconds,
+            high_error_s=UPDATE_HIGH_ERROR * seconds,
             remedy=f"A fused optimizer (fused=True), where its class has one. {LARGER_BATCH}",
         )
 
@@ -294,19 +321,24 @@ def _find_memory(
         passes = layout.passes(position)
         if passes < 2:
             continue
-        fixed = _estimate_fixed(seen, position)
-        seconds = (passes - 1) * fixed
+        slopes = CPU_SLOPES if devices[position].on_cpu else GPU_SLOPES
+        most, expected, least = (
+            (passes - 1) * _estimate_fixed(seen, position, slope) for slope in slopes
+        )
         yield StepPart(
             kind=LimitKind.MEMORY,
-            seconds=seconds,
-            error_s=FIXED_ERROR * seconds,
+            seconds=expected,
+            error_s=expected - least,
+            high_error_s=most - expected,
             by=devices[position].label,
         )
 
 
-def _estimate_fixed(seen: Sequence[Observation], position: int) -> float:
-    """Return the seconds of a pass that don't depend on its rows, from a device's two largest
-    single passes; 0 if unknown.
+def _estimate_fixed(seen: Sequence[Observation], position: int, slope_part: float) -> float:
+    """Return the seconds that each pass beyond the first adds to a step, whatever its rows.
+
+    They are estimated from a device's two largest single passes; 0 if unknown. In a larger pass,
+    rows take `slope_part` of what they take between those two.
     """
     fastest: dict[int, float] = {}
     for one in seen:
@@ -320,22 +352,30 @@ def _estimate_fixed(seen: Sequence[Observation], position: int) -> float:
         return 0.0
     few, many = sorted(fastest)[-2:]
     slope = max(0.0, (fastest[many] - fastest[few]) / (many - few))
-    return max(0.0, fastest[many] - slope * many)
+    return max(0.0, fastest[many] - slope_part * slope * many)
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
     """Yield the compute time that heat, power or a neighbour cost on a device that the
     others wait for.
     """
-    for kind in (LimitKind.HEAT, LimitKind.POWER, LimitKind.NEIGHBOUR):
+    for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
         most = max(lost, key=lost.__getitem__)
-        who = devices[most].label
-        if kind is LimitKind.NEIGHBOUR:
-            names = [part.neighbours for _, part in measured.parts_of(most) if part.neighbours]
-            who = f"{names[-1]} on {who}" if names else who
-        error = NEIGHBOUR_ERROR if kind is LimitKind.NEIGHBOUR else SLOWED_ERROR
-        yield StepPart(kind=kind, seconds=lost[most], error_s=error * lost[most], by=who)
+        error_s = SLOWED_ERROR * lost[most]
+        yield StepPart(kind=kind, seconds=lost[most], error_s=error_s, by=devices[most].label)
+    waited = {i: measured.waited_for_neighbours(i) for i in measured.list_last()}
+    most = max(waited, key=waited.__getitem__)
+    who = devices[most].label
+    parts = [part for _, part in measured.parts_of(most)]
+    names = [part.neighbours for part in parts if part.neighbours]
+    known = any(part.busy is not None for part in parts)
+    yield StepPart(
+        kind=LimitKind.NEIGHBOUR,
+        seconds=waited[most],
+        error_s=waited[most] * (NEIGHBOUR_ERROR if known else UNKNOWN_NEIGHBOUR_ERROR),
+        by=f"{names[-1]} on {who}" if names else who,
+    )
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:

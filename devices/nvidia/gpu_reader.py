@@ -126,6 +126,7 @@ class GpuReader:
         self._watts = 0.0
         self._watts_at = 0.0
         self._full = Vitals()  # the last full reading
+        self._used_since = 0  # the driver's time up to which it has the use of each process
         # seconds throttled and at the power cap, as last read
         self._slowed_before: tuple[float | None, float | None] = (None, None)
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
@@ -261,7 +262,9 @@ class GpuReader:
         used, percent = (
             self._metrics[name].read_one(now).current for name in ("memory_used", "utilization")
         )
-        seen = GpuProcesses(self.nvml, self.handle, False).read(now)
+        table = GpuProcesses(self.nvml, self.handle, False, self._used_since)
+        seen = table.read(now)
+        self._used_since = table.since
         sizes = {each.pid: each.memory_bytes.current for each in seen}
         processes = {pid: None if size is None else int(size) for pid, size in sizes.items()}
         busy = {each.pid: (each.sm_percent.current or 0.0) / 100 for each in seen}
@@ -403,7 +406,7 @@ class GpuProcesses:
     and during temporary failures.
     """
 
-    def __init__(self, nvml: Library, handle: Handle, is_mig: bool) -> None:
+    def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
         self._nvml = nvml
         self._handle = handle
         self._is_mig = is_mig
@@ -412,7 +415,7 @@ class GpuProcesses:
         self._memory: dict[str, dict[int, int | None]] = {"compute": {}, "graphics": {}}
         # use by pid, and the reading of all other processes
         self._use: tuple[Mapping[int, float], Reading] = ({}, UNSUPPORTED)
-        self._since = 0  # the driver's time of the newest utilization sample, in microseconds
+        self.since = since  # the driver's time of the newest utilization sample, in microseconds
         self._seen: tuple[DeviceUse, ...] = ()
 
     def read(self, now: float) -> Sequence[DeviceUse]:
@@ -455,7 +458,7 @@ class GpuProcesses:
         """
         try:
             samples: Sequence[Any] = self._nvml.nvmlDeviceGetProcessUtilization(
-                self._handle, self._since
+                self._handle, self.since
             )
         except self._nvml.NVMLError as error:
             code = error_code(error)
@@ -464,9 +467,9 @@ class GpuProcesses:
             if code in (SUCCESS, NOT_FOUND) and not self._is_mig:
                 return {}, value(0.0)
             return {}, failed_reading(code)
-        newest = max((int(each.timeStamp) for each in samples), default=self._since)
-        start = self._since or newest - FIRST_WINDOW_MICROSECONDS
-        self._since = newest
+        newest = max((int(each.timeStamp) for each in samples), default=self.since)
+        start = self.since or newest - FIRST_WINDOW_MICROSECONDS
+        self.since = newest
         parts: dict[int, list[int]] = {}
         for each in samples:
             if each.timeStamp > start and each.smUtil <= 100:

@@ -9,10 +9,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from typing import NamedTuple
 
 import msgspec
 
 LEAST_SHARE = 0.05  # fraction of a step from which a part is a limit
+LEAST_GAIN = 0.05  # that a remedy has to give for sure, for its limit to be named
+# That a batch takes on its way from a worker process to the loop: 0.2 ms for small batches on a
+# machine with cores to spare, 0.5 to 0.9 ms of CPU time on a busy one.
+HAND_OVER_S = 0.5e-3
 LEAST_STEP_LEFT = 1e-3  # fraction of a step: no remedy leaves less than this
 
 
@@ -132,11 +137,15 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A measured part of a step that has a remedy.
 
     Without `without_s`, the remedy is expected to shorten the step by `seconds` times `spared`.
+    `remaining_s` isn't in the interval of the gain, as it is known only for the usual remedy; a
+    part whose gain is small with it isn't named.
     """
 
     kind: LimitKind
     seconds: float  # of a step
     error_s: float = 0.0  # half of the 95 % interval of `seconds`
+    high_error_s: float | None = None  # its upper half, if that is another one
+    remaining_s: float = 0.0  # seconds that the usual remedy may leave or bring
     spared: float = 1.0  # the fraction of `seconds` that the remedy saves
     without_s: float | None = None  # the measured seconds of a step without the limit
     without_error_s: float = 0.0  # half of the 95 % interval of `without_s`
@@ -148,8 +157,8 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
     A part isn't a limit if less than 5 % of the step remains for it after overlaps are removed, or
-    if a step measured without the part wasn't 5 % shorter. A measured step without the limit may
-    put the gain above or below the part's own size.
+    if its remedy may give less than 5 %: if the lower end of the gain's interval is below that. A
+    measured step without the limit may put the gain above or below the part's own size.
     """
     if step_s <= 0:
         return ()
@@ -212,32 +221,49 @@ def _shorten(part: StepPart, seconds: float) -> StepPart:
     """Return the part with fewer seconds, and its error reduced in proportion."""
     if seconds >= part.seconds:
         return part
-    error_s = part.error_s * seconds / part.seconds
-    return msgspec.structs.replace(part, seconds=seconds, error_s=error_s)
+    rest = seconds / part.seconds
+    high_s = None if part.high_error_s is None else part.high_error_s * rest
+    return msgspec.structs.replace(
+        part, seconds=seconds, error_s=part.error_s * rest, high_error_s=high_s
+    )
 
 
 def _is_limit(step_s: float, part: StepPart) -> bool:
-    least_s = LEAST_SHARE * step_s
-    gains = part.without_s is None or step_s - part.without_s >= least_s
-    return part.seconds >= least_s and gains
+    if part.seconds < LEAST_SHARE * step_s:
+        return False
+    left = _find_left(step_s, part)
+    return _gain(step_s, left.most_s + part.remaining_s) >= LEAST_GAIN
+
+
+class _Left(NamedTuple):
+    """The seconds of a step after the remedy, and the ends of their interval."""
+
+    seconds: float
+    least_s: float
+    most_s: float
+
+
+def _find_left(step_s: float, part: StepPart) -> _Left:
+    """Return the seconds of a step after the remedy: measured, or as expected."""
+    if part.without_s is not None:
+        error_s = part.without_error_s
+        return _Left(part.without_s, part.without_s - error_s, part.without_s + error_s)
+    left_s = step_s - part.spared * min(part.seconds, step_s)
+    high_error_s = part.error_s if part.high_error_s is None else part.high_error_s
+    return _Left(left_s, left_s - part.spared * high_error_s, left_s + part.spared * part.error_s)
 
 
 def _describe(step_s: float, part: StepPart) -> TrainingLimit:
     seconds = min(part.seconds, step_s)
-    if part.without_s is None:
-        left = step_s - part.spared * seconds
-        error = part.spared * part.error_s
-    else:
-        left = part.without_s
-        error = part.without_error_s
+    left = _find_left(step_s, part)
     return TrainingLimit(
         kind=part.kind,
         milliseconds=seconds * 1e3,
         share=seconds / step_s,
         remedy=part.remedy or part.kind.usual_remedy,
-        gain=_gain(step_s, left),
-        gain_low=_gain(step_s, left + error),
-        gain_high=_gain(step_s, left - error),
+        gain=_gain(step_s, left.seconds),
+        gain_low=_gain(step_s, left.most_s),
+        gain_high=_gain(step_s, left.least_s),
         by=part.by,
         measured=part.without_s is not None,
     )

@@ -12,6 +12,7 @@ from .step_sums import StepSums
 
 RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums cover
 BIN_SECONDS = 1.0  # length of the bins by which recent sums move on
+UNKNOWN_ERROR = 0.5  # of the mean of a training that has run for a few seconds only
 FEWEST_BINS, ERRORS = 4, 2.4  # bins needed for an error, and errors in half an interval
 
 
@@ -46,15 +47,15 @@ class RunningSums:
     def errors(self) -> StepSums:
         """Return half of the 95 % interval of each recent mean per step.
 
-        It is estimated by how much bins of steps differ; with too few bins, it is as large
-        as the mean.
+        It is estimated by how much bins of steps differ. With too few bins, it is half of the
+        mean.
         """
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]
         names = StepSums.__struct_fields__[1:]
         if len(bins) < FEWEST_BINS:
             recent = self.recent()
-            return StepSums(recent.steps, *map(recent.mean, names))
+            return StepSums(recent.steps, *(UNKNOWN_ERROR * recent.mean(name) for name in names))
         found = (_deviation([each.mean(name) for each in bins]) for name in names)
         return StepSums(len(bins), *(ERRORS * each / math.sqrt(len(bins)) for each in found))
 

@@ -14,7 +14,7 @@ from typing import NamedTuple
 from ..plan.layout import is_curve
 from ..plan.solver import join_curves, proportional_curves
 from ..shares.curves import Curve
-from .limits import LEAST_SHARE, LimitKind, StepPart, TrainingLimit, find_limits
+from .limits import HAND_OVER_S, LEAST_SHARE, LimitKind, StepPart, TrainingLimit, find_limits
 from .rebalance import Advice, advise
 from .step_sums import RankStep, StepSums, divide_meeting
 
@@ -141,9 +141,15 @@ class _Finder:
         remedy = REMEDIES.get(kind, "")
         if self._ranks[0].framework == "tensorflow":
             remedy = IN_KERAS.get(kind, remedy)
+        remaining_s = HAND_OVER_S if kind is LimitKind.INPUT else 0.0
         if min(means) >= seconds / 2:
             yield StepPart(
-                kind=kind, seconds=seconds, error_s=error_s, spared=spared, remedy=remedy
+                kind=kind,
+                seconds=seconds,
+                error_s=error_s,
+                remaining_s=remaining_s,
+                spared=spared,
+                remedy=remedy,
             )
             return
         waiting = [each.waiting_s for each in self._steps]
@@ -153,6 +159,7 @@ class _Finder:
             kind=alone or kind,
             seconds=seconds,
             error_s=error_s,
+            remaining_s=remaining_s,
             spared=spared,
             remedy="" if alone else remedy,
             by=self._ranks[place].name,

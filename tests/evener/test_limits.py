@@ -8,6 +8,7 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evener.training.limits import (
+    LEAST_GAIN,
     LEAST_SHARE,
     LimitKind,
     StepPart,
@@ -32,6 +33,8 @@ def relative_parts(draw: st.DrawFn) -> list[StepPart]:
             spared=draw(RELATIVE),
             without_s=draw(st.none() | st.floats(0.01, 1.2)),
             without_error_s=draw(st.floats(0.0, 0.2)),
+            high_error_s=draw(st.none() | st.floats(0.0, 0.4)),
+            remaining_s=draw(st.floats(0.0, 0.1)),
         )
         for kind in kinds
     ]
@@ -45,21 +48,36 @@ def scale(part: StepPart, by: float) -> StepPart:
         error_s=part.error_s * by,
         without_s=None if part.without_s is None else part.without_s * by,
         without_error_s=part.without_error_s * by,
+        high_error_s=None if part.high_error_s is None else part.high_error_s * by,
+        remaining_s=part.remaining_s * by,
     )
+
+
+def least_gain(part: StepPart) -> float:
+    """What a remedy gives in a step of a second, if the part is as small as it may be."""
+    left = part.without_s
+    error = part.without_error_s
+    if left is None:
+        left, error = 1 - part.spared * part.seconds, part.spared * part.error_s
+    return 1 / max(1e-3, left + error + part.remaining_s) - 1
 
 
 def _is_clear(part: StepPart) -> bool:
     """Not so near to the edge of 5 % that rounding decides."""
-    without = 0.0 if part.without_s is None else part.without_s
-    return min(abs(part.seconds - LEAST_SHARE), abs(1 - without - LEAST_SHARE)) > 1e-6
+    return min(abs(part.seconds - LEAST_SHARE), abs(least_gain(part) - LEAST_GAIN)) > 1e-6
 
 
 @given(relative_parts())
-def test_limits_are_those_of_five_percent_the_largest_gain_first(parts: list[StepPart]) -> None:
+def test_limits_surely_gain_five_percent_and_the_largest_gain_is_first(
+    parts: list[StepPart],
+) -> None:
     limits = find_limits(1.0, parts)
-    large = [part for part in divide_step(1.0, parts) if part.seconds >= LEAST_SHARE]
-    gained = [part for part in large if part.without_s is None or 1 - part.without_s >= LEAST_SHARE]
+    own = divide_step(1.0, parts)
+    assume(all(map(_is_clear, own)))
+    large = [part for part in own if part.seconds >= LEAST_SHARE]
+    gained = [part for part in large if least_gain(part) >= LEAST_GAIN]
     assert {each.kind for each in limits} == {part.kind for part in gained}
+    assert all(each.gain_low >= LEAST_GAIN for each in limits)
     gains = [each.gain for each in limits]
     assert gains == sorted(gains, reverse=True)
 
@@ -137,6 +155,14 @@ def test_limits_are_the_same_in_any_unit_of_time(parts: list[StepPart], unit: fl
     for one, other in zip(find_limits(1.0, near), find_limits(unit, scaled), strict=True):
         assert one.gain == pytest.approx(other.gain, rel=1e-6, abs=1e-9)
         assert one.share == pytest.approx(other.share)
+
+
+def test_an_upper_end_of_its_own_leaves_the_lower_end_alone() -> None:
+    part = StepPart(kind=LimitKind.MEMORY, seconds=0.4, error_s=0.1, high_error_s=0.3, spared=0.5)
+    (limit,) = find_limits(1.0, [part])
+    assert limit.gain == pytest.approx(1 / 0.8 - 1)
+    assert limit.gain_low == pytest.approx(1 / 0.85 - 1)
+    assert limit.gain_high == pytest.approx(1 / 0.65 - 1)
 
 
 @given(st.floats(0.05, 0.9), st.floats(0.05, 0.94))

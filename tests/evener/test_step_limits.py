@@ -48,6 +48,21 @@ def test_a_part_that_is_long_on_every_rank_limits_the_training(part: str, kind: 
     assert kinds(rank(**short), rank("GPU:1", **short)) == []
 
 
+def test_rows_that_come_within_half_a_millisecond_come_as_fast_as_from_workers() -> None:
+    """A tiny model's loader takes a part of its step that no worker process would save."""
+    tiny = [rank(own_work_s=0.006, input_s=0.0005)]
+    assert kinds(*tiny) == []
+    larger = [rank(own_work_s=0.6, input_s=0.05)]
+    assert kinds(*larger) == [LimitKind.INPUT], "the same part of a longer step"
+
+
+def test_a_part_whose_gain_is_uncertain_is_not_named() -> None:
+    known = rank(between_s=0.01)
+    errors = StepSums(STEPS, between_s=0.006)
+    assert kinds(known) == [LimitKind.BETWEEN]
+    assert kinds(known._replace(errors=errors)) == []
+
+
 def test_a_part_of_one_rank_costs_what_the_others_wait_for_it() -> None:
     """A checkpoint of the first rank, and a slow disk of the second."""
     first, second = rank(files_s=0.02), rank("GPU:1", meeting_s=0.021)

@@ -15,7 +15,7 @@ import weakref
 from collections import deque
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from functools import partial
+from itertools import cycle
 from threading import get_ident
 from typing import Any, Final, Literal, NamedTuple
 
@@ -39,6 +39,7 @@ from ...live.files import (
 from ...live.journal import TrainingJournal
 from ...live.reporter import DeviceTimes, Reporter, middle, spread, sum_up
 from ...plan.check import describe
+from ...plan.file import Share
 from ...system.thread_writes import ThreadWrites
 from ...training.launched import launched_run
 from ...training.retreat import Retreat, say
@@ -54,7 +55,11 @@ KEPT_STEPS = 25  # steps that medians are taken over
 KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
 TIMED_AT_ONCE = 16  # steps; timing one at a time would find a cold CPU cache
 WARM_STEPS = 3  # warm-up steps that no sum counts: kernels are chosen, memory is allocated
-SAMPLED = 4  # one in so many steps measures the CPU time of all threads, which takes microseconds
+# Batches from one whose CPU times are measured to the next, as each measurement takes microseconds.
+# Their sum is a prime, so that every place in a cycle of batches, such as those of one update, is
+# measured equally often. A window of rebalancing has at least one such batch.
+STRIDES = (3, 5, 4, 2, 5, 4)
+STRIDE = sum(STRIDES) / len(STRIDES)
 LEAST_FILE_SECONDS = 1e-3  # between two steps, for them to count as time for files
 LEAST_FILE_BYTES = 64 << 10  # written between two steps, for the same
 Phase = Literal[Doing, "validation", "files"]
@@ -142,6 +147,28 @@ class TimedStep(NamedTuple):
     sums: tuple[float, ...] = ()
 
 
+class _CpuTimes:
+    """The CPU times of one batch; `idle_s` is the thread's idle time when it asked for the batch.
+
+    Times are NaN until they are known.
+    """
+
+    def __init__(self, clock: Any, idle_s: float) -> None:
+        self._clock = clock
+        self._thread = get_ident()  # in which own work began
+        self._all_began_s = clock.computed_by_all()
+        self._began_s = clock.computed()
+        self.idle_input_s = _idle_seconds() - idle_s
+        self.own_s = math.nan  # of the loop's thread in own work
+        self.all_own_s = math.nan  # of all threads in own work
+
+    def note_gradients(self) -> None:
+        """Note that gradients are ready; own work so far counts."""
+        own_thread = get_ident() == self._thread
+        self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
+        self.all_own_s = self._clock.computed_by_all() - self._all_began_s
+
+
 class _Marked(NamedTuple):
     """A step that is over, with its marks, before it is timed."""
 
@@ -155,9 +182,17 @@ class _Marked(NamedTuple):
     counts: bool  # its gradients were computed, or an optimizer has used them
     disturbed: bool
     behind: float
-    computed_s: float  # CPU seconds of the loop's thread in own work
-    idle_input_s: float
-    all_computed_s: float  # CPU seconds of all threads in own work
+    cpu: _CpuTimes | None  # None: not measured in this step
+
+
+class _Spent(NamedTuple):
+    """The seconds that a step took."""
+
+    spans: Mapping[Phase, float]  # from the batch's arrival until the next one is requested
+    last_s: float  # after the last mark
+    input_s: float
+    step_s: float
+    sums: tuple[float, ...]  # those of TimedStep
 
 
 class StepTimer:
@@ -186,20 +221,18 @@ class StepTimer:
         self._computed = self._applied = False  # the batch's gradients
         self._disturbed = False  # the step
         self._behind = math.nan
-        # computed by the loop's thread as own work began, and when gradients were ready
-        self._began_s = self._ready_s = math.nan
-        self._all_began_s = self._all_ready_s = math.nan  # by all threads of the process
-        self._thread = 0  # the thread in which own work began
-        self._idle_s = math.nan  # this thread's idle time when the loop requested its batch
-        self._idle_input_s = math.nan  # of the newest batch
+        self._strides = cycle(STRIDES)
+        self._measured_at = 1  # the number of the next batch whose CPU times are measured
+        self._cpu: _CpuTimes | None = None  # of the newest batch
+        self._idle_s = math.nan  # this thread's idle time when the loop requested that batch
         self._writes: ThreadWrites | None = None  # the loop's thread, once its writes may take long
-        self._written = 0  # bytes written when the time between two steps began
+        self._written = 0  # bytes that it had written when they were last counted
         self._between_at = 0.0  # when that time began, by the host's clock
         self._marked: deque[_Marked] = deque(maxlen=KEPT_MARKED)  # steps that aren't timed yet
-        self._steps: deque[TimedStep] = deque(maxlen=KEPT_STEPS)
+        self._steps: deque[tuple[_Marked, _Spent]] = deque(maxlen=KEPT_STEPS)
         self._counted = 0  # steps so far
         self.sums = RunningSums()  # of all steps except warm-up
-        _timers.add(self)
+        _timers.append(weakref.ref(self, _timers.remove))
         self.release = _OPTIMIZER_HOOKS.hold(
             self
         )  # call it to stop being told of optimizers' steps
@@ -211,17 +244,14 @@ class StepTimer:
         if self._apart:
             self._note_files(self._apart)
             self._before, self._apart = self._apart, []
-        computed_s = self._clock.computed()
-        thread_s = computed_s if self._on_host else time.thread_time()
-        self._idle_input_s = time.perf_counter() - thread_s - self._idle_s
-        self._marks = [(OWN, self._clock.mark())]
         self._batches += 1
+        self._cpu = None
+        if self._batches == self._measured_at:
+            self._measured_at += next(self._strides)
+            self._cpu = _CpuTimes(self._clock, self._idle_s)
+        self._marks = [(OWN, self._clock.mark())]
         self._computed = self._applied = self._validates = self._disturbed = False
-        self._behind, self._thread = math.nan, get_ident()
-        self._began_s, self._ready_s = computed_s, math.nan
-        self._all_began_s = self._all_ready_s = math.nan
-        if self._batches % SAMPLED == 0:
-            self._all_began_s = self._clock.computed_by_all()
+        self._behind = math.nan
         self.begun(sizes, self._updates)
 
     def disturb(self) -> None:
@@ -239,22 +269,28 @@ class StepTimer:
     def _begin_between(self) -> None:
         """Begin the time between two steps, in which files may be written."""
         self._between_at = time.perf_counter()
-        if self._writes is not None:
-            self._written = self._writes.count_bytes()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """Attribute the time between two steps, which ends now, to files if any were written.
 
-        Bytes are counted only after the first time that was long enough to matter.
+        Bytes are counted only from the first time that was long enough to matter. As counting takes
+        microseconds, those of the last steps count too.
         """
         if not marks or marks[-1][0] != BETWEEN:
             return
         if time.perf_counter() - self._between_at < LEAST_FILE_SECONDS:
             return
+        if self._count_written() >= LEAST_FILE_BYTES:
+            marks[-1] = (FILES, marks[-1][1])
+
+    def _count_written(self) -> int:
+        """Return the bytes that this thread has written since the last call; 0 at the first one."""
         if self._writes is None:
             self._writes = ThreadWrites()
-        elif self._writes.count_bytes() - self._written >= LEAST_FILE_BYTES:
-            marks[-1] = (FILES, marks[-1][1])
+            self._written = self._writes.count_bytes()
+        before = self._written
+        self._written = self._writes.count_bytes()
+        return self._written - before
 
     def note_gradients(self) -> None:
         """Note that the last gradient of a pass is ready; only that of the last pass counts."""
@@ -267,9 +303,8 @@ class StepTimer:
         elif marks and marks[-1][0] == BETWEEN:  # of another pass, or before another update
             marks[-1] = (OWN, marks[-1][1])
         self._enter(SUM, OWN)
-        self._ready_s = self._clock.computed() if get_ident() == self._thread else math.nan
-        if self._batches % SAMPLED == 0:
-            self._all_ready_s = self._clock.computed_by_all()
+        if self._cpu is not None:
+            self._cpu.note_gradients()
 
     def note_sent(self) -> None:
         """Note that the host has enqueued the sum of all gradients.
@@ -294,6 +329,8 @@ class StepTimer:
             self._enter(UPDATE, OWN)
         elif self._alone and marks and not _is_after_sum(marks):
             self.note_gradients()  # nothing else says that they are ready
+            if marks[-1][0] == SUM:
+                marks.append((UPDATE, marks[-1][1]))
         self._applied = True
         self._updates += 1
         self._enter(UPDATE, SUM, BETWEEN)
@@ -374,15 +411,17 @@ class StepTimer:
                 counts,
                 self._disturbed,
                 self._behind,
-                self._ready_s - self._began_s,
-                self._idle_input_s,
-                self._all_ready_s - self._all_began_s,
+                self._cpu,
             )
             self._marked.append(step)
             if len(self._marked) >= TIMED_AT_ONCE:
                 self._time_past()
+                if self._writes is not None:
+                    self._count_written()
         self._forget()
-        self._asked, self._idle_s = done, _idle_seconds()
+        self._asked = done
+        if self._batches + 1 == self._measured_at:
+            self._idle_s = _idle_seconds()
         return computed
 
     def pause(self) -> None:
@@ -402,19 +441,22 @@ class StepTimer:
         """Return those of the last `count` steps that the device has computed."""
         self._time_past()
         missing = sum(each.counts for each in self._marked)
-        return list(self._steps)[-max(0, count - missing) :] if count > missing else []
+        if count <= missing:
+            return []
+        return [self._describe(*each) for each in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
         """Time the steps that the device has computed since the last call."""
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
-            step = self._time(marked)
+            spent = self._time(marked)
             if marked.counts:
-                self._steps.append(step)
+                self._steps.append((marked, spent))
             if self._counted >= WARM_STEPS and not marked.disturbed:
-                self.sums.add(step.sums, sum(step.sums[1:PARTS_END]))
+                self.sums.add(spent.sums, sum(spent.sums[1:PARTS_END]))
             self._counted += marked.counts
-            self._clock.reuse([mark for _, mark in (*marked.apart[1:], *marked.marks)])
+            if not self._on_host:
+                self._clock.reuse(_list_marks(marked))
 
     def last_steps(self) -> tuple[LastStep, ...]:
         """Return the last steps, oldest first, each divided into its parts."""
@@ -445,32 +487,40 @@ class StepTimer:
             between_s=middle(between),
         )
 
-    def _time(self, marked: _Marked) -> TimedStep:
+    def _time(self, marked: _Marked) -> _Spent:
+        """Return the seconds of a step that the device has computed."""
         asked, marks = marked.asked, marked.marks
-        first = marks[0][1]
-        input_s = math.nan if asked is None else self._clock.seconds(asked, first)
         spans, last_s = self._add_spans(marks, marked.done)
-        sums = self._sum_up(marked, spans, 0.0 if asked is None else input_s)
-        last = marks[-1][0]
+        if asked is None:
+            sums = self._sum_up(marked, spans, 0.0)
+            return _Spent(spans, last_s, math.nan, math.nan, sums)
+        input_s = self._clock.seconds(asked, marks[0][1])
+        step_s = self._clock.seconds(asked, marked.done)
+        return _Spent(spans, last_s, input_s, step_s, self._sum_up(marked, spans, input_s))
+
+    def _describe(self, marked: _Marked, spent: _Spent) -> TimedStep:
+        """Return what is known of a step that was timed."""
+        spans, last = dict(spent.spans), marked.marks[-1][0]
         if last in (OWN, SUM, UPDATE):  # nothing says when these end
-            spans[last] -= last_s
-            if not any(phase == last for phase, _ in marks[:-1]):
+            spans[last] -= spent.last_s
+            if not any(phase == last for phase, _ in marked.marks[:-1]):
                 del spans[last]
         own_s, waiting_s = spans.get(OWN, math.nan), spans.get(SUM, math.nan)
         between = [spans[each] for each in (BETWEEN, FILES, VALIDATION) if each in spans]
+        cpu = marked.cpu
         return TimedStep(
             marked.sizes,
             own_s if self.has_own_work else math.nan,
             waiting_s if self.has_own_work else math.nan,
-            input_s,
-            math.nan if asked is None else self._clock.seconds(asked, marked.done),
+            spent.input_s,
+            spent.step_s,
             sum(between) if between else math.nan,
             marked.number,
             marked.disturbed,
             marked.behind,
-            marked.computed_s / own_s if own_s > 0 else math.nan,
-            min(input_s, marked.idle_input_s),
-            sums,
+            cpu.own_s / own_s if cpu is not None and own_s > 0 else math.nan,
+            math.nan if cpu is None else _least(spent.input_s, cpu.idle_input_s),
+            spent.sums,
         )
 
     def _add_spans(
@@ -498,7 +548,7 @@ class StepTimer:
         """
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
-        between_s, idle_own_s = spans.get(BETWEEN, 0.0), 0.0
+        between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
         if marked.apart:
             apart, _ = self._add_spans(marked.apart, marked.marks[0][1])
             files_s += apart.get(FILES, 0.0)
@@ -506,9 +556,9 @@ class StepTimer:
             between_s += apart.get(BETWEEN, 0.0)
         if not (self.has_own_work or self._alone):
             own_s, meeting_s, undivided_s = 0.0, 0.0, own_s + meeting_s
-        if not math.isnan(marked.all_computed_s):
-            idle_own_s = SAMPLED * max(0.0, own_s - marked.all_computed_s)
-        idle_s = marked.idle_input_s
+        if marked.cpu is not None:
+            idle_own_s = STRIDE * _positive(own_s - marked.cpu.all_own_s)
+            idle_input_s = STRIDE * _positive(_least(input_s, marked.cpu.idle_input_s))
         return (
             float(marked.counts),
             input_s,
@@ -519,9 +569,28 @@ class StepTimer:
             files_s,
             validation_s,
             between_s,
-            0.0 if math.isnan(idle_s) else min(input_s, max(0.0, idle_s)),
+            idle_input_s,
             idle_own_s,
         )
+
+
+def _list_marks(marked: _Marked) -> list[Any]:
+    """Return the marks that only this step has, each once, as two phases may begin at one."""
+    marks = [] if marked.asked is None else [marked.asked]
+    for _, mark in (*marked.apart, *marked.marks):
+        if not marks or mark is not marks[-1]:
+            marks.append(mark)
+    return marks
+
+
+def _least(one: float, other: float) -> float:
+    """Return the lesser of two seconds; NaN if one of them is."""
+    return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
+
+
+def _positive(seconds: float) -> float:
+    """Return the seconds, and 0 for a negative or an unknown time."""
+    return seconds if seconds > 0 else 0.0
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
@@ -576,6 +645,9 @@ class StepReporter:
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
         self._script = os.path.basename(sys.argv[0])
+        self._described: RankShares | None = None  # the shares that the next two describe
+        self._devices: tuple[Share, ...] = ()
+        self._workload = ""
         self._lines = 0  # lines of other ranks that the journal has
         self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
@@ -587,12 +659,15 @@ class StepReporter:
 
         `tokens` are the numbers of tokens in these rows, without and with padding.
         """
-        now = self.shares
+        if self.shares is not self._described:
+            self._described = self.shares
+            self._devices = (self.shares.share,)
+            self._workload = self.shares.workload or self._script
         self._reporter.report(
             rows,
-            devices=(now.share,),
+            devices=self._devices,
             framework="torch",
-            workload=now.workload or self._script,
+            workload=self._workload,
             tokens=tokens,
         )
 
@@ -684,12 +759,22 @@ def _read_memory(device: torch.device) -> tuple[int, int]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, 0
 
 
-_timers: weakref.WeakSet[StepTimer] = weakref.WeakSet()
+# A list of references is read in a microsecond less than a WeakSet.
+_timers: list[weakref.ref[StepTimer]] = []
 
 
-def _tell(note: Callable[[StepTimer], None], *_: Any) -> None:
-    for timer in _timers:
-        note(timer)
+def _note_update() -> None:
+    for each in tuple(_timers):
+        timer = each()
+        if timer is not None:
+            timer.note_update()
+
+
+def _note_updated(*_: Any) -> None:
+    for each in tuple(_timers):
+        timer = each()
+        if timer is not None:
+            timer.note_updated()
 
 
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
@@ -700,12 +785,12 @@ def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     """
     closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
     if closure is None or not _timers:
-        _tell(StepTimer.note_update)
+        _note_update()
         return None
 
     def compute() -> Any:
         result = closure()
-        _tell(StepTimer.note_update)
+        _note_update()
         return result
 
     if len(arguments) > 1:
@@ -716,7 +801,7 @@ def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
 def _register() -> list[Any]:
     return [
         register_optimizer_step_pre_hook(_tell_update),
-        register_optimizer_step_post_hook(partial(_tell, StepTimer.note_updated)),
+        register_optimizer_step_post_hook(_note_updated),
     ]
 
 
