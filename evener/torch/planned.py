@@ -112,6 +112,7 @@ class PlannedTraining:
         """Stop reporting, and remove the process-wide hooks that this training has registered."""
         self.reporter.close()
         self.timer.release()
+        self.audits.release()
         self._release()
 
     # ------------------------------------------------------------------ rows

@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from functools import partial
 from itertools import count
+from types import FrameType
 from typing import Any
 
 import msgspec
@@ -44,12 +45,13 @@ from .audit.record import (
 )
 from .audit.replay import Compute, Replayed, audit_record
 from .audit.rows import FewRows, cut_few, digest_rows, fetch_rows
-from .audit.settings import Code, LossSettings
+from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
+from .members import Members
 from .private import default_store
 from .rows.structure import cut_rows, each_tensor, tensors_in
-from .step.backward import listen
+from .step.backward import find_code, listen
 from .step.part import OfPart, Part, make_parts
 from .step.recovery import drop_frames, free_memory, is_out_of_memory
 from .step.weights import WholeBatchLoss
@@ -105,6 +107,7 @@ class TrainingAudits:
     def __init__(self, training: Any) -> None:
         self._training = weakref.proxy(training)
         self.judge = Audits(strict=training.strict)
+        self._members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
         self._batch: Any = None  # the batch that was counted last
         self._due = False
         self._changed = False  # a loss is made of other operations than earlier losses
@@ -125,8 +128,10 @@ class TrainingAudits:
         self._recorder: Recorder | None = None  # records the user's own loop
         self._waited = 0  # batches since the recorder began
         self._met_before: Any = None  # collectives of the program until then
+        # stops listening to losses
+        self.release: Callable[[], Any] = lambda: None
         if training.world > 1:
-            listen(self)
+            self.release = listen(self)
 
     @property
     def is_due(self) -> bool:
@@ -151,7 +156,12 @@ class TrainingAudits:
         self._tell(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count a batch, unless it is counted already; return True if an audit is due."""
+        """Count a batch, unless it is counted already; return True if an audit is due.
+
+        None ever is on a single device that computes a batch at once.
+        """
+        if self._is_alone:
+            return False
         if batch is not self._batch or batch is None:
             self._batch = batch
             self._hear()
@@ -160,15 +170,16 @@ class TrainingAudits:
             self._changed = False
         return self._due
 
-    def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
+    def note_loss(self, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Audit the next loss if this one is made of new operations, or by changed code.
 
-        Called as `code` of the program calls backward on a loss.
+        Called as the program calls backward on a loss; `caller` is the frame that does.
         """
         if self._batch is None or self.judge.over:
             return
         changed = self.judge.sees(made_of)
-        if code is not None and self._is_loops:
+        code = find_code(caller) if self._is_loops else None
+        if code is not None:
             with suppress(ReferenceError):  # the training is over, and another one goes on
                 models = self._training.weights.models
                 changed |= self._settings.have_changed(models, code=code) and self.judge.changes()
@@ -207,6 +218,8 @@ class TrainingAudits:
         `function` is the program's function that computes the loss, and `holders` are objects whose
         attributes it reads. Raises RequestError if the gradients differ.
         """
+        if self._is_alone:
+            return
         due = self.begin(object())
         if not self.judge.over:
             models = self._training.weights.models
@@ -218,6 +231,10 @@ class TrainingAudits:
             first = self.judge.step == 1
             self._act(Replayed(self._run(lambda: find(first))))
 
+    def expect_function(self) -> None:
+        """Note that the batch's loss is computed by a function, which `after_step` gets."""
+        self._is_loops = False
+
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit the loss `compute(part)` of a batch, if an audit is due.
 
@@ -226,7 +243,8 @@ class TrainingAudits:
         """
         training = self._training
         self.close()
-        self._is_loops = False
+        if self._is_alone:
+            return
         taken = training.weights.current
         code = getattr(compute, "__code__", type(compute))
         due = self.begin(taken)
@@ -427,20 +445,24 @@ class TrainingAudits:
     def _trained(self) -> int:
         """Return a digest of which weights are trained."""
         models = self._training.weights.models
-        return hash(
-            frozenset(
-                (id(each), each.requires_grad) for model in models for each in model.parameters()
-            )
-        )
+        for each in models:
+            if each not in self._members:
+                self._members[each] = Members(each)
+        return hash(tuple(self._members[each].trained() for each in models))
+
+    @property
+    def _is_alone(self) -> bool:
+        """True if a single device computes a batch at once, as without a plan."""
+        training = self._training
+        return training.world == 1 and not training.ranks.in_passes
 
     def _is_apart(self) -> bool:
         """True if nothing can be audited.
 
         That is so with one device and a single pass, with a sharded model, or without a model.
         """
-        training = self._training
-        alone = training.world == 1 and not training.ranks.in_passes
-        return alone or training.weights.equal_passes or not training.weights.models
+        weights = self._training.weights
+        return self._is_alone or weights.equal_passes or not weights.models
 
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None

@@ -46,6 +46,27 @@ def test_a_flag_of_a_layer_is_news_once_and_a_counter_never() -> None:
     assert look(settings, 3, model) == [True, False, False]
 
 
+@pytest.mark.parametrize(
+    ("was", "now"),
+    [
+        (0.5, 0.25),
+        (True, False),
+        (None, "mean"),
+        ([1.0], 1.0),
+        (torch.ones(1), torch.ones(1)),
+        (Pace(), Pace()),
+        (1, True),
+    ],
+)
+def test_a_change_of_one_layer_is_seen_where_all_others_stay(was: Any, now: Any) -> None:
+    settings, layers = LossSettings(), torch.nn.Sequential(Layer(), Layer(), Layer())
+    layers[1].setting = was
+    assert not any(settings.have_changed([layers]) for _ in range(2 * STILL))
+    layers[1].setting = now
+    changes = [settings.have_changed([layers]) for _ in range(2)]
+    assert changes == [not isinstance(was, list), False]
+
+
 def test_what_changes_all_the_time_is_no_news() -> None:
     settings, model = LossSettings(), Layer()
     look(settings, 1 + STILL, model)

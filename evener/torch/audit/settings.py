@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from functools import partial
+from operator import is_
 from types import CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
 
@@ -21,17 +22,19 @@ STILL = 3  # checks in which a setting must have been the same
 DEPTH = 3  # levels of objects in objects
 MOST = 400  # settings that are checked, and entries of a dict
 _PLAIN = (bool, int, float, str, type(None))
+_OF_EVERY_MODULE = vars(torch.nn.Module()).keys() - {"training"}  # attributes that aren't settings
 Code = tuple[CodeType, Mapping[str, Any]]  # code, and its module's variables
 Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """The settings at the last check, and the number of checks for which each has been the same."""
+    """The settings at the last check, and since which check each has been the same."""
 
     def __init__(self) -> None:
-        self._known: dict[Key, tuple[Any, int]] = {}
+        self._checks = 0
         self._models: tuple[int, ...] = ()
-        self._modules: list[Any] = []  # modules of the program's own classes
+        self._modules: list[_ModuleSettings] = []  # of modules of the program's own classes
+        self._others = _Known()  # settings of functions, code and holders
 
     def have_changed(
         self,
@@ -45,32 +48,91 @@ class LossSettings:
         `function` computes the loss; `code` is the program's code with its module's variables;
         `holders` are other objects whose attributes are settings.
         """
+        self._checks += 1
         found: dict[Key, Any] = {}
         for each in holders:
             _collect_object(each, DEPTH - 1, found)
-        for each in self._list_modules(models):
-            _collect_held(each, vars(each), DEPTH, found)
+        changed = False
+        checked = len(found)
+        for module in self._list_modules(models):
+            if checked < MOST:
+                changed |= module.has_changed(self._checks)
+                checked += module.count
         if function is not None:
             _collect(0, "function", function, DEPTH, found)
         if code is not None:
             _collect_globals(*code, DEPTH, found)
-        changed = False
-        before, self._known = self._known, {}
-        for key, value in found.items():
-            was, looks = before.get(key, (value, 0))
-            same = type(was) is type(value) and (was == value or was is value)
-            changed |= not same and looks >= STILL
-            self._known[key] = (value, looks + 1 if same else 0)
-        return changed
+        return self._others.note(found, self._checks) or changed
 
-    def _list_modules(self, models: Iterable[Any]) -> list[Any]:
+    def _list_modules(self, models: Iterable[Any]) -> list[_ModuleSettings]:
         every = list(models)
         identity = tuple(map(id, every))
         if identity != self._models:
             self._models = identity
             modules = [part for each in every for part in each.modules()]
-            self._modules = [each for each in modules if not is_foreign(type(each).__module__)]
+            own = [each for each in modules if not is_foreign(type(each).__module__)]
+            self._modules = list(map(_ModuleSettings, own))
         return self._modules
+
+
+class _Known:
+    """Settings, each with its value and the check since which it has been the same."""
+
+    def __init__(self) -> None:
+        self._values: dict[Key, tuple[Any, int]] = {}
+
+    def note(self, found: Mapping[Key, Any], check: int) -> bool:
+        """Note the settings of this check; True if one changed after STILL equal checks."""
+        changed = False
+        before, self._values = self._values, {}
+        for key, value in found.items():
+            was, since = before.get(key, (value, check))
+            same = type(was) is type(value) and (was == value or was is value)
+            changed |= not same and check - since >= STILL
+            self._values[key] = value, since if same else check + 1
+        return changed
+
+
+class _ModuleSettings:
+    """The settings of one module.
+
+    Most modules have only numbers and flags, which rarely change. Then it suffices to see that
+    they are the same objects as before, and that no attribute has another type.
+    """
+
+    def __init__(self, module: Any) -> None:
+        self.count = 0  # of its settings
+        self._held = vars(module)
+        self._known = _Known()
+        self._is_flat = False  # its attributes have no settings of their own
+        self._types: tuple[type, ...] = ()  # of all attributes
+        self._plain: dict[str, Any] = {}  # the numbers and flags
+        self._ids: dict[str, int] = {}  # of the tensors, which aren't kept
+
+    def has_changed(self, check: int) -> bool:
+        """True if a setting of the module changed after STILL equal checks."""
+        if self._is_flat and self._is_same():
+            return False
+        own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}
+        found: dict[Key, Any] = {}
+        _collect_held(self._held, own, DEPTH, found)
+        self.count = len(found)
+        self._types = tuple(map(type, self._held.values()))
+        self._plain = {name: each for name, each in own.items() if isinstance(each, _PLAIN)}
+        tensors = {name: each for name, each in own.items() if isinstance(each, torch.Tensor)}
+        self._ids = {name: id(each) for name, each in tensors.items()}
+        self._is_flat = found.keys() <= {
+            (id(self._held), name) for name in (*self._plain, *self._ids)
+        }
+        return self._known.note(found, check)
+
+    def _is_same(self) -> bool:
+        held = self._held
+        return (
+            tuple(map(type, held.values())) == self._types
+            and all(map(is_, map(held.get, self._plain), self._plain.values()))
+            and list(map(id, map(held.get, self._ids))) == list(self._ids.values())
+        )
 
 
 def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]) -> None:

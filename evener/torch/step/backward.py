@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import sys
 import weakref
-from functools import cache, wraps
+from collections.abc import Callable
+from functools import wraps
+from types import FrameType
 from typing import Any, Protocol
 
 import torch
 
 from ..audit.closures import is_foreign
 from ..audit.settings import Code
+from ..hooks import ProcessHooks
+from ..weak_list import WeakList
 
+_REDUCTION = "_saved_reduction"  # how an operation of PyTorch's reduces its rows, where it does
 CALLERS = 6  # most functions between the program's own and backward
 DEPTH, MOST = 8, 32  # depth, and number, of operations before the loss to list
 
@@ -23,38 +28,59 @@ DEPTH, MOST = 8, 32  # depth, and number, of operations before the loss to list
 class HearsLosses(Protocol):
     """A listener that is called with each loss before its backward pass."""
 
-    def note_loss(self, made_of: tuple[Any, ...], code: Code | None) -> None:
-        """Called with the operations that made a loss, and the code that calls backward."""
+    def note_loss(self, made_of: tuple[Any, ...], caller: FrameType) -> None:
+        """Called with the operations that made a loss, and the frame that calls backward."""
 
 
-_LISTENERS: weakref.WeakSet[Any] = weakref.WeakSet()
+_LISTENERS: WeakList[Any] = WeakList()
 
 
-def listen(listener: HearsLosses) -> None:
-    """Notify a listener of each loss from now on, until it is garbage-collected."""
+def listen(listener: HearsLosses) -> Callable[[], Any]:
+    """Notify a listener of each loss from now on, until it is garbage-collected.
+
+    Returns a function that ends this earlier. While there is no listener, `Tensor.backward` is
+    PyTorch's own.
+    """
     _LISTENERS.add(listener)
-    _replace_backward()
+    release = _HOOKS.hold(listener)
+    listening = weakref.ref(listener)
+
+    def stop() -> None:
+        _LISTENERS.discard(listening())
+        release()
+
+    return stop
 
 
-@cache
-def _replace_backward() -> None:
-    own = torch.Tensor.backward
+class _ReplacedBackward:
+    """PyTorch's `Tensor.backward`, replaced until `remove` is called."""
 
-    @wraps(own)
-    def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-        listeners = list(_LISTENERS)
-        if listeners:
-            made_of, code = list_operations(self), _find_code()
-            for each in listeners:
-                each.note_loss(made_of, code)
-        return own(self, *arguments, **keywords)
+    def __init__(self) -> None:
+        own = self._own = torch.Tensor.backward
 
-    torch.Tensor.backward = backward
+        @wraps(own)
+        def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+            listeners = list(_LISTENERS)
+            if listeners:
+                made_of, caller = list_operations(self), sys._getframe(1)
+                for each in listeners:
+                    each.note_loss(made_of, caller)
+            return own(self, *arguments, **keywords)
+
+        torch.Tensor.backward = self._replacement = backward
+
+    def remove(self) -> None:
+        """Put PyTorch's back, unless another library has replaced `backward` since."""
+        if torch.Tensor.backward is self._replacement:
+            torch.Tensor.backward = self._own
 
 
-def _find_code() -> Code | None:
+_HOOKS = ProcessHooks(lambda: [_ReplacedBackward()])
+
+
+def find_code(caller: FrameType) -> Code | None:
     """Return the program's own code that is calling backward; None if it isn't near."""
-    frame = sys._getframe(2)
+    frame = caller
     for _ in range(CALLERS):
         if not is_foreign(frame.f_globals.get("__name__", "")):
             return frame.f_code, frame.f_globals
@@ -67,13 +93,13 @@ def _find_code() -> Code | None:
 def list_operations(loss: Any) -> tuple[Any, ...]:
     """Return the kinds of the last operations that made a loss, and how each reduces its rows."""
     found: list[Any] = []
-    level = [loss.grad_fn]
+    level = [] if loss.grad_fn is None else [loss.grad_fn]
     for _ in range(DEPTH):
         following = []
-        for node in level:
-            if node is None or len(found) >= MOST:
-                continue
-            found.append((type(node).__name__, getattr(node, "_saved_reduction", None)))
-            following += [each for each, _ in node.next_functions]
+        for node in level[: MOST - len(found)]:
+            kind = type(node)
+            reduction = node._saved_reduction if _REDUCTION in kind.__dict__ else None
+            found.append((kind.__name__, reduction))
+            following += [each for each, _ in node.next_functions if each is not None]
         level = following
     return tuple(found)

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import sys
 import weakref
+from itertools import chain
+from operator import itemgetter
 from typing import Any
 
 import torch
@@ -21,6 +23,8 @@ from ..sums.collectives import average
 from ..sums.exchange import EXCHANGES, Exchange
 from .batches import BatchTracker
 from .recovery import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
+
+_PARAMETERS = itemgetter("params")  # of a group
 
 
 class OptimizerCheck:
@@ -41,11 +45,13 @@ class OptimizerCheck:
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
         if closure is None:  # with a closure, the backward passes come later
             check_summed(optimizer)
-        found = hash(
-            tuple(id(each) for group in optimizer.param_groups for each in group["params"])
-        )
-        known, by_loss = self._known.get(optimizer) == found, isinstance(optimizer, LBFGS)
-        if (known and not by_loss) or (trainer := _find_trainer()) is None:
+        trainer = _find_trainer()
+        if trainer is None:
+            return None
+        found = hash(tuple(map(id, chain.from_iterable(map(_PARAMETERS, optimizer.param_groups)))))
+        known = self._known.get(optimizer) == found
+        by_loss = isinstance(optimizer, LBFGS)
+        if known and not by_loss:
             return None
         if closure is None:
             return self._look(optimizer, found, trainer)

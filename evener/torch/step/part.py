@@ -38,6 +38,11 @@ class Part:
         self.error = ""  # the out-of-memory error that ended the block
         self._scale = scale
 
+    @property
+    def is_piece(self) -> bool:
+        """True if these are only some rows of the plan's pass, which ran out of memory."""
+        return self.rows < self.turn.planned
+
     def __enter__(self) -> Part:
         return self
 

@@ -96,6 +96,7 @@ class Recovery:
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
         self._rank, self._device, self._said = rank, device, said
+        self._held_by_others = partial(held_by_others, device)
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # ids of buffers that passes don't change
         # raises RequestError if parts of so many rows give another gradient than the whole part
@@ -120,7 +121,7 @@ class Recovery:
 
     def begin_batch(self) -> None:
         """Begin a batch; other processes may have freed memory before it."""
-        self.limit.begin_batch(partial(held_by_others, self._device))
+        self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
         """Record the state that a pass may change, before the pass begins."""
@@ -188,7 +189,7 @@ class Recovery:
             return
         self.meets = True
         part = running.part
-        if part.rows < part.turn.planned and not part.error:
+        if part.is_piece and not part.error:
             raise self._meeting(
                 f"takes {part.rows} rows at once of a pass of {part.turn.planned}, as memory was "
                 f"short"

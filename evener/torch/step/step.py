@@ -33,7 +33,7 @@ has a single pass, which can't be computed again; recognition.py finds out which
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from functools import partial
 from typing import Any
@@ -114,6 +114,7 @@ def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
+    training.audits.expect_function()
     total: Any = 0.0
     for part in take_parts(training, batch, count):
         with part:
@@ -154,6 +155,17 @@ def _same(value: Any) -> Any:
     return value
 
 
+@contextmanager
+def _without_sums(models: Sequence[Any]) -> Iterator[None]:
+    """Enter a context in which backward passes don't exchange gradients of models or tensors."""
+    with ExitStack() as stack:
+        stack.enter_context(LOOSE.no_sync())
+        for model in models:
+            if hasattr(model, "no_sync"):
+                stack.enter_context(model.no_sync())
+        yield
+
+
 class Passes:
     """Computes the passes of a rank's batches one after the other, for every trainer.
 
@@ -192,7 +204,7 @@ class Passes:
         turn = queue.take(self._least_rows)
         while turn is not None:
             part = parts[turn.number].at(turn)
-            yield from self._compute(part, () if turn.last else models, move)
+            yield from self._compute(part, models, move)
             assert self._running is not None
             if part.error:
                 self._retry(self._running, queue)
@@ -201,11 +213,11 @@ class Passes:
             turn = queue.take(self._least_rows)
         self._exchanges, self._running = [], None
 
-    def _compute(self, part: Part, unsynced: Sequence[Any], move: bool) -> Iterator[Part]:
+    def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
         """Yield a part, moved to the device, for the consumer to compute.
 
-        The `unsynced` models don't exchange gradients in it. Afterwards `part.error` says whether
-        memory ran out.
+        The `models` exchange gradients in it only if it is the last. Afterwards `part.error` says
+        whether memory ran out.
         """
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
@@ -216,13 +228,11 @@ class Passes:
                 part.batch = each_tensor(self._send if move else _same, batch)
             if part.error:
                 return
-            with ExitStack() as stack:
-                if not part.turn.last:
-                    stack.enter_context(LOOSE.no_sync())
-                for model in unsynced:
-                    if hasattr(model, "no_sync"):
-                        stack.enter_context(model.no_sync())
+            if part.turn.last:
                 yield part
+            else:
+                with _without_sums(models):
+                    yield part
             self.recovery.look_for_meetings(running)
         finally:
             part.batch, part.passes = batch, None
@@ -237,7 +247,8 @@ class Passes:
         running = self._running
         if running is not None:
             running.opened = True
-            self.recovery.look_for_meetings(running)
+            if running.part.is_piece:
+                self.recovery.look_for_meetings(running)
         dependent = running is not None and running.state.is_changed()
         for exchange in self._exchanges:
             if exchange in self._given and not exchange.has_gradients():
@@ -275,9 +286,8 @@ class Passes:
         Raises RequestError if the pass ended without a call of `Part.backward`.
         """
         running.part.check_computed()
-        for exchange in self._exchanges:
-            if exchange.has_gradients():
-                self._given.add(exchange)
+        if not running.part.turn.last:
+            self._given.update(each for each in self._exchanges if each.has_gradients())
         if queue.complete():
             self.recovery.settle(running, self._exchanges)
 

@@ -21,6 +21,7 @@ from ..rows.loader import Epoch
 from ..rows.structure import tensors_in
 from ..sums.exchange import Exchange, exchanged_parameters
 from ..sums.noise import RankNoise, refuse_noise
+from ..weak_list import WeakList
 from .batches import BatchTracker, Match, TakenBatch, match_objects
 from .loose import LOOSE
 from .recognition import match_addresses
@@ -51,12 +52,12 @@ class BatchWeights(BatchTracker):
         super().__init__()
         self.shares, self.weigh = shares, weigh
         # models whose forward passes are watched, in the order in which they were wrapped
-        self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
+        self.models: WeakList[Any] = WeakList()
         self._checking = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
         self._looked = False  # looked for tensors that no module has
         self.is_loops = False  # the newest batch's loss is computed without the split so far
-        self._exchanges: weakref.WeakSet[Exchange] = weakref.WeakSet()
+        self._exchanges: WeakList[Exchange] = WeakList()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = (
             weakref.WeakKeyDictionary()
         )  # with a single rank
@@ -161,7 +162,7 @@ class BatchWeights(BatchTracker):
 
         If losses are weighted, it averages the gradients instead.
         """
-        self.models[model] = None
+        self.models.add(model)
         if exchange is None:
             self.timer.has_own_work = False  # nothing says when its gradients are ready
             if self.noise is not None:
@@ -202,7 +203,7 @@ class BatchWeights(BatchTracker):
 
     def follow(self, model: Any, device: torch.device) -> None:
         """Watch each forward pass of the model."""
-        self.models[model] = None
+        self.models.add(model)
         watch(model, device, self.forward)
 
     def _begin_backward(

@@ -4,16 +4,16 @@ from __future__ import annotations
 
 import math
 import warnings
+from collections import deque
 from collections.abc import Collection, Sequence
 from itertools import repeat
 from operator import attrgetter, is_not
 from typing import Any
 
 import torch
-from torch.nn.modules import module as modules
 
 from ...errors import RequestError
-from ..hooks import ProcessHooks
+from ..members import Members
 from ..private import add_each, copy_each, gradient_hooks
 
 FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
@@ -104,8 +104,7 @@ class Bucket:
         else:
             self._copy(self._targets, [*gradients, flags])
             self._multiply(weight)
-        for parameter, view in zip(self._parameters, self._views, strict=True):
-            parameter.grad = view
+        _set_gradients(self._parameters, self._views)
 
     def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
         """Copy gradients, multiplied by the weight, into views of the bucket.
@@ -247,6 +246,11 @@ def _cut(flat: torch.Tensor, parameters: Sequence[Any]) -> list[torch.Tensor]:
     return views
 
 
+def _set_gradients(parameters: Sequence[Any], gradients: Sequence[torch.Tensor]) -> None:
+    """Set the gradients of parameters; `deque` calls `setattr` faster than a loop would."""
+    deque(map(setattr, parameters, repeat("grad"), gradients), maxlen=0)
+
+
 _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
@@ -333,11 +337,8 @@ class Buffers:
     """A module's buffers, except `ignored` names, and whether their values have changed."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
-        self._module, self._ignored = module, ignored
-        _REGISTRATION_HOOKS.hold(self)
-        self._owners: list[tuple[str, Any]] = []
-        self._listed = -1  # modules and buffers registered when owners were listed
-        self._kept_at = -1  # the same when the values were kept
+        self._members, self._ignored = Members(module), ignored
+        self._kept_at = -1  # `Members.buffers_at` when the values were kept
         self._places: list[tuple[int, int]] = []
         self._known: list[
             tuple[list[torch.Tensor], torch.Tensor]
@@ -345,23 +346,14 @@ class Buffers:
 
     def all(self) -> list[torch.Tensor]:
         """Return every buffer once."""
-        if self._listed != _registered[0]:  # else reuse the list, as there may be many modules
-            owners = (
-                (f"{name}." if name else "", each._buffers)
-                for name, each in self._module.named_modules()
-            )
-            self._owners, self._listed = list(owners), _registered[0]
-        every = (
-            (prefix + name, each) for prefix, own in self._owners for name, each in own.items()
-        )
-        found = {
-            id(each): each for name, each in every if each is not None and name not in self._ignored
-        }
-        return list(found.values())
+        every = self._members.buffers()
+        return list({id(each): each for name, each in every if name not in self._ignored}.values())
 
     def keep(self) -> bool:
         """Keep a copy of the values for `add_changes`; return False if they are too large."""
-        self._kept_at, self._places, self._known = _registered[0], self._find_places(), []
+        self._kept_at = self._members.buffers_at()
+        self._places = self._find_places()
+        self._known = []
         buffers = self.all()
         if sum(each.numel() * each.element_size() for each in buffers) > MOST_KEPT:
             return False
@@ -376,7 +368,8 @@ class Buffers:
         Values are compared, as PyTorch's version counter misses changes by `buffer.data`
         and by BatchNorm.
         """
-        may_differ = self._places or self._kept_at != _registered[0]  # else there are no buffers
+        # else there are no buffers
+        may_differ = self._places or self._kept_at != self._members.buffers_at()
         if may_differ and self._find_places() != self._places:
             flag.add_(1)
             return
@@ -389,23 +382,6 @@ class Buffers:
 
     def _find_places(self) -> list[tuple[int, int]]:
         return [(id(each), each.data_ptr()) for each in self.all()]
-
-
-_registered = [0]  # count of modules and buffers registered in this process
-
-
-def _count_registered(*_: Any) -> None:
-    _registered[0] += 1
-
-
-def _register() -> list[Any]:
-    return [
-        modules.register_module_module_registration_hook(_count_registered),
-        modules.register_module_buffer_registration_hook(_count_registered),
-    ]
-
-
-_REGISTRATION_HOOKS = ProcessHooks(_register)
 
 
 def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:

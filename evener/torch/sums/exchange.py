@@ -44,6 +44,7 @@ from ..private import (
     ignored_names,
     uncounted_changes,
 )
+from ..weak_list import WeakList
 from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
@@ -427,7 +428,7 @@ class Exchange:
 
 # Exchanges in a running backward pass, with its number, in the same order on all ranks.
 _open: dict[Exchange, int] = {}
-EXCHANGES: weakref.WeakSet[Any] = weakref.WeakSet()  # also sharded models, which sum gradients too
+EXCHANGES: WeakList[Any] = WeakList()  # also sharded models, which sum gradients too
 own_hooks: set[int] = set()  # handle ids of evener's hooks on parameters
 
 

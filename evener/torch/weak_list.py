@@ -1,0 +1,41 @@
+"""Objects that are held weakly, and gone through in every step."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator
+from functools import partial
+from operator import call, is_not
+from typing import Any, Generic, TypeVar
+
+T = TypeVar("T")
+_IS_THERE: Any = partial(is_not, None)
+
+
+class WeakList(Generic[T]):
+    """Objects in the order in which they were added, each once, until they are garbage-collected.
+
+    It is for a few objects: `add` compares with all of them. Going through a WeakSet or
+    WeakKeyDictionary takes several times as long.
+    """
+
+    def __init__(self) -> None:
+        self._references: list[weakref.ref[T]] = []
+
+    def add(self, added: T) -> None:
+        """Add an object, if it isn't here already."""
+        alive = list(self)
+        if not any(each is added for each in alive):
+            self._references = [weakref.ref(each) for each in (*alive, added)]
+
+    def discard(self, removed: T | None) -> None:
+        """Remove an object, if it is here."""
+        self._references = [weakref.ref(each) for each in self if each is not removed]
+
+    def __iter__(self) -> Iterator[T]:
+        # Called in C, without a Python call for each.
+        there: Iterator[T] = filter(_IS_THERE, map(call, self._references))
+        return there
+
+    def __bool__(self) -> bool:
+        return next(iter(self), None) is not None
