@@ -1,7 +1,7 @@
 """`evener balance` and `evener compare`: search for the fastest split, or for the fastest of all
 layouts.
 
-Such a search can be resumed, and a dry run says what fits.
+Both can resume an earlier search. A dry run of `balance` prints what fits in memory.
 """
 
 from __future__ import annotations
@@ -103,8 +103,10 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """The request with the budget that was typed, and the seconds from here on that a resumed run
-    gets.
+    """Return the request with the budget from the command line, and the seconds by which a resumed
+    run is extended.
+
+    The seconds are None unless a run is extended. Raises RequestError for `+5m` without a run.
     """
     if budget is None:
         return request, None
@@ -122,7 +124,7 @@ def _read_budget(
 
 
 def _run_dry(job: Job, as_json: bool) -> int:
-    """Build, step and print what a search would do; returns the exit code."""
+    """Print the result of a dry run, and return the exit code."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping") as caught:
         result = dry_run(job, _say_phases(), stop)
@@ -134,7 +136,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
 
 
 def _say_phases() -> Callable[[ProbeProgress], None]:
-    """A report that prints each phase once, as it begins."""
+    """Return a progress callback that prints the name of each phase once, as it begins."""
     phases = set[str]()
 
     def report(progress: ProbeProgress) -> None:
@@ -208,7 +210,11 @@ def compare(
 
 
 def _resume_comparison(request: Request, resume: str, others: str | None) -> OpenRun:
-    """The run that goes on; RequestError if it compared nothing, or if it is to compare others."""
+    """Resume a comparison.
+
+    Raises RequestError if the run is a search without a comparison, or if `others`, the options
+    that choose layouts, are given too.
+    """
     if others:
         raise RequestError(
             "A comparison goes on with the layouts that it began with.",

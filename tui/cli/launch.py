@@ -1,5 +1,5 @@
-"""`evener launch` and `evener run`: a process for each device, by a plan or by the devices'
-speed.
+"""`evener launch` and `evener run`: start one process for each device, with the shares of a plan or
+with shares that follow the devices' speed.
 """
 
 from __future__ import annotations
@@ -141,7 +141,7 @@ def launch(
 
 
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
-    """Train in all processes of this host, and say when they start and end; returns the exit
+    """Run all training processes of this host, print when they start and end, and return the exit
     code.
     """
     from evener.launch.processes import named_output
@@ -172,8 +172,10 @@ def _say_summary(
     as_json: bool,
     notes: Sequence[RankNote] = (),
 ) -> None:
-    """Print what the training was like, where it reported steps, and keep that in its run;
-    `before` is a look at all processes as it began.
+    """Print the summary of a training, and save it in the training's run.
+
+    Does nothing if no process reported its steps. `before` is a list of all processes, taken when
+    the training began.
     """
     end: End = "failed" if code else "finished"
     if code > SIGNALLED:
@@ -195,12 +197,12 @@ def _say_summary(
 
 
 def _name(job: HostJob) -> str:
-    """The script without its folder, or -m and the module."""
+    """Return the script's name without its folder, or `-m` and the module."""
     return " ".join(job.command[:2]) if job.command[0] == "-m" else Path(job.command[0]).name
 
 
 def _list_shares(job: HostJob) -> str:
-    """5 rows on CPU:0, 2 × 410 on GPU:1."""
+    """Format the shares of this host: 5 rows on CPU:0, 2 × 410 on GPU:1."""
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
         unit = "row" if share.batch == 1 else "rows"
@@ -209,7 +211,7 @@ def _list_shares(job: HostJob) -> str:
 
 
 def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
-    """Print what to run on each other host."""
+    """Print the command to run on each of the other hosts."""
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
     if not job.use_file:
         options.append(OPTION)
@@ -302,15 +304,16 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Where a program starts: on GPU:0, GPU:1."""
+    """Format the devices on which a program starts: starts on GPU:0, GPU:1."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"
 
 
 def _check_several(plan: Plan) -> None:
-    """RequestError for a plan of one device, whose gradients `--noise` could compare with no
-    other's.
+    """Raise RequestError if `--noise` is given and the plan has only one device.
+
+    The noise scale is computed from differences between the gradients of several devices.
     """
     if len(plan.layout.active) == 1:
         raise RequestError(

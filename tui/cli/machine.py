@@ -1,5 +1,5 @@
-"""`evener devices` and `evener doctor`: what this machine has, what is missing, and what to do
-about it.
+"""`evener devices` and `evener doctor`: list this machine's devices, and check what is missing for
+a training.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """The checks, and the devices that balance will use, in words."""
+    """Return the checks, and a text that names the devices that `evener balance` would use."""
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # what can't be had is its own sentence
         return check_machine(), _name_devices(found.devices)
@@ -85,7 +85,10 @@ def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
 
 
 def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
-    """The lines of links, and their figures; faults are said as soon as they are found."""
+    """Return the checks of the links between devices, and the measurements.
+
+    Failed measurements are printed as soon as they end.
+    """
     if parse_request(devices)[0].host is not None:
         raise RequestError(
             "--links measures the devices of one machine.",
@@ -103,14 +106,16 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """The labels of some devices, or of the first ones and how many more there are."""
+    """Format the labels of the devices; of many devices, the first labels and the number of the
+    others.
+    """
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)
     return ", ".join(labels) + (f" and {more} more" if more else "")
 
 
 def _conclude(checks: Sequence[Check], devices: str) -> str:
-    """What follows from the checks, in a line."""
+    """Return one line that says whether `evener balance` can run, and if not, why."""
     broken = [check.name for check in checks if check.level == "problem"]
     if broken and set(broken) == FRAMEWORKS:
         return (

@@ -1,7 +1,7 @@
-"""The command line: arguments to calls, faults to exit codes.
+"""The entry point of the command line: it calls the command, and turns errors into exit codes.
 
-The module of each command is imported when it runs, so that none pays for another's screens and
-searches.
+The module of a command is imported when the command runs, so that no command waits for the imports
+of another one.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ class _Commands(TyperGroup):
         self.commands = {**dict.fromkeys(_MODULES), **self.commands}  # type: ignore[dict-item]
 
     def get_command(self, ctx: Any, cmd_name: str) -> Any:
-        """The command of that name."""
+        """Return the command with this name, and import its module."""
         if cmd_name not in _MODULES:
             return super().get_command(ctx, cmd_name)
         module = import_module(f"evener.tui.cli.{_MODULES[cmd_name]}")
@@ -120,7 +120,9 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """RequestError if an option of the app precedes a command, which would ignore it."""
+    """Raise RequestError for an option of the app in front of a command, which would ignore the
+    option.
+    """
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
         if source is not None and source.name == "COMMANDLINE":
@@ -155,7 +157,9 @@ def show_help(
 
 
 def main(arguments: list[str]) -> int:
-    """`run` in a process of its own, whose standard streams may be lost at any time."""
+    """Run a command as a program whose standard streams may be closed at any time; return the exit
+    code.
+    """
     guard_streams()
     code = run(arguments)
     # all is done; a key pressed twice must not change the exit code
@@ -164,7 +168,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code; a fault becomes one sentence, never a traceback."""
+    """Run one command and return its exit code. An EvenerError is printed as one sentence, without
+    a traceback.
+    """
     of_script = arguments[:1] in (["launch"], ["run"])  # most of them
     as_json = "--json" in arguments and not of_script
     try:
@@ -194,8 +200,9 @@ def run(arguments: list[str]) -> int:
 
 
 def spread_lists(arguments: list[str]) -> list[str]:
-    """`--gpus 0 1 --batches 820,568` as the parser needs it: the option repeated before each
-    value.
+    """Repeat an option before each of its values, as the parser requires.
+
+    `--gpus 0 1 --batches 820,568` becomes `--gpus 0 --gpus 1 --batches 820 --batches 568`.
     """
     spread: list[str] = []
     current = ""

@@ -1,5 +1,5 @@
-"""`evener monitor` and `evener demo`: the app, or plain text or JSON, once or every few seconds;
-`--web`.
+"""`evener monitor` and `evener demo`, in the app, as text or as JSON; also `--web`, which shows the
+app in a browser.
 """
 
 from __future__ import annotations
@@ -110,7 +110,11 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """The context that serves metrics, if asked for; RequestError before anything else begins."""
+    """Return a function that makes the context in which metrics are served; without `--metrics`,
+    the context does nothing.
+
+    Raises RequestError if the options contradict each other or the address is invalid.
+    """
     if address is None:
         if public:
             raise RequestError(
@@ -146,10 +150,10 @@ def _open(devices: str, only_visible: bool, ray_address: str) -> Source:
 
 
 def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapshot]:
-    """Readings: one that has settled, or one every `pause` seconds.
+    """Yield a single settled reading or, if `loops`, a reading every `pause` seconds.
 
-    In place of one that fails, as without a free descriptor, comes the last one, marked as stale;
-    DeviceError where there is none.
+    If a reading fails in a loop, for example because no file descriptor is free, the last reading
+    is repeated and marked stale. Raises DeviceError if there is no earlier reading.
     """
     from evener.devices.sampler import stale
 
@@ -172,7 +176,9 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _settle(source: Source) -> Snapshot:
-    """The first sample, returned when the next one has rates; DeviceError if it can't be taken."""
+    """Return the first reading, after waiting until the next one has rates. Raises DeviceError if
+    it fails.
+    """
     try:
         first = source.sample()
     except OSError as error:
@@ -191,8 +197,8 @@ def _unreadable(error: OSError) -> DeviceError:
 
 
 def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
-    """The reading as text for standard output: in the width and the colours of its terminal, if it
-    is one.
+    """Return the reading as text for standard output, in the width and the colours of the terminal,
+    if there is one.
     """
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
@@ -216,7 +222,9 @@ _CODES: dict[Tone, str] = {
 
 
 def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
-    """Host, notes, devices, processes and trainings, every line at most `width` cells."""
+    """Format a snapshot as text: host, notes, devices, links, processes and trainings. Lines have
+    at most `width` cells.
+    """
     rows: tuple[PanelRow, ...] = device_rows(snapshot)
     grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
     shown = sort_rows(PROCESS_COLUMNS, process_rows(snapshot), Order("memory"))
@@ -228,14 +236,15 @@ def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
 
 
 def _link_lines(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """The links between the devices, as they were measured before."""
+    """Yield a line for each link between the devices that was measured before."""
     for link in _list_links(snapshot):
         yield Line((Span(cut(f" link {plain(link.describe())}", width), "dim"),))
 
 
 def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
-    """The links between the devices that were measured; what reads them is imported if there can
-    be any.
+    """Return the earlier measurements of links between the devices.
+
+    The module that reads them is only imported if there are at least two devices.
     """
     if len(snapshot.devices) < 2:
         return ()
@@ -245,7 +254,7 @@ def _list_links(snapshot: Snapshot) -> tuple[Link, ...]:
 
 
 def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
-    """The document of `--json`: the snapshot, with its reports joined as trainings."""
+    """Return the data that `--json` prints: the snapshot, with its reports joined to trainings."""
     document = msgspec.structs.asdict(snapshot) | {"trainings": _join(snapshot)}
     document["links"] = _list_links(snapshot)
     del document["reports"]
@@ -253,7 +262,7 @@ def snapshot_document(snapshot: Snapshot) -> dict[str, object]:
 
 
 def _notes(snapshot: Snapshot) -> Iterator[str]:
-    """The host with its driver, if there is one, and what is to be known of the machine."""
+    """Yield the host's name with its driver, if known, and the notes on the machine."""
     if snapshot.driver:
         maker = name_maker(sample.device for sample in snapshot.devices)
         yield f"{plain(snapshot.host.hostname)}, {maker} driver {plain(snapshot.driver)}"
@@ -261,7 +270,9 @@ def _notes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """The trainings; what joins them is imported if there are any."""
+    """Return the trainings of the snapshot. The module that joins them is only imported if there
+    are any.
+    """
     if not snapshot.reports:
         return ()
     from ..view.trainings import join_trainings
@@ -270,7 +281,7 @@ def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 
 
 def _training_parts(snapshot: Snapshot, width: int) -> Iterator[Line]:
-    """The trainings, and below them the ranks of each with what holds it up."""
+    """Yield the table of trainings; then, for each training, its ranks and what slows it down."""
     rows = _join(snapshot)
     if not rows:
         return
@@ -297,11 +308,10 @@ def _drawn(line: Line) -> str:
 
 
 def show_in_browser(devices: str, readonly: bool, port: int, look: Mapping[str, object]) -> int:
-    """Serve the app until a signal; the exit code. `look`: options of the app, which True switches
-    on.
+    """Serve the app to a browser until a signal arrives, and return the exit code.
 
-    RequestError and DeviceError say at once what is wrong with a request that every visitor's app
-    would refuse.
+    `look` are options of the app; a value of True stands for an option without a value. Raises
+    RequestError or DeviceError if the app couldn't start with this request.
     """
     from evener.devices.sampler import open_sampler
 
@@ -350,7 +360,7 @@ def demo(
 
 
 def _print_demo(ascii_only: bool) -> None:
-    """The same as text: the search with its result, and the training at some moments."""
+    """Print the demo as text: the search with its result, then the training at a few moments."""
     from evener.balancer.request import Request
     from evener.balancer.run import open_run
     from evener.balancer.session import Session

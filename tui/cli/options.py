@@ -1,4 +1,4 @@
-"""Options of commands: those of a request, declared once, and those that several commands share."""
+"""Command-line options that several commands share, among them those of a request."""
 
 from __future__ import annotations
 
@@ -88,15 +88,17 @@ RunName = Annotated[
 
 
 def _group_of(name: str) -> Callable[..., Any]:
-    """The group of an option in --help."""
+    """Return the group in which `--help` lists a request's option."""
     if name in TRAINING:
         return WHAT
     return BATCH if name in BATCHES else LENGTH
 
 
 def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., None]]:
-    """Gives a command these options of a request; the command gets the request first, and returns
-    its exit code.
+    """Return a decorator that adds these options of a request to a command.
+
+    The decorated command gets the request as its first argument. The value that it returns becomes
+    the exit code.
     """
     fields = inspect.signature(Request).parameters
     types = inspect.get_annotations(Request, eval_str=True)
@@ -127,6 +129,6 @@ def takes_request(*names: str) -> Callable[[Callable[..., int]], Callable[..., N
 
 
 def _help_order(parameter: inspect.Parameter) -> tuple[int, bool]:
-    """The order in the help: by group, with what is rarely needed last."""
+    """Return the sort key of an option in `--help`: its group, with rarely used options last."""
     (option,) = parameter.annotation.__metadata__
     return GROUPS.index(option.rich_help_panel), parameter.name in ("seed", "pace")

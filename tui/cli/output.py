@@ -1,8 +1,8 @@
-"""The outputs of a command: standard streams, which may be lost (a closed pipe, terminal or
-descriptor), and files.
+"""The outputs of a command: standard streams, which may be lost while it runs, and files.
 
-A lost standard error never ends a command. A lost standard output does: `ReaderGoneError` if nobody
-reads it, `OutputError` if its file can't be written. Files are checked before anything is measured.
+A stream is lost if its pipe, terminal or descriptor is closed. Losing standard error never ends a
+command. Losing standard output does: `ReaderGoneError` is raised if nobody reads it, `OutputError`
+if its file can't be written. Files are checked before anything is measured.
 """
 
 from __future__ import annotations
@@ -26,19 +26,21 @@ from ..view.cells import to_ascii
 
 
 class ReaderGoneError(Exception):
-    """Nobody reads standard output any more. Not an OSError, since argument parsers handle those
-    themselves.
+    """Standard output has no reader any more. It isn't an OSError, because argument parsers handle
+    those themselves.
     """
 
 
 class OutputError(RequestError):
-    """Standard output is a file that can't be written, as on a full disk; reported on standard
-    error.
+    """Standard output is a file that can't be written, for example on a full disk. Reported on
+    standard error.
     """
 
 
 class _GuardedFile(io.FileIO):
-    """A descriptor that is written to as long as it can be."""
+    """A file that ignores further writes after the first one that fails; that one may raise an
+    error.
+    """
 
     def __init__(self, descriptor: int, raises: bool) -> None:
         super().__init__(descriptor, "w", closefd=False)
@@ -46,7 +48,7 @@ class _GuardedFile(io.FileIO):
         self._is_terminal = os.isatty(descriptor)  # can't be asked after a hang-up
 
     def write(self, data: object) -> int:
-        """The number of bytes written; those that were lost are counted too."""
+        """Return the number of bytes written. Bytes that were lost are counted too."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -68,7 +70,7 @@ class _GuardedFile(io.FileIO):
 
 
 def terminal_columns() -> int | None:
-    """The width of standard output's terminal; None if it isn't one."""
+    """Return the width of the terminal on standard output; None if it isn't a terminal."""
     return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
 
@@ -82,7 +84,8 @@ def draws_screens() -> bool:
 
 
 def guard_streams() -> None:
-    """Replace this process' streams by guarded ones; a closed one is opened on /dev/null.
+    """Replace the standard streams by streams that survive being closed. A stream that is closed
+    already is opened on /dev/null.
 
     Otherwise the next file that is opened, such as a journal, would get its descriptor and its
     output.
@@ -98,7 +101,9 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """A similar character for one that the stream's encoding lacks, as in an ASCII terminal."""
+    """Return a similar character for one that the stream's encoding lacks, such as an ASCII
+    terminal's.
+    """
     assert isinstance(error, UnicodeEncodeError)
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end
 
@@ -119,7 +124,7 @@ def _guarded(descriptor: int, before: TextIO | None) -> io.TextIOWrapper:
 
 
 def report_fault(fault: EvenerError, as_json: bool) -> int:
-    """Print the fault on stderr (as JSON: on stdout) and return its exit code."""
+    """Print the error to standard error, or as JSON to standard output. Returns its exit code."""
     if as_json:
         error = {"kind": fault.kind, "message": fault.message, "remedy": fault.remedy}
         print(json_text({"error": error}), flush=True)
@@ -129,7 +134,7 @@ def report_fault(fault: EvenerError, as_json: bool) -> int:
 
 
 def check_plan_file(path: Path, option: str) -> None:
-    """RequestError unless a plan can be written to `path`."""
+    """Raise RequestError unless a plan can be written to `path`."""
     if path.suffix not in (".toml", ".json"):
         remedy = f"Name it {path.stem or 'plan'}.toml or {path.stem or 'plan'}.json."
         raise RequestError(
@@ -144,8 +149,9 @@ def check_plan_file(path: Path, option: str) -> None:
 
 
 def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
-    """RequestError if the file is there and no plan. A plan replaces a plan: the run of the old one
-    still has it.
+    """Raise RequestError if the file exists and isn't a plan.
+
+    A plan may be replaced, because its run still has it.
     """
     if path.is_file():
         try:
@@ -155,16 +161,14 @@ def check_replaceable(path: Path, remedy: str = "Name another file.") -> None:
 
 
 def check_export(path: Path | None) -> None:
-    """RequestError unless `--export`, if it is given, names a file that a plan can be written
-    to.
-    """
+    """Raise RequestError if `--export` is given and a plan can't be written to that file."""
     if path is not None:
         check_plan_file(path, "--export")
         check_replaceable(path)
 
 
 def check_new(path: Path, force: bool) -> None:
-    """RequestError if the file is there, unless `force`."""
+    """Raise RequestError if the file exists, unless `force` is set."""
     if not force and path.exists():
         raise RequestError(
             f"{path} exists already.", "Add --force to replace it, or name another file."

@@ -96,8 +96,9 @@ def probe(
 
 
 def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
-    """The length of a run by `--seconds` or `--steps`; RequestError if both are given, or the time
-    is out of range.
+    """Return the length of a run from `--seconds` or `--steps`.
+
+    Raises RequestError if both are given or the time is out of range.
     """
     if steps is not None:
         if seconds is not None:
@@ -116,10 +117,11 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """The devices of `--gpus 0 1`, and the positions among them that compute; None: the first ones.
+    """Return the `--devices` value and the positions in it of the devices that `--gpus` names.
 
-    With `--devices` they are positions in it; without, indices of the kind of device that this
-    machine has.
+    With `--devices`, the numbers of `--gpus` are positions in its list. Without it, they are
+    indices of this machine's devices. The positions are None without `--gpus`: the first devices
+    are used.
     """
     if gpus is None:
         return spec, None
@@ -145,7 +147,7 @@ def _announce(resolved: Job, repeat: int, length: ProbeLength) -> None:
 def _print_run(
     run: ProbeRepeat, number: int, repeat: int, devices: Sequence[Device], length: ProbeLength
 ) -> None:
-    """Print a run that has ended, and doubts about it, to stderr."""
+    """Print the result of a run, and the doubts about it, to standard error."""
     figure = run.this_run
     error = half_width(figure.value, figure.low, figure.high)
     say(f"run {number} of {repeat}: {rate(figure.value)} samples/s ± {error}")
@@ -155,14 +157,14 @@ def _print_run(
 def _write_doubts(
     doubts: Sequence[Warned], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
-    """Doubts about a run, with the option by which more can be measured."""
+    """Describe the doubts about a run, with the option that makes the run longer."""
     on_gpus = any(not device.on_cpu for device in devices)
     longer = "more --steps" if length.steps else "a longer --seconds"
     return [write_doubt(one, on_gpus, longer) for one in describe_doubts(doubts, devices)]
 
 
 def _table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -> Table:
-    """A row for each device of each run, for all devices of it, and for all runs."""
+    """Return the table of all runs."""
     note = "±: half of the 95 % interval."
     if len(layout.active) > 1:
         how = (
@@ -187,7 +189,9 @@ def _table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -
 def _rows(
     runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
-    """A row for each device in each run, for all of them together, and for all runs together."""
+    """Yield the rows of the table: for each run, each device and all devices together; then all
+    runs together.
+    """
     several = len(layout.active) > 1
     whole_batch = str(layout.global_batch)
     for number, run in enumerate(runs, 1):
@@ -215,7 +219,9 @@ def _rows(
 def _cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
-    """samples/s, its error and the peak of memory; with `energy` also what the power is worth."""
+    """Return the cells for samples/s, its error and the peak memory; with `energy`, also for
+    samples per joule and watts.
+    """
     figure = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)
     if not energy:

@@ -1,5 +1,5 @@
-"""`evener runs`, `export`, `report` and `replay`: past runs listed, shown, deleted, written and
-replayed.
+"""`evener runs`, `export`, `report` and `replay`: list, show, compare, delete, export and replay
+past runs.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ def list_runs(
 
 
 def _parse_states(text: str | None) -> list[State] | None:
-    """`failed,stopped` as states; RequestError for another word."""
+    """Parse a list of states such as `failed,stopped`. Raises RequestError for an unknown state."""
     words = parse_words(text)
     for word in words or ():
         if word not in get_args(State):
@@ -144,7 +144,9 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """A sentence for a search by whose plan the last training was slower; empty for another."""
+    """Return why the last training by a search's plan was slower than planned; empty if it wasn't,
+    or without a training.
+    """
     trained = summary.trained
     if trained is None or not trained.falls_short:
         return ""
@@ -175,7 +177,7 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """The first few devices; of a training, which has their products' names, how many of each."""
+    """Format the first few devices. A training's devices are product names, which are counted."""
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
     more = " …" if len(summary.devices) > MOST_DEVICES else ""
@@ -183,7 +185,7 @@ def _list_devices(summary: RunSummary) -> str:
 
 
 def _write_trained(trained: Trained) -> str:
-    """The samples/s that the last training reached, and how many there were."""
+    """Format the samples/s that the last training reached, and the number of trainings."""
     return f"{rate(trained.samples_per_second)} ({trained.trainings} x)"
 
 
@@ -318,7 +320,7 @@ def delete_runs(
 
 
 def _delete(found: Sequence[str], yes: bool) -> None:
-    """Delete these; asks first on a terminal, and needs --yes elsewhere."""
+    """Delete these runs. Without `yes`, asks on a terminal, and raises RequestError elsewhere."""
     if not yes:
         if not sys.stdin.isatty():
             raise RequestError(
@@ -415,7 +417,9 @@ def replay(
 
 
 def print_events(events: Iterable[Event]) -> Finished | None:
-    """Print the lines of a session at once, and its result, which is returned."""
+    """Print a session's events to standard error and its result to standard output. Returns the
+    result, None if there is none.
+    """
     state = SessionState()
     for event in events:
         state = advance(state, event)

@@ -1,6 +1,4 @@
-"""Running a session on a terminal or in a pipe: its progress as lines, its plan in a file, its end
-by a signal.
-"""
+"""Runs a session for a command: shows its progress, saves the plan, and stops on signals."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first o
 
 
 class _Progress:
-    """A session's state, and what was said to the user below the lines that show it."""
+    """A session's state, and the messages shown below the lines that are redrawn."""
 
     def __init__(self) -> None:
         self.state = SessionState()
@@ -47,7 +45,9 @@ class _Progress:
         self.drawn = False  # True while the lines are on a terminal
 
     def say(self, text: str) -> None:
-        """Say it below the lines, or on standard error."""
+        """Show a message below the lines that are redrawn; without such lines, print it to standard
+        error.
+        """
         if self.drawn:
             self.said.append(text)
         else:
@@ -61,13 +61,13 @@ def run_session(
     as_json: bool,
     more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
-    """Run a session to its end, save its plan to `export`, and `show` the result, given the
-    devices' labels and the next steps.
+    """Run a session to its end, save its plan to `export`, and call `show` with the result, the
+    devices' labels and the next steps. Returns the exit code.
 
-    As JSON it has `more` than the plan and its verdict. The exit code is 0, that of the signal that
-    interrupted it, or that of a journal that can't be written: the plan of what was measured until
-    then is saved and shown before that is said. Signals are caught until everything is written, so
-    that none leaves half a file.
+    The JSON document has the plan, the verdict and what `more` returns. The exit code is 0, or 128
+    plus the number of the signal that interrupted the session. If the journal can't be written, it
+    is that error's code; what was measured until then is saved and shown first. Signals are caught
+    until everything is written, so that no signal leaves an incomplete file.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
@@ -107,7 +107,10 @@ def run_session(
 def _run_to_its_end(
     session: Session, progress: _Progress, as_json: bool
 ) -> tuple[Finished, UnwrittenError | None]:
-    """The result, and why the journal couldn't be written where there is a result all the same."""
+    """Return the result, and the error if the journal couldn't be written.
+
+    Raises the error if there is no result.
+    """
     try:
         return _show_progress(session, progress, as_json), None
     except UnwrittenError as fault:
@@ -121,8 +124,8 @@ def _run_to_its_end(
 def result_json(
     run: str, finished: Finished, steps: Sequence[str], more: Mapping[str, object]
 ) -> dict[str, object]:
-    """The result as data: the run, the verdict's fields and its text, `more`, the plan, and what to
-    do next.
+    """Return the result as JSON-serializable data: the run, the verdict's fields and text, `more`,
+    the plan, and the next steps.
     """
     return {
         "run": run,
@@ -136,7 +139,7 @@ def result_json(
 
 
 def _write_error(text: str) -> None:
-    """A line on standard error, also from a signal handler."""
+    """Print a line to standard error. Can be called from a signal handler."""
     with contextlib.suppress(OSError, ValueError):
         os.write(2, f"\nevener: {text}\n".encode())
 
@@ -148,9 +151,11 @@ def stopped_by_signals(
     at_once: str = "ended at once",
     say: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
-    """Make Ctrl-C, SIGTERM and SIGHUP call `stop`. Yields the exit codes of those caught.
+    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop`. Its value is the list of
+    exit codes of the caught signals.
 
-    A second one, unless it comes with the first as from a key pressed twice, ends at once.
+    A second signal raises KeyboardInterrupt, unless it follows the first one within a second, as
+    when a key is pressed twice.
     """
     caught: list[int] = []
     first_at = 0.0
@@ -172,7 +177,7 @@ def stopped_by_signals(
 
 
 def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Finished:
-    """Show the session's progress; returns its result."""
+    """Show the session's progress, and return its result."""
     on_terminal = sys.stderr.isatty() and not as_json
     with _live_lines(progress) if on_terminal else contextlib.nullcontext() as live:
         progress.drawn = on_terminal
@@ -189,7 +194,9 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
 
 @contextlib.contextmanager
 def _live_lines(progress: _Progress) -> Iterator[Live]:
-    """Lines that are redrawn, and gone at the end; text that was printed in between stays."""
+    """Return a context in which lines on the terminal are redrawn. They are removed at its end;
+    text that was printed meanwhile stays.
+    """
     from rich.console import Console, Group
     from rich.live import Live
     from rich.text import Text
@@ -215,15 +222,15 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """The lines of a running search on a terminal: its devices, the best so far, what it does, and
-    the time left.
+    """Return the lines of a running search on a terminal: the devices, the best layout so far, what
+    is being measured, and the time left.
     """
     lanes = whole_table(LANES, lane_rows(state)[:MOST_LANES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 
 
 def _say(line: str, live: Live | None) -> None:
-    """Print a line above the live ones."""
+    """Print a line above the lines that are redrawn."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
     else:

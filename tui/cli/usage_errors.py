@@ -1,7 +1,7 @@
-"""What is wrong with a command line, in evener's own words.
+"""Explains errors in a command line in evener's words instead of the parser's.
 
-The parser's exception classes are private to typer, so they are recognised by their names and by
-what they hold.
+The parser's exception classes are private to typer, so they are recognised by their names and
+attributes.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ _NO_COMMAND = re.compile(r"^No such command '(?P<given>.*?)'\.", re.DOTALL)
 
 
 def usage_fault(error: Exception, command: str) -> EvenerError | None:
-    """The fault behind an argument parser's exception in a command, or None for any other
-    exception.
-    """
+    """Return the error to print for a parser's exception; None for any other exception."""
     describe = getattr(error, "format_message", None)
     if describe is None:
         return None
@@ -45,7 +43,9 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """The fault of an argument, an option or an option's value that isn't there."""
+    """Return the error for a missing argument, option or value of an option; None if nothing is
+    missing.
+    """
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
     if kind == "MissingParameter" and parameter is not None:
@@ -59,7 +59,9 @@ def _explain_missing(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
-    """The fault of an option or a command that isn't there, with those that are spelled alike."""
+    """Return the error for an unknown option or command, with similar names; None if
+    there is none.
+    """
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
         alike = sorted(getattr(error, "possibilities", None) or ())
@@ -78,7 +80,9 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """The fault of a value that an option doesn't allow: what it allows."""
+    """Return the error for a value that an option doesn't accept, with the accepted values; None
+    for other exceptions.
+    """
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
     if parameter is None or refused is None:
@@ -90,14 +94,14 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """An option as it is written, or an argument as the help names it."""
+    """Return an option as it is typed, or an argument's name as shown in the help."""
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
 
 
 def _describe_type(kind: Any) -> str:
-    """What a parameter takes, in words; empty for other types than numbers and choices."""
+    """Describe the values that a parameter accepts; empty unless they are numbers or choices."""
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(each, "value", each)) for each in choices])
@@ -113,5 +117,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Words as a choice: created, time or workload."""
+    """Join words to a choice: created, time or workload."""
     return join_words(words, "or")
