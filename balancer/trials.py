@@ -164,7 +164,7 @@ def _runs(
 ) -> Iterator[ProbeRepeat]:
     samples = 0
     spent = 0.0
-    stage: Stage = "split" if layout.traits.together else "solo"
+    stage: Stage = Stage.SPLIT if layout.traits.together else Stage.SOLO
     alone: tuple[float | None, ...] = ()
     for turn in range(repeat):
         probe = Probe(layout, stage, length.seconds, turn, True, length.steps)
@@ -229,7 +229,7 @@ def _measure_alone(
     for position, share in enumerate(layout.shares):
         sizes = (layout.shares, layout.pass_rows)
         own = (tuple(rows * (i == position) for i, rows in enumerate(each)) for each in sizes)
-        probe = Probe(layout_of(*own), "solo", seconds)
+        probe = Probe(layout_of(*own), Stage.SOLO, seconds)
         seen = _measure(prober, probe, stop) if share and not stop.is_set() else None
         figures.append(seen.samples_per_second if isinstance(seen, Timed) else None)
     return tuple(figures)

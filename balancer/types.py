@@ -22,11 +22,31 @@ from evener.shares.whole_rows import count_passes, split_passes
 
 Count = Annotated[int, Meta(ge=0, le=10**15)]
 Position = Annotated[int, Meta(ge=0, lt=4096)]
-Stage = Literal[
-    "solo", "rest", "split", "part", "shard", "pack", "race", "knobs", "check"
-    # rest: alone, the others idle; part: alone, on its rows of a sharded model;
-    # shard: a whole step of a sharded model
-]
+
+
+class Stage(StrEnum):
+    """What a probe is for."""
+
+    SOLO = "solo"
+    """Exploration: every device alone, all at the same time."""
+    REST = "rest"
+    """Exploration: one device alone, while the others are idle."""
+    SPLIT = "split"
+    """Exploration: a synchronous step over several devices."""
+    PART = "part"
+    """Exploration of sharded training: one device alone on its rows, with a part of the state."""
+    SHARD = "shard"
+    """Exploration of sharded training: a whole step over several devices."""
+    PACK = "pack"
+    """Comparison: several trainings side by side on one device, whose best number is searched."""
+    RACE = "race"
+    """Comparison: one turn of a candidate."""
+    KNOBS = "knobs"
+    """Comparison: the winner with another option, such as XLA or a number of loader workers."""
+    CHECK = "check"
+    """The chosen layout again: this measurement had no part in choosing it."""
+
+
 # device: the device or its driver was lost
 Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported", "device"]
 
@@ -338,10 +358,10 @@ def upgrade_probe(probe: Probe) -> Probe:
     """Convert a probe from a journal up to 0.1 to today's stages: "rest" was part of "split", and
     "knobs" part of "race".
     """
-    if probe.stage == "split" and probe.layout.traits.alone:
-        return msgspec.structs.replace(probe, stage="rest")
-    if probe.stage == "race" and probe.turn >= KNOBS_BEGAN_AT:
-        return msgspec.structs.replace(probe, stage="knobs", turn=probe.turn - KNOBS_BEGAN_AT)
+    if probe.stage == Stage.SPLIT and probe.layout.traits.alone:
+        return msgspec.structs.replace(probe, stage=Stage.REST)
+    if probe.stage == Stage.RACE and probe.turn >= KNOBS_BEGAN_AT:
+        return msgspec.structs.replace(probe, stage=Stage.KNOBS, turn=probe.turn - KNOBS_BEGAN_AT)
     return probe
 
 

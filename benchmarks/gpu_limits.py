@@ -42,6 +42,7 @@ from evener.balancer.types import (
     Probe,
     Problem,
     Result,
+    Stage,
     Timed,
     layout_of,
     solo,
@@ -116,7 +117,7 @@ def measure(
         with closing(ChildProber(job)) as prober:
             for turn in range(turns):
                 for layout in layouts:
-                    probe = Probe(layout, "check", SECONDS, turn)
+                    probe = Probe(layout, Stage.CHECK, SECONDS, turn)
                     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
                     if isinstance(seen, Timed):
                         yield seen

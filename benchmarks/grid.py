@@ -21,7 +21,7 @@ from typing import Any
 from evener.balancer.jobs import make_job
 from evener.balancer.probes.child_prober import Prober, make_prober
 from evener.balancer.request import Request
-from evener.balancer.types import Layout, OutOfMemory, Probe, Timed, layout_of
+from evener.balancer.types import Layout, OutOfMemory, Probe, Stage, Timed, layout_of
 from evener.plan.file import Plan, load_plan
 
 
@@ -38,7 +38,7 @@ class Grid:
     def measure(self, layout: Layout) -> float | None:
         """Samples/s of one measurement; None if it ran out of memory or failed."""
         self._turn += 1
-        probe = Probe(layout, "race", self.seconds, self._turn)
+        probe = Probe(layout, Stage.RACE, self.seconds, self._turn)
         for seen in self.prober.measure((probe,), lambda _: None, threading.Event()):
             if isinstance(seen, Timed):
                 self.rates[layout].append(seen.samples_per_second)

@@ -124,7 +124,7 @@ def rival_course(
 
 
 def _probe(layout: Layout, turn: int) -> Probe:
-    stage: Stage = "solo" if layout.kind == "solo" else "split"
+    stage: Stage = Stage.SOLO if layout.kind == "solo" else Stage.SPLIT
     return Probe(layout, stage, BASE_SECONDS[stage], turn)
 
 
@@ -160,12 +160,14 @@ def _outcome(
         batch_ratio=result.layout.global_batch / best.smallest_batch,
         held=result.throughput.low <= truth <= result.throughput.high,
         probes=len(watched.seen),
-        solo_rounds=max(seen.probe.turn + 1 for seen in watched.seen if seen.probe.stage == "solo"),
-        splits=stages["split"],
-        races=stages["race"],
+        solo_rounds=max(
+            seen.probe.turn + 1 for seen in watched.seen if seen.probe.stage == Stage.SOLO
+        ),
+        splits=stages[Stage.SPLIT],
+        races=stages[Stage.RACE],
         out_of_memory=max(short.values(), default=0),
         race_out_of_memory=sum(
-            isinstance(s, OutOfMemory) and s.probe.stage == "race" for s in watched.seen
+            isinstance(s, OutOfMemory) and s.probe.stage == Stage.RACE for s in watched.seen
         ),
         virtual_seconds=watched.seconds,
         cpu_seconds=cpu,

@@ -30,7 +30,7 @@ from evener.errors import DeviceError
 
 from ..events import Report
 from ..request import Job, deals_by_cost
-from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Timed
+from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Stage, Timed
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
@@ -244,7 +244,7 @@ class ChildProber:
         """True if the limits of the layout's step (input, host) should be measured too: in the
         first probe of a layout that may become the plan, if its batches come from host memory.
         """
-        explores = probe.stage == "solo" and len(self._devices) > 1
+        explores = probe.stage == Stage.SOLO and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
             return False
         with self._lock:

@@ -21,7 +21,7 @@ from ..probes.launch_plan import MIXED
 from ..search.layouts import Candidate
 from ..search.report import SearchReport
 from ..statistics import is_known
-from ..types import End, Failed, Interval, Layout, Observation, Result, Stop, Timed
+from ..types import End, Failed, Interval, Layout, Observation, Result, Stage, Stop, Timed
 from ..verdict import (
     Chosen,
     Figure,
@@ -624,8 +624,8 @@ def find_short_budget(
     if tried or not end.late or budget is None or not wanted:
         return None
     timed = [one for one in seen if isinstance(one, Timed)]
-    at_once = [one.start_seconds for one in timed if one.probe.stage == "solo"]
-    later = [one.start_seconds for one in timed if one.probe.stage != "solo"]
+    at_once = [one.start_seconds for one in timed if one.probe.stage == Stage.SOLO]
+    later = [one.start_seconds for one in timed if one.probe.stage != Stage.SOLO]
     starts = max(at_once, default=0.0) + sum(later)
     return ShortBudget(budget, starts, _round_enough(report))
 

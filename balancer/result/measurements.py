@@ -12,7 +12,7 @@ from typing import Literal, get_args
 from evener.devices.types import Device
 
 from ..search.ranking import ROUGH
-from ..types import Doubt, Failed, Layout, Observation, OutOfMemory, Timed, Warned
+from ..types import Doubt, Failed, Layout, Observation, OutOfMemory, Stage, Timed, Warned
 from ..verdict import (
     CodeLimit,
     DoubtFound,
@@ -68,7 +68,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
             yield from (each for each in one.warnings if each.code == "not_finite")
         if isinstance(one, Timed) and one.probe.layout == chosen:
             yield from one.warnings
-        elif isinstance(one, Timed) and one.probe.stage == "race" and len(chosen.active) > 1:
+        elif isinstance(one, Timed) and one.probe.stage == Stage.RACE and len(chosen.active) > 1:
             yield from (
                 each for each in one.warnings if each.code == "disturbed" and each.value >= MOSTLY
             )
@@ -87,7 +87,7 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
             repeats[one.probe.layout].append(one)
     for slow, fast in (pair for taken in repeats.values() for pair in permutations(taken, 2)):
         change = fast.samples_per_second / slow.samples_per_second - 1
-        at_once = slow.probe.stage == "solo" != fast.probe.stage
+        at_once = slow.probe.stage == Stage.SOLO != fast.probe.stage
         if change > CHANGED and slow.throughput.high < fast.throughput.low and not at_once:
             yield Warned("changed", change)
 

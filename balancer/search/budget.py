@@ -33,8 +33,8 @@ from .time_left import (
 )
 
 BASE_SECONDS: dict[Stage, float] = {  # of a probe whose steps are quick
-    "solo": 3.0, "rest": 3.0, "split": 4.0, "part": 4.0, "shard": 6.0,
-    "pack": 2.0, "race": 3.0, "knobs": 3.0, "check": 4.0,
+    Stage.SOLO: 3.0, Stage.REST: 3.0, Stage.SPLIT: 4.0, Stage.PART: 4.0, Stage.SHARD: 6.0,
+    Stage.PACK: 2.0, Stage.RACE: 3.0, Stage.KNOBS: 3.0, Stage.CHECK: 4.0,
 }  # fmt: skip
 # steps that a probe of slow steps should have time for: fewer tell little about their noise
 STEPS_A_PROBE = 12
@@ -103,7 +103,7 @@ class Budget:
         left = self._end(stage) - self.spent - reserved - self.starts.seconds(layout)
         probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
         part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
-        if stage != "check" and self.time.takes_lone_steps(step, part):
+        if stage != Stage.CHECK and self.time.takes_lone_steps(step, part):
             return min(SHORTEST_PROBE_SECONDS, round(step / 2, 3))
         each = left / probes - self._warm_up(layout, 0.0) - self._further_warm_up(layout)
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
@@ -130,7 +130,7 @@ class Budget:
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
         """Return the layout's probe in a turn if the budget affords it; empty otherwise."""
-        fewest = FEWEST_STEPS if stage == "check" else None
+        fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()
         seconds = self.probe_seconds(layout, stage, probes_left, reserved=reserved)
@@ -142,7 +142,7 @@ class Budget:
         If a step of `step_seconds` is so slow that probes time a lone step, there is no time for
         many probes: then any probe that leaves `after` seconds may run.
         """
-        left = self._end("solo") - self.spent
+        left = self._end(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
             return seconds + after <= left
         part = EXPLORES / 2 if after else EXPLORES
@@ -181,7 +181,7 @@ class Budget:
 
         The result is infinite without a budget.
         """
-        each = sum(max(self.least_seconds(one), BASE_SECONDS["race"]) for one in layouts)
+        each = sum(max(self.least_seconds(one), BASE_SECONDS[Stage.RACE]) for one in layouts)
         if not each:
             return 0.0
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
@@ -205,12 +205,12 @@ class Budget:
 
     def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
         """Return how many seconds the search may have spent when the stage ends."""
-        later = turn > FIRST_TURN and stage in ("race", "knobs")
+        later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
         if stage in EXPLORATION:
             return self.time.explore_seconds
-        if stage == "pack":
+        if stage == Stage.PACK:
             return GROWS * self.seconds
         return self.seconds
 

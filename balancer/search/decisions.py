@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..statistics import relative_half_width
-from ..types import End, Layout, Probe, Problem, Result, Stop
+from ..types import End, Layout, Probe, Problem, Result, Stage, Stop
 from .machine_model import MachineModel
 from .model.evidence import CLEAR
 from .ranking import UNCLEAR
@@ -24,25 +24,25 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     """
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
-        case "solo":
+        case Stage.SOLO:
             return f"Measures every device alone: {_explain_solo(probe)}."
-        case "split":
+        case Stage.SPLIT:
             return _explain_split(layout, split_before)
-        case "part":
+        case Stage.PART:
             return (
                 f"Measures every device alone on rows of a sharded model: "
                 f"{WHY_SOLO[min(probe.turn, 3)]}."
             )
-        case "shard":
+        case Stage.SHARD:
             return f"Measures a real step of the model in shards over {devices} devices."
-        case "rest":
+        case Stage.REST:
             why = "it may beat every split" if split_before else "what every split has to beat"
             return f"Measures device {layout.active[0]} alone while the others are idle: {why}."
-        case "pack":
+        case Stage.PACK:
             return f"Packs {layout.processes} trainings on one device."
-        case "knobs":
+        case Stage.KNOBS:
             return "Measures the winner with other knobs, in turns."
-        case "check":
+        case Stage.CHECK:
             return (
                 "Measures the chosen layout again: the figure that it won by is likely to be too "
                 "high."

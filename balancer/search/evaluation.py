@@ -25,6 +25,7 @@ from ..types import (
     Probe,
     Problem,
     Result,
+    Stage,
     Stop,
     Timed,
     layout_of,
@@ -78,7 +79,7 @@ class Evaluation:
         wants a probe and hasn't spent its part of the budget. When the race is over, exploration
         may spend the rest of the budget, also after a check, which adds points to the curves.
         """
-        if not self._seen.timed("check"):
+        if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
         if self.sharding is not None:
             yield self.sharding.next_probes()
@@ -95,8 +96,8 @@ class Evaluation:
     def _retries(self) -> tuple[Probe, ...]:
         """Return the probes to retry after a failure: one, or a whole round of devices alone."""
         failed = self._seen.open_failures()
-        if failed and failed[0].stage == "solo":
-            return tuple(probe for probe in failed if probe.stage == "solo")
+        if failed and failed[0].stage == Stage.SOLO:
+            return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
         return tuple(failed[:1])
 
     @property
@@ -138,7 +139,7 @@ class Evaluation:
         if not self.next_probes:
             return "Done."
         probe = self.next_probes[0]
-        running = len(self.race.running) if probe.stage == "race" else 0
+        running = len(self.race.running) if probe.stage == Stage.RACE else 0
         return explain_probe(probe, bool(self.machine.splits), running)
 
     # ------------------------------------------------------------------ why it ends
@@ -157,7 +158,7 @@ class Evaluation:
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
-            spent = self._seen.in_stage("split") or self.model.holds_batch
+            spent = self._seen.in_stage(Stage.SPLIT) or self.model.holds_batch
             return End(Stop.BUDGET if spent else Stop.NO_FIT)
         waiting, tied = self.race.waiting
         if waiting or self._explore_rest(None):
@@ -316,7 +317,7 @@ class Evaluation:
 
         If none may run again, all that ran are included.
         """
-        found = self._seen.timed("solo", "rest", "split", "shard", "race")
+        found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
         ran = [one for one in trainings if self.policy.is_training(one.probe.layout)]
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
@@ -348,7 +349,7 @@ class Evaluation:
         For a layout that was never measured without contention, these are its measurements in
         the solo stage.
         """
-        return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, "solo")))
+        return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
     def turns(self, layout: Layout) -> tuple[Timed, ...]:
         """Return the turns that determine a layout's samples/s."""
@@ -458,7 +459,7 @@ class Evaluation:
         budget = self.budget
         live = self.model.live
         missing = [one.layout for one in self.race.unmeasured]
-        if self.options.with_splits and len(live) > 1 and not self._seen.in_stage("split"):
+        if self.options.with_splits and len(live) > 1 and not self._seen.in_stage(Stage.SPLIT):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         enough = budget.budget_with_more_turns(sum(map(budget.least_seconds, missing)))
         grown = sum(budget.least_seconds(one.layout) for one in self._ungrown)

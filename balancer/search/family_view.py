@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from functools import cached_property
 
 from ..families import PackMode, pack_on
-from ..types import Layout, OutOfMemory
+from ..types import Layout, OutOfMemory, Stage
 from .budget import Budget
 from .layouts import LayoutOptions
 from .packing import Packing
@@ -62,7 +62,7 @@ class FamilyView:
             return self._problem.global_batch
         if self.singles:
             return self.singles[0].global_batch
-        alone = self._seen.in_stage("solo")
+        alone = self._seen.in_stage(Stage.SOLO)
         full = [one.probe.layout.global_batch for one in alone if isinstance(one, OutOfMemory)]
         return min(full, default=None)
 
@@ -94,6 +94,6 @@ class FamilyView:
         wanted = pack_on(plain, plain.processes, "logical")
         layouts = (one.probe.layout for one in self._seen.timed())
         tried = [layout for layout in layouts if layout.placement == "logical"]
-        if wanted in tried or not tried or self._budget.affords(wanted, "race"):
+        if wanted in tried or not tried or self._budget.affords(wanted, Stage.RACE):
             return wanted
         return max(tried, key=lambda layout: layout.processes)

@@ -15,7 +15,7 @@ from functools import cached_property
 
 from evener.shares.waterfill import Costs, DeviceCurve
 
-from ..types import Layout, Problem, Timed, layout_of
+from ..types import Layout, Problem, Stage, Timed, layout_of
 from .device_model import DeviceModel
 from .model.evidence import group_devices, read_device, step_error, with_drift
 from .model.step_time import rising_line
@@ -80,7 +80,7 @@ class MachineModel:
         """Every split that exploration ran, if its rows are assigned as this model assumes: in the
         order of the data, or by cost.
         """
-        found = self.seen.timed("split")
+        found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
@@ -95,7 +95,7 @@ class MachineModel:
         Only measurements that still fit and have the requested batch count.
         """
         best: dict[int, Timed] = {}
-        for one in self.seen.still_fit(self.seen.timed("rest")):
+        for one in self.seen.still_fit(self.seen.timed(Stage.REST)):
             layout = one.probe.layout
             if self.problem.global_batch not in (None, layout.global_batch):
                 continue

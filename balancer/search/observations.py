@@ -10,17 +10,17 @@ from __future__ import annotations
 import math
 from collections import defaultdict
 from collections.abc import Iterable, Sequence
-from typing import Any, get_args
+from typing import Any
 
 from ..types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage, Timed
 from .layouts import is_no_larger
 
-EXPLORATION: tuple[Stage, ...] = ("solo", "rest", "split")
-STAGES: tuple[Stage, ...] = get_args(Stage)
+EXPLORATION: tuple[Stage, ...] = (Stage.SOLO, Stage.REST, Stage.SPLIT)
+STAGES = tuple(Stage)
 # tries of a probe that fails for a reason other than memory: a child process may die by chance, but
 # hardly twice
 TRIES = 2
-SHARDED: tuple[Stage, ...] = ("part", "shard")  # the exploration of sharded trainings
+SHARDED: tuple[Stage, ...] = (Stage.PART, Stage.SHARD)  # the exploration of sharded trainings
 FIRST_TURN = 0
 # most turns of a stage: rounds alone, splits, and turns of the race. If step times rise in stairs,
 # each round halves the gap in which the next edge may be
@@ -79,7 +79,7 @@ class Observations:
         An observation after a check is as recent as that check, whatever its own turn is.
         """
         probe = seen.probe
-        raced = probe.turn if probe.stage in ("race", "knobs", "check") else -1
+        raced = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
         turn = max(raced, probe.after)
         both = zip(probe.layout.shares, seen.short_bytes, strict=False)
         for position, (share, held_bytes) in enumerate(both):
@@ -127,7 +127,7 @@ class Observations:
 
     def timed_race(self) -> list[Timed]:
         """Return the timed observations of the race whose layouts are one training run."""
-        return [one for one in self.timed("race") if one.probe.layout.traits.by_shares]
+        return [one for one in self.timed(Stage.RACE) if one.probe.layout.traits.by_shares]
 
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return the turns of a layout in the race, or in the knobs stage if it has knobs.
@@ -136,10 +136,10 @@ class Observations:
         a turn 0.
         """
         if stage is None:
-            stage = "knobs" if layout.knobs else "race"
+            stage = Stage.KNOBS if layout.knobs else Stage.RACE
         timed = self.timed_in(layout)
         found = {one.probe.turn: one for one in timed if one.probe.stage == stage}
-        if stage == "race" and FIRST_TURN not in found:
+        if stage == Stage.RACE and FIRST_TURN not in found:
             earlier = [one for one in timed if one.probe.stage in self._uncontended]
             if earlier:
                 found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
@@ -148,8 +148,8 @@ class Observations:
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
         """The stages before the race in which nothing else ran at the same time."""
-        stages: tuple[Stage, ...] = ("rest", "split", "shard", "pack")
-        return (*stages, "solo") if self._problem.devices == 1 else stages
+        stages: tuple[Stage, ...] = (Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.PACK)
+        return (*stages, Stage.SOLO) if self._problem.devices == 1 else stages
 
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a layout's checks and its turns since the first check, if the machine has changed.
@@ -172,7 +172,7 @@ class Observations:
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
         """Return a layout's checks, without those slowed by a device that has since recovered."""
-        checked = [one for one in timed if one.probe.stage == "check"]
+        checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         recovered = [i for i in active if self.recovered(i)]
         valid = (one for one in checked if not any(one.held_back(i) for i in recovered))
@@ -180,8 +180,8 @@ class Observations:
 
     def turns_once_chosen(self, layout: Layout) -> Turns:
         """Return a layout's turns from its first check on, which had no part in its choice."""
-        seen = self.timed_in(layout, "check", "race", "knobs")
-        checks = (one.probe.turn for one in seen if one.probe.stage == "check")
+        seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
+        checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
         began = min(checks, default=math.inf)
         since = (one for one in seen if one.probe.turn >= began)
         return _steady(dict(enumerate(since)))
@@ -189,14 +189,18 @@ class Observations:
     @property
     def checked_turn(self) -> int:
         """The turn of the last check; -1 before any."""
-        return max((one.probe.turn for one in self.in_stage("check")), default=-1)
+        return max((one.probe.turn for one in self.in_stage(Stage.CHECK)), default=-1)
 
     def broken(self, layout: Layout) -> Observation | None:
         """Return the layout's first observation since the race began that isn't timed.
 
         Returns None if there is none.
         """
-        own = (one for one in self.in_stage("race", "knobs", "check") if one.probe.layout == layout)
+        own = (
+            one
+            for one in self.in_stage(Stage.RACE, Stage.KNOBS, Stage.CHECK)
+            if one.probe.layout == layout
+        )
         return next((one for one in own if not isinstance(one, Timed)), None)
 
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
@@ -262,7 +266,7 @@ class Observations:
             return False
         if seen.cause == "unsupported":
             return False
-        return seen.cause != "raised" or seen.probe.stage != "solo"
+        return seen.cause != "raised" or seen.probe.stage != Stage.SOLO
 
     def open_failures(self) -> list[Probe]:
         """Return the probes that failed once and are worth a retry."""
@@ -280,9 +284,9 @@ class Observations:
             lambda: defaultdict(float)
         )
         for probe, seen in self._seen.items():
-            if probe.stage not in wanted or (probe.stage == "race" and probe.turn > until_turn):
+            if probe.stage not in wanted or (probe.stage == Stage.RACE and probe.turn > until_turn):
                 continue
-            at_once = probe.stage in ("solo", "part")
+            at_once = probe.stage in (Stage.SOLO, Stage.PART)
             one_round = (probe.stage, probe.turn) if at_once else probe
             ran = 0.0 if isinstance(seen, Failed) else seen.elapsed_seconds
             failed = math.fsum(self._failures.get(probe, ()))
@@ -311,7 +315,9 @@ class Observations:
 
     def raced(self, position: int) -> list[Timed]:
         """Return the turns of the race and the checks in which the device took part."""
-        own = (one for one in self.timed("race", "check") if one.probe.layout.shares[position])
+        own = (
+            one for one in self.timed(Stage.RACE, Stage.CHECK) if one.probe.layout.shares[position]
+        )
         return sorted(own, key=lambda one: one.probe.turn)
 
     def raced_splits(self, position: int) -> list[Timed]:
@@ -319,7 +325,7 @@ class Observations:
 
         The result is empty before the first check.
         """
-        if not self.in_stage("check"):
+        if not self.in_stage(Stage.CHECK):
             return []
         return [one for one in self.raced(position) if _is_plain_split(one.probe.layout)]
 

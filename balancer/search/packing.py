@@ -19,7 +19,7 @@ from itertools import groupby
 import msgspec
 
 from ..families import PackMode, pack_on
-from ..types import Layout, Observation, OutOfMemory, Timed
+from ..types import Layout, Observation, OutOfMemory, Stage, Timed
 from .layouts import RETREAT, RETREATS, TIE
 from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
@@ -73,7 +73,7 @@ class Packing:
     def seen(self) -> tuple[Observation, ...]:
         """Every pack measured, by number of trainings, then by falling batch."""
         found = []
-        for one in self._policy.seen.in_stage("pack"):
+        for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout
             if layout.active == self._single.active and layout.placement == self._mode:
                 found.append(one)

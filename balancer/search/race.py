@@ -45,8 +45,8 @@ class Race:
             self._first_turn(first)
             or self._grow()
             or self._first_turn(self._unmeasured)
-            or self._next_turn(self.running, "race")
-            or self._next_turn(self._knob_rivals, "knobs")
+            or self._next_turn(self.running, Stage.RACE)
+            or self._next_turn(self._knob_rivals, Stage.KNOBS)
         )
 
     @cached_property
@@ -63,7 +63,7 @@ class Race:
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
         best = [Candidate(family_of(chosen), chosen), *others[: not chosen.knobs]]
         whole = [one for one in best if self._seen.broken(one.layout) is None]
-        return self._next_turn(whole, "knobs" if chosen.knobs else "race", settled=True)
+        return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return another measurement of the chosen layout; empty if none is needed.
@@ -74,14 +74,14 @@ class Race:
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):
             return ()
-        checks = [seen for seen in self._seen.in_stage("check") if seen.probe.layout == layout]
+        checks = [seen for seen in self._seen.in_stage(Stage.CHECK) if seen.probe.layout == layout]
         held = len(checks) == 1 and isinstance(checks[0], Timed) and checks[0].held_back()
         width = relative_half_width(best.throughput)
         rough = ROUGH < width <= ROUGH * math.sqrt(MOST_TURNS / best.turns)
         if checks and not held and not rough:
             return ()
         turns = (*self._seen.turns(layout), *(seen.probe.turn for seen in checks))
-        return self._budget.probes(layout, "check", max(turns, default=FIRST_TURN) + 1)
+        return self._budget.probes(layout, Stage.CHECK, max(turns, default=FIRST_TURN) + 1)
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
@@ -95,7 +95,7 @@ class Race:
         Once the winner was tried with knobs, these layouts are included.
         """
         rivals = self._knob_rivals
-        turns = {one.layout: self._seen.turns(one.layout, "knobs") for one in rivals}
+        turns = {one.layout: self._seen.turns(one.layout, Stage.KNOBS) for one in rivals}
         tried = rank(rivals, turns, self._problem)
         return (*tried, *self._without_knobs[1:]) if len(tried) > 1 else self._without_knobs
 
@@ -115,7 +115,7 @@ class Race:
     @cached_property
     def waiting(self) -> tuple[list[Candidate], bool]:
         """The candidates that wait for a turn, and whether there is an unresolvable tie."""
-        rivals, tied = self._undecided(self.running, "race")
+        rivals, tied = self._undecided(self.running, Stage.RACE)
         return [*self._unmeasured, *rivals], tied
 
     # ------------------------------------------------------------------ first turn
@@ -126,16 +126,16 @@ class Race:
             return ()
         layout = min(wanted, key=self._priority).layout
         knobs = self._knobs_seconds
-        if not self._budget.affords(layout, "race", reserved=knobs):
+        if not self._budget.affords(layout, Stage.RACE, reserved=knobs):
             return ()
         grows = layout.traits.side_by_side and layout.placement != "logical"
-        stage: Stage = "pack" if grows else "race"
+        stage: Stage = Stage.PACK if grows else Stage.RACE
         reserved = 0.0
         if self.options.needs_more_children:
             others = [one.layout for one in self.unmeasured if one.layout != layout]
             reserved = knobs + sum(map(self._budget.least_seconds, others))
         probes = len(self._unmeasured) + (ENOUGH_TURNS - 1) * len(self.turns)
-        seconds = self._budget.probe_seconds(layout, "race", probes, reserved=reserved)
+        seconds = self._budget.probe_seconds(layout, Stage.RACE, probes, reserved=reserved)
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
@@ -163,7 +163,7 @@ class Race:
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
         for layout in wanted:
             reserved = self.turn_seconds
-            probes = self._budget.probes(layout, "pack", FIRST_TURN, ENOUGH_TURNS, reserved)
+            probes = self._budget.probes(layout, Stage.PACK, FIRST_TURN, ENOUGH_TURNS, reserved)
             if probes:
                 return probes
         return ()
@@ -194,14 +194,14 @@ class Race:
         """Return the seconds that a probe of a turn must leave: for another such probe and, in the
         race stage, for a turn of the winner with each knob.
         """
-        knobs = self._knobs_seconds if stage == "race" else 0.0
+        knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         return self._budget.least_seconds(layout) + knobs
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
         """Return the rivals of a turn: all in the first turn of knobs, later those that aren't
         settled yet, and none from turn `MOST_TURNS` on.
         """
-        if turn == FIRST_TURN and stage == "knobs":  # the race's first turn is in `_first_turn`
+        if turn == FIRST_TURN and stage == Stage.KNOBS:  # the race's first turn is in `_first_turn`
             return list(rivals)
         if turn >= MOST_TURNS:
             return []

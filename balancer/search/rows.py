@@ -10,7 +10,7 @@ from evener.shares.waterfill import Allocation
 
 from ..families import device_counts, split_evenly
 from ..objectives import find_objective
-from ..types import End, Layout, PredictedCurve, layout_of, solo
+from ..types import End, Layout, PredictedCurve, Stage, layout_of, solo
 from .layouts import NO_CURVE, same_measurement
 from .machine_model import MachineModel
 from .model.step_time import SAME_BATCH
@@ -117,7 +117,11 @@ class RowPolicy:
         """
         batch = self.problem.global_batch
         if batch is None:
-            ran = [one for one in self.seen.timed("solo", "rest") if not one.probe.layout.in_passes]
+            ran = [
+                one
+                for one in self.seen.timed(Stage.SOLO, Stage.REST)
+                if not one.probe.layout.in_passes
+            ]
             fit = sorted(self.seen.still_fit(ran), key=lambda one: -one.samples_per_second)
             return list(dict.fromkeys(one.probe.layout for one in fit))
         devices = self.problem.devices
@@ -133,9 +137,9 @@ class RowPolicy:
         A measurement at rest is preferred to one in the solo stage, which counts only if
         `contended`. A prediction is the same for indistinguishable devices.
         """
-        timed = self.seen.timed_in(layout, "rest")
+        timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
-            timed = self.seen.timed_in(layout, "solo")
+            timed = self.seen.timed_in(layout, Stage.SOLO)
         return max(
             (one.samples_per_second for one in timed), default=self.machine.predicted_rate(layout)
         )
@@ -266,7 +270,7 @@ class RowPolicy:
 
         Its batch is at most `most`, or it has been checked. Returns None if none ran.
         """
-        checked = {one.probe.layout for one in self.seen.in_stage("check")}
+        checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
         for layout, taken in turns.items():
             wanted = layout.global_batch <= most or layout in checked

@@ -30,6 +30,7 @@ from ..types import (
     OutOfMemory,
     Probe,
     Problem,
+    Stage,
     Timed,
     layout_of,
 )
@@ -217,7 +218,7 @@ class Sharding:
         probe = msgspec.structs.replace(
             one.probe,
             layout=layout_of(layout.shares, layout.micro),
-            stage="split" if layout.traits.together else "solo",
+            stage=Stage.SPLIT if layout.traits.together else Stage.SOLO,
         )
         if not isinstance(one, Timed):
             return msgspec.structs.replace(one, probe=probe)
@@ -262,9 +263,9 @@ class Sharding:
         """Return the probe of rows as a probe of a sharded training."""
         layout = probe.layout
         if layout.traits.together:
-            return msgspec.structs.replace(probe, layout=self._shard(layout), stage="shard")
+            return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
         part = msgspec.structs.replace(layout, kind="part")
-        return msgspec.structs.replace(probe, layout=part, stage="part")
+        return msgspec.structs.replace(probe, layout=part, stage=Stage.PART)
 
     def _shard(self, layout: Layout) -> Layout:
         return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())

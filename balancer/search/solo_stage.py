@@ -17,7 +17,7 @@ from itertools import pairwise
 from evener.shares.curves import PassCurve
 from evener.shares.waterfill import Allocation, DeviceCurve
 
-from ..types import Probe, solo
+from ..types import Probe, Stage, solo
 from .budget import BASE_SECONDS, Budget
 from .device_model import DeviceModel
 from .layouts import TIE
@@ -113,7 +113,7 @@ class SoloStage:
         rounds = [order[:count] for count in range(1, len(order) + 1)]
 
         def gain_a_second(some: Sequence[DeviceModel]) -> float:
-            return _optimistic_rate(due, some) / max(costs[some[-1]], BASE_SECONDS["race"])
+            return _optimistic_rate(due, some) / max(costs[some[-1]], BASE_SECONDS[Stage.RACE])
 
         kept = max(rounds, key=gain_a_second)
         last = kept[-1]
@@ -122,7 +122,7 @@ class SoloStage:
             affordable = self._has_time(costs[last], _step(last, due[last]))
         else:  # without a second batch, there is no curve
             layout = solo(self._problem.devices, last.position, due[last])
-            affordable = self._budget.affords(layout, "race", _step(last, due[last]))
+            affordable = self._budget.affords(layout, Stage.RACE, _step(last, due[last]))
         known_rate = math.fsum(one.evidence.best_rate for one in self._live)
         gain = _optimistic_rate(due, kept) / max(known_rate, LEAST_RATE)
         if not affordable or not self._budget.pays(gain, costs[last]):
@@ -224,14 +224,14 @@ class SoloStage:
         for one, batch in sorted(batches.items(), key=lambda item: item[0].position):
             layout = solo(self._problem.devices, one.position, batch)
             seconds = self._budget.probe_seconds(
-                layout, "solo", step_seconds=_step(one, batch), reserved=self._after
+                layout, Stage.SOLO, step_seconds=_step(one, batch), reserved=self._after
             )
-            probes.append(Probe(layout, "solo", seconds, turn))
+            probes.append(Probe(layout, Stage.SOLO, seconds, turn))
         return tuple(probes)
 
     @cached_property
     def _turn(self) -> int:
-        solos = self._machine.seen.in_stage("solo")
+        solos = self._machine.seen.in_stage(Stage.SOLO)
         return 1 + max((seen.probe.turn for seen in solos), default=-1)
 
     # ------------------------------------------------------------------ the optimistic layout

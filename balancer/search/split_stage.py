@@ -42,7 +42,7 @@ class SplitStage:
 
         Returns None when the stage is over.
         """
-        if len(self._seen.in_stage("split", "rest")) >= MOST_TURNS:
+        if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None
         split = self._predictions.fastest_split
         after = self._least_seconds(split) if split else 0.0
@@ -66,16 +66,16 @@ class SplitStage:
             return None
         layout = self._predictions.layout(wanted)
         seconds = wanted.seconds
-        stage: Stage = "split" if layout.traits.together else "rest"
+        stage: Stage = Stage.SPLIT if layout.traits.together else Stage.REST
         if not self._machine.splits and not self._machine.others_idle:
             layout, seconds = self._use_passes_that_ran(layout, seconds)
-        ends_with: Stage = stage if self._machine.splits else "race"
+        ends_with: Stage = stage if self._machine.splits else Stage.RACE
         least = self._budget.least_seconds(layout, seconds)
         affordable = self._budget.affords(layout, ends_with, seconds, reserved=after)
         if affordable and (not after or self._budget.has_time(least, after)):
             most = self._budget.probe_seconds(layout, stage, step_seconds=seconds)
             return Probe(layout, stage, most)
-        lone = self._budget.affords(layout, "race", seconds, reserved=after, steps=LONE_STEPS)
+        lone = self._budget.affords(layout, Stage.RACE, seconds, reserved=after, steps=LONE_STEPS)
         if lone and wanted.samples_per_second > (1 + WORTH_A_LONE_STEP) * self._best_rate:
             return Probe(layout, stage, min(SHORTEST_PROBE_SECONDS, round(seconds / 2, 3)))
         return None
@@ -102,13 +102,13 @@ class SplitStage:
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failures for i in layout.active)
         safe = self._machine.lay_out_safely(layout.shares) if full else None
-        if safe is None or self._budget.affords(layout, "race", seconds, reserved=least):
+        if safe is None or self._budget.affords(layout, Stage.RACE, seconds, reserved=least):
             return layout, seconds
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
         """Return the allocation that is worth a split probe; None if there is none."""
-        tried = self._seen.in_stage("split")
+        tried = self._seen.in_stage(Stage.SPLIT)
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
             return None
@@ -136,7 +136,7 @@ class SplitStage:
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
-        if len(self._machine.live) < 2 or self._machine.splits or self._seen.in_stage("rest"):
+        if len(self._machine.live) < 2 or self._machine.splits or self._seen.in_stage(Stage.REST):
             return None
         single = self._predictions.fastest_single
         if single is None or self._predictions.fastest_split is None:
@@ -170,6 +170,6 @@ class SplitStage:
 
     def _never_measured_with_others_idle(self) -> list[int]:
         """Return the devices of groups in which none was measured while the others were idle."""
-        rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage("rest")}
+        rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage(Stage.REST)}
         groups = (group for group in self._machine.groups if not rested.intersection(group))
         return sorted(i for group in groups for i in group)

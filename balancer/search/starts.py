@@ -12,7 +12,7 @@ from itertools import pairwise
 from statistics import median
 
 from ..families import family_of
-from ..types import Layout, OutOfMemory, Timed
+from ..types import Layout, OutOfMemory, Stage, Timed
 from .observations import STAGES, Observations, order_probe
 
 
@@ -44,7 +44,7 @@ class Starts:
     @cached_property
     def alone(self) -> float:
         """The longest start of a device alone; 0 if none is known."""
-        return max((seen.restart_seconds for seen in self._seen.timed("solo")), default=0.0)
+        return max((seen.restart_seconds for seen in self._seen.timed(Stage.SOLO)), default=0.0)
 
     @cached_property
     def after_out_of_memory(self) -> float:
@@ -53,7 +53,7 @@ class Starts:
         It is 0 if all devices that ran out of memory were seen to continue without a restart.
         """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
-        for seen in self._seen.in_stage("solo"):
+        for seen in self._seen.in_stage(Stage.SOLO):
             if isinstance(seen, (Timed, OutOfMemory)):
                 rounds[seen.probe.layout.children].append(seen)
         went_on = []

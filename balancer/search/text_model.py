@@ -16,7 +16,7 @@ from evener.shares.curves import ROUNDING, Cost, RankCost, Work
 from evener.shares.whole_rows import apportion
 from evener.training.dealing import Deal, Dealer
 
-from ..types import Layout, Observation, OutOfMemory, Timed
+from ..types import Layout, Observation, OutOfMemory, Stage, Timed
 from .layouts import RETREAT, TIE
 from .machine_model import MachineModel
 from .model.evidence import CLEAR, FEWEST_SIZES, group_by, is_noise, relative_error
@@ -149,7 +149,9 @@ class TextModel(MachineModel):
         """Return the observations of a device alone on rows of one length, or on a
         batch assigned by cost.
         """
-        own = (seen for seen in self.seen.in_stage("solo") if seen.probe.layout.shares[position])
+        own = (
+            seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]
+        )
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
@@ -268,7 +270,10 @@ class TextModel(MachineModel):
         """Return a device's memory use by the padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
-        for seen in (*self.tried_alone(position), *self.seen.in_stage("split", "race", "check")):
+        for seen in (
+            *self.tried_alone(position),
+            *self.seen.in_stage(Stage.SPLIT, Stage.RACE, Stage.CHECK),
+        ):
             layout = seen.probe.layout
             tokens = self._largest_pass(layout, position)
             if (

@@ -55,16 +55,16 @@ class TextStage:
         """
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
-        ends_with: Stage = "solo" if costs_known else "race"  # no plan without costs
+        ends_with: Stage = Stage.SOLO if costs_known else Stage.RACE  # no plan without costs
         if not all(self._budget.affords(layout, ends_with) for layout in layouts.values()):
             return ()
         turn = 1 + max((len(self._machine.tried_alone(i)) for i in layouts), default=0)
         probes = []
         for layout in layouts.values():
-            seconds = self._budget.probe_seconds(layout, "solo")
+            seconds = self._budget.probe_seconds(layout, Stage.SOLO)
             if layout.length:
                 seconds = min(seconds, PASS_SECONDS)
-            probes.append(Probe(layout, "solo", seconds, turn))
+            probes.append(Probe(layout, Stage.SOLO, seconds, turn))
         return tuple(probes)
 
     # ------------------------------------------------------------------ passes of one length
@@ -147,7 +147,7 @@ class TextStage:
         """
         tried = [
             one.probe.layout
-            for one in self._machine.seen.in_stage("split")
+            for one in self._machine.seen.in_stage(Stage.SPLIT)
             if one.probe.layout.costs
         ]
         layout = self._machine.best_split if len(tried) < MOST_TURNS else None
@@ -156,7 +156,7 @@ class TextStage:
         for one in tried:
             if one.tokens == layout.tokens and same_measurement(one, layout):
                 return ()
-        if not self._budget.affords(layout, "split" if self._machine.splits else "race"):
+        if not self._budget.affords(layout, Stage.SPLIT if self._machine.splits else Stage.RACE):
             return ()
-        seconds = self._budget.probe_seconds(layout, "split")
-        return (Probe(layout, "split", seconds, len(tried)),)
+        seconds = self._budget.probe_seconds(layout, Stage.SPLIT)
+        return (Probe(layout, Stage.SPLIT, seconds, len(tried)),)

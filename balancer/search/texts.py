@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from evener.plan.layout import Knots
 
 from ..families import split_evenly
-from ..types import End, Layout, layout_of
+from ..types import End, Layout, Stage, layout_of
 from .decisions import explain_too_long
 from .layouts import NO_CURVE
 from .text_model import TextModel
@@ -42,7 +42,7 @@ class TextPolicy:
     def singles(self) -> list[Layout]:
         """Return the global batch on the device that takes the least time for it alone."""
         ran = {}
-        for seen in self.seen.timed("solo"):
+        for seen in self.seen.timed(Stage.SOLO):
             if seen.probe.layout.costs:
                 ran[seen.probe.layout.active] = seen.probe.layout
         holding = [i for i in self.machine.able if self.machine.can_hold((i,))]

@@ -10,7 +10,7 @@ from collections import defaultdict
 from functools import cached_property
 from statistics import median
 
-from ..types import Problem, Timed
+from ..types import Problem, Stage, Timed
 from .layouts import LayoutOptions
 from .model.memory import SAFE_GROWTH
 from .observations import EXPLORATION, Observations
@@ -65,7 +65,7 @@ class TimeLeft:
             return math.inf
         if self.takes_lone_steps(step_seconds):
             return max(1.0, BOLD * self._left_to_explore / (LONE_STEPS * step_seconds))
-        split_ran = self._devices == 1 or bool(self._seen.in_stage("split"))
+        split_ran = self._devices == 1 or bool(self._seen.in_stage(Stage.SPLIT))
         part = EXPLORES if split_ran else EXPLORES / 2
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
@@ -120,7 +120,7 @@ class TimeLeft:
         step alone. A first step's fixed cost is part of the overhead instead.
         """
         alone: defaultdict[int, list[tuple[float, float]]] = defaultdict(list)
-        for seen in self._seen.timed("solo"):
+        for seen in self._seen.timed(Stage.SOLO):
             layout = seen.probe.layout
             if layout.by_rows and not layout.in_passes:
                 alone[layout.active[0]].append((seen.step_seconds, seen.first_step_seconds))

@@ -27,7 +27,7 @@ from evener.balancer.probes.protocol import (
     TimedOnDevice,
     TimeOnDevice,
 )
-from evener.balancer.types import Probe, Timed, solo
+from evener.balancer.types import Probe, Stage, Timed, solo
 
 STEP = 0.02  # seconds, of which `input` are waiting for rows
 
@@ -73,7 +73,7 @@ class Watch:
 
 def measure(group: Gpu, closer: bool = True) -> Timed:
     """A probe of a second on this group."""
-    probe = Probe(solo(1, 0, 8), "check", 1.0)
+    probe = Probe(solo(1, 0, 8), Stage.CHECK, 1.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     found = Measurement(
         probe,

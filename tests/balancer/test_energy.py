@@ -21,7 +21,7 @@ from evener.balancer.probes.failures import GroupError, RankFailure
 from evener.balancer.probes.interference import ProbeInterference
 from evener.balancer.search.layouts import Candidate
 from evener.balancer.search.ranking import choose_winner, compare_turns, throughput
-from evener.balancer.types import Layout, Probe, Problem, Timed, layout_of
+from evener.balancer.types import Layout, Probe, Problem, Stage, Timed, layout_of
 from evener.devices.backend import Vitals
 from evener.devices.nvidia.gpu_reader import GpuReader
 from evener.devices.nvidia.nvml_library import describe
@@ -55,7 +55,7 @@ power_watts = 450
 def timed(layout: Layout, rate: float, *watts: float | None) -> Timed:
     """A layout that ran at so many samples/s."""
     step = layout.global_batch / rate
-    probe = Probe(layout, "race", 1.0)
+    probe = Probe(layout, Stage.RACE, 1.0)
     return Timed(
         probe, step, step * 0.99, step * 1.01, 10, (None,) * 2, (None,) * 2, step, 1.0, watts=watts
     )

@@ -12,7 +12,7 @@ from evener.balancer.jobs import make_job
 from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.probes.launch_plan import assign_devices, choose_engine
 from evener.balancer.request import Job, Request
-from evener.balancer.types import Probe, Timed, layout_of
+from evener.balancer.types import Probe, Stage, Timed, layout_of
 from evener.devices.types import Device
 from evener.errors import RequestError
 from tests.support.cores import two_cores
@@ -80,7 +80,7 @@ def test_one_process_trains_on_both_slices_by_the_engine_asked_for() -> None:
     prober = make_prober(make_job(asked()))
     try:
         (seen,) = prober.measure(
-            (Probe(SPLIT, "split", 0.3, 0),), lambda _: None, threading.Event()
+            (Probe(SPLIT, Stage.SPLIT, 0.3, 0),), lambda _: None, threading.Event()
         )
         assert isinstance(seen, Timed)
         assert seen.samples_per_second > 0

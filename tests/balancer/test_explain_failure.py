@@ -25,6 +25,7 @@ from evener.balancer.types import (
     OutOfMemory,
     PredictedCurve,
     Probe,
+    Stage,
     Stop,
     Timed,
     solo,
@@ -65,10 +66,10 @@ def late(unfinished: tuple[Unfinished, ...]) -> SearchEnd:
 def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
     """Out of memory with the batch, other failures with their cause."""
     seen: list[Observation] = [
-        OutOfMemory(Probe(solo(2, 0, 64), "solo", 1.0), (0,), "full", 1.0),
-        OutOfMemory(Probe(solo(2, 0, 8), "solo", 1.0), (0,), "full", 1.0),
+        OutOfMemory(Probe(solo(2, 0, 64), Stage.SOLO, 1.0), (0,), "full", 1.0),
+        OutOfMemory(Probe(solo(2, 0, 8), Stage.SOLO, 1.0), (0,), "full", 1.0),
         Failed(
-            Probe(solo(2, 1, 8), "solo", 1.0),
+            Probe(solo(2, 1, 8), Stage.SOLO, 1.0),
             "raised",
             "GPU:1, building: t.py:3: ValueError: no",
             (1,),
@@ -84,7 +85,7 @@ def test_what_failed_is_said_by_each_device_s_smallest_failure() -> None:
 def test_a_failure_that_all_devices_share_is_said_once() -> None:
     seen = [
         Failed(
-            Probe(solo(2, i, 8), "solo", 1.0),
+            Probe(solo(2, i, 8), Stage.SOLO, 1.0),
             "raised",
             f"GPU:{i}, building: there is no torch.",
             (i,),
@@ -99,7 +100,7 @@ def test_a_failure_that_all_devices_share_is_said_once() -> None:
 
 def raised(position: int, error: str) -> Failed:
     """A device's failure while warming up."""
-    probe = Probe(solo(2, position, 8), "solo", 1.0)
+    probe = Probe(solo(2, position, 8), Stage.SOLO, 1.0)
     detail = f"GPU:{position}, warming up: {error} (traceback in errors.txt)"
     return Failed(probe, "raised", detail, (position,), 1.0)
 
@@ -152,10 +153,10 @@ def test_four_times_what_fits_is_a_plan_in_passes() -> None:
 def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
     """It fits, and time is left: neither is the reason."""
     alone = Timed(
-        Probe(solo(2, 0, 8), "solo", 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0
+        Probe(solo(2, 0, 8), Stage.SOLO, 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0
     )
     split = Failed(
-        Probe(Layout("split", (8, 8)), "split", 1.0),
+        Probe(Layout("split", (8, 8)), Stage.SPLIT, 1.0),
         "raised",
         "GPU:0, building: no NCCL.",
         (0,),
@@ -185,7 +186,9 @@ def test_a_budget_that_was_too_short_is_said_with_a_longer_one() -> None:
 
 def building(position: int, seconds: float, phase: str = "building") -> ProbeProgress:
     """A probe that was in a phase for so long."""
-    return ProbeProgress(Probe(solo(2, position, 8), "solo", 1.0), phase, None, None, 60.0, seconds)
+    return ProbeProgress(
+        Probe(solo(2, position, 8), Stage.SOLO, 1.0), phase, None, None, 60.0, seconds
+    )
 
 
 @pytest.mark.parametrize(

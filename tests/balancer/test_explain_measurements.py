@@ -42,7 +42,7 @@ SPLIT, EVEN = layout_of((820, 568)), layout_of((694, 694))
 def timed(
     *doubts: Warned,
     layout: Layout = SPLIT,
-    stage: Stage = "race",
+    stage: Stage = Stage.RACE,
     short: tuple[int, ...] = (),
     step: float = 1.0,
 ) -> Timed:
@@ -106,7 +106,7 @@ def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
     assert not find_doubts([timed(Warned("drift", 0.1))], EVEN)
     assert find_doubts([timed(Warned("disturbed", 0.9))], EVEN)
     assert not find_doubts([timed(Warned("disturbed", 0.4))], EVEN)
-    assert not find_doubts([timed(Warned("disturbed", 0.9), stage="solo")], EVEN)
+    assert not find_doubts([timed(Warned("disturbed", 0.9), stage=Stage.SOLO)], EVEN)
     assert not find_doubts([timed(Warned("disturbed", 0.9))], solo(2, 0, 8)), (
         "one device sees other work itself"
     )
@@ -134,10 +134,14 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
     )
     alone = solo(2, 0, 8)
     assert not find_doubts(
-        [timed(layout=alone, stage="solo", step=1.3), timed(layout=alone)], SPLIT
+        [timed(layout=alone, stage=Stage.SOLO, step=1.3), timed(layout=alone)], SPLIT
     )
-    assert find_doubts([timed(layout=alone, stage="solo"), timed(layout=alone, step=1.3)], SPLIT)
-    assert find_doubts([timed(layout=alone, stage="solo", step=each) for each in (1.0, 1.3)], SPLIT)
+    assert find_doubts(
+        [timed(layout=alone, stage=Stage.SOLO), timed(layout=alone, step=1.3)], SPLIT
+    )
+    assert find_doubts(
+        [timed(layout=alone, stage=Stage.SOLO, step=each) for each in (1.0, 1.3)], SPLIT
+    )
 
 
 def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
@@ -168,13 +172,13 @@ def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
 
 def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
     """One device that failed alone."""
-    probe = Probe(solo(2, position, batch), "solo", 1.0)
+    probe = Probe(solo(2, position, batch), Stage.SOLO, 1.0)
     return Failed(probe, cause, f"GPU:{position}, building: SIGABRT", (position,), 1.0)  # type: ignore[arg-type]
 
 
 def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
     """One that ran somewhere is not, whatever else failed on it."""
-    alone = timed(layout=solo(2, 0, 8), stage="solo")
+    alone = timed(layout=solo(2, 0, 8), stage=Stage.SOLO)
     (one,) = find_left_out([alone, failed(1)], DEVICES, alone.probe.layout)
     assert (one.name, one.reason) == ("GPU:1", "nothing_ran")
     assert "SIGABRT" in one.why
@@ -203,13 +207,13 @@ RAISED = "GPU:0, warming up: limit.py:9: ValueError: this table holds 200 rows"
 
 def raised(position: int, batch: int, detail: str = RAISED) -> Failed:
     """The user's own code raised with so many rows on one device."""
-    probe = Probe(solo(2, position, batch), "solo", 1.0)
+    probe = Probe(solo(2, position, batch), Stage.SOLO, 1.0)
     return Failed(probe, "raised", detail, (position,), 1.0)
 
 
 def test_a_limit_of_the_user_s_code_is_where_more_rows_always_raise() -> None:
     """With its message, and the rows on both sides; whatever fails below what ran is no limit."""
-    ran = [timed(layout=solo(2, 0, size), stage="solo") for size in (8, 197)]
+    ran = [timed(layout=solo(2, 0, size), stage=Stage.SOLO) for size in (8, 197)]
     limit = find_code_limit([*ran, raised(0, 512), raised(0, 212)])
     assert limit is not None
     assert (limit.rows, limit.failed_rows) == (197, 212)

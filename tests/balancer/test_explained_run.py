@@ -10,7 +10,7 @@ from evener.balancer.events import Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.balancer.types import Timed
+from evener.balancer.types import Stage, Timed
 
 PAGE = Path(__file__).parents[2] / "docs" / "architecture.md"
 ROW = re.compile(
@@ -29,7 +29,9 @@ def test_the_explained_run_is_what_the_search_does(own_folder: Path) -> None:
             if isinstance(event, Observed) and isinstance(event.seen, Timed):
                 probe = event.seen.probe
                 shares = (
-                    probe.layout.shares if probe.stage != "solo" else (max(probe.layout.shares),)
+                    probe.layout.shares
+                    if probe.stage != Stage.SOLO
+                    else (max(probe.layout.shares),)
                 )
                 found = steps.setdefault((probe.stage, probe.turn), [])
                 found.append((shares, round(1000 * event.seen.step_seconds, 1)))

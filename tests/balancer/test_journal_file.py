@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from evener.balancer import journal
 from evener.balancer.journal import AskedEntry, Header, LaterEntry, ObservationEntry
 from evener.balancer.request import Request
-from evener.balancer.types import Failed, OutOfMemory, Probe, Timed, solo
+from evener.balancer.types import Failed, OutOfMemory, Probe, Stage, Timed, solo
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 
@@ -29,7 +29,7 @@ DEVICES = (
 HEADER = Header(
     "20260101-000000-abcd", "2026-01-01T00:00:00Z", Request(), DEVICES, "synthetic", "none", "0"
 )
-PROBE = Probe(solo(2, 0, 8), "solo", 1.0)
+PROBE = Probe(solo(2, 0, 8), Stage.SOLO, 1.0)
 TIMED = Timed(PROBE, 0.01, 0.009, 0.011, 50, (1 << 20, None), (0.01, None), 0.1, 1.0)
 ENTRIES: list[LaterEntry] = [
     AskedEntry((PROBE,), 0.0),

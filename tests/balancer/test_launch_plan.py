@@ -159,7 +159,7 @@ def crowd() -> Iterator[ChildProber]:
 
 def measure(prober: ChildProber, layout: Layout) -> Timed:
     """A short probe."""
-    stage: Stage = "solo" if layout.kind == "solo" else "split"
+    stage: Stage = Stage.SOLO if layout.kind == "solo" else Stage.SPLIT
     (seen,) = prober.measure((Probe(layout, stage, 0.1),), lambda _: None, threading.Event())
     assert isinstance(seen, Timed), seen
     return seen
@@ -192,7 +192,7 @@ def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
     """A first split over a device that never ran may need everything of it."""
     budget, split, alone = (
         MemoryBudget(crowd._devices, available_memory_bytes),
-        Probe(layout_of((1, 1)), "split", 0.1),
+        Probe(layout_of((1, 1)), Stage.SPLIT, 0.1),
         solo(2, 0, 1).children,
     )
     budget.record_held(0, 1, 4 * MIB)
@@ -205,7 +205,7 @@ def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> No
     """What would fit beside them on an empty device does not on one that is half taken."""
     budget, key = MemoryBudget(crowd._devices, available_memory_bytes), layout_of((1, 1)).children
     budget.record_held(0, 100, 400 * MIB)
-    probe, idle = Probe(solo(2, 0, 100), "solo", 0.1), {key: {0: 400 * MIB, 1: MIB}}
+    probe, idle = Probe(solo(2, 0, 100), Stage.SOLO, 0.1), {key: {0: 400 * MIB, 1: MIB}}
     assert budget.groups_to_end((probe,), idle) == []
     budget.record_short(0, 500 * MIB)
     assert budget.groups_to_end((probe,), idle) == [key]

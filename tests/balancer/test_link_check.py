@@ -13,7 +13,7 @@ import pytest
 from evener.balancer.probes import child_prober
 from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.request import Job, Request
-from evener.balancer.types import Failed, Observation, Probe, Timed, layout_of
+from evener.balancer.types import Failed, Observation, Probe, Stage, Timed, layout_of
 from evener.devices.cpu import slices
 from tests.support.cores import two_cores
 from tests.support.frameworks import skip_without
@@ -52,7 +52,7 @@ def split_of(
         script = tmp_path / "train.py"
         script.write_text(code)
         made.append(ChildProber(Job(Request(), slices(2), f"{script}:build", "torch")))
-        probe = Probe(layout_of((8, 8)), "split", 0.2)
+        probe = Probe(layout_of((8, 8)), Stage.SPLIT, 0.2)
         (seen,) = made[-1].measure((probe,), lambda _: None, threading.Event())
         return seen
 

@@ -11,6 +11,7 @@ from evener.balancer.types import (
     Observation,
     OutOfMemory,
     Probe,
+    Stage,
     Timed,
     solo,
     upgrade_observation,
@@ -24,17 +25,17 @@ XLA = msgspec.structs.replace(SPLIT, knobs=("xla",))
 @pytest.mark.parametrize(
     ("old", "new"),
     [
-        (Probe(ALONE, "split", 4.0, 0), Probe(ALONE, "rest", 4.0, 0)),
-        (Probe(SPLIT, "split", 4.0, 0), Probe(SPLIT, "split", 4.0, 0)),
-        (Probe(ALONE, "solo", 4.0, 2), Probe(ALONE, "solo", 4.0, 2)),
-        (Probe(SPLIT, "race", 4.0, 999), Probe(SPLIT, "race", 4.0, 999)),
-        (Probe(SPLIT, "race", 4.0, 1000), Probe(SPLIT, "knobs", 4.0, 0)),
-        (Probe(XLA, "race", 4.0, 1002), Probe(XLA, "knobs", 4.0, 2)),
+        (Probe(ALONE, Stage.SPLIT, 4.0, 0), Probe(ALONE, Stage.REST, 4.0, 0)),
+        (Probe(SPLIT, Stage.SPLIT, 4.0, 0), Probe(SPLIT, Stage.SPLIT, 4.0, 0)),
+        (Probe(ALONE, Stage.SOLO, 4.0, 2), Probe(ALONE, Stage.SOLO, 4.0, 2)),
+        (Probe(SPLIT, Stage.RACE, 4.0, 999), Probe(SPLIT, Stage.RACE, 4.0, 999)),
+        (Probe(SPLIT, Stage.RACE, 4.0, 1000), Probe(SPLIT, Stage.KNOBS, 4.0, 0)),
+        (Probe(XLA, Stage.RACE, 4.0, 1002), Probe(XLA, Stage.KNOBS, 4.0, 2)),
         (
-            Probe(Layout("pack", (8, 0), 2), "pack", 2.0, 0),
-            Probe(Layout("pack", (8, 0), 2), "pack", 2.0, 0),
+            Probe(Layout("pack", (8, 0), 2), Stage.PACK, 2.0, 0),
+            Probe(Layout("pack", (8, 0), 2), Stage.PACK, 2.0, 0),
         ),
-        (Probe(SPLIT, "solo", 4.0, 1000), Probe(SPLIT, "solo", 4.0, 1000)),
+        (Probe(SPLIT, Stage.SOLO, 4.0, 1000), Probe(SPLIT, Stage.SOLO, 4.0, 1000)),
     ],
 )
 def test_a_probe_is_in_the_stage_that_it_has_today(old: Probe, new: Probe) -> None:
@@ -46,7 +47,7 @@ def test_a_probe_is_in_the_stage_that_it_has_today(old: Probe, new: Probe) -> No
 
 
 def test_an_observation_keeps_all_but_its_stage() -> None:
-    old, new = Probe(ALONE, "split", 4.0), Probe(ALONE, "rest", 4.0)
+    old, new = Probe(ALONE, Stage.SPLIT, 4.0), Probe(ALONE, Stage.REST, 4.0)
     for seen in (
         Timed(old, 0.1, 0.09, 0.11, 9, (1, None), (0.1, None), 0.2, 3.0),
         OutOfMemory(old, (0,), "full", 1.0),

@@ -16,7 +16,7 @@ from evener.balancer.probes.children import ChildGroup
 from evener.balancer.probes.launch_plan import RankMap
 from evener.balancer.probes.measurement import Measurement, ProgressReporter, Timeouts
 from evener.balancer.probes.protocol import Command, Prepare, Prepared, Ran, Reply, RunSteps
-from evener.balancer.types import Layout, Probe
+from evener.balancer.types import Layout, Probe, Stage
 
 STEP = 0.02  # seconds, while both train; alone it takes half of that
 
@@ -51,7 +51,7 @@ def ran(steps: int, seconds: float) -> Ran:
 @pytest.mark.parametrize("builds", [0, 2])
 def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None:
     """And in blocks of some steps, as they don't end together."""
-    probe, pair = Probe(Layout("pack", (8,), processes=2), "pack", 2.0), Pair(builds)
+    probe, pair = Probe(Layout("pack", (8,), processes=2), Stage.PACK, 2.0), Pair(builds)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     monitor = cast(Any, Watch())
     found = Measurement(probe, cast(ChildGroup, pair), Timeouts(), progress, monitor)
@@ -85,7 +85,7 @@ class Split:
 
 def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
     """By position: the first rank has the second device."""
-    probe = Probe(Layout("split", (8, 16)), "split", 2.0)
+    probe = Probe(Layout("split", (8, 16)), Stage.SPLIT, 2.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     monitor = cast(Any, Watch())
     found = Measurement(probe, cast(ChildGroup, Split()), Timeouts(), progress, monitor)
@@ -120,7 +120,7 @@ class Disturbed:
 
 def test_what_others_take_of_a_slice_s_core_is_no_part_of_its_own_work() -> None:
     """Alone as in a split; its samples/s are those that it has."""
-    probe = Probe(Layout("solo", (0, 16)), "solo", 2.0)
+    probe = Probe(Layout("solo", (0, 16)), Stage.SOLO, 2.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     found = Measurement(
         probe, cast(ChildGroup, Disturbed()), Timeouts(), progress, cast(Any, Watch())

@@ -105,7 +105,9 @@ def devices(cluster: Any) -> tuple[Device, ...]:
 
 def measure(prober: ChildProber, *layouts: Layout, seconds: float = 0.2) -> list[Observation]:
     """What comes of these layouts, measured at once."""
-    stages: list[Stage] = ["solo" if layout.kind == "solo" else "split" for layout in layouts]
+    stages: list[Stage] = [
+        Stage.SOLO if layout.kind == "solo" else Stage.SPLIT for layout in layouts
+    ]
     probes = tuple(
         Probe(layout, stage, seconds) for layout, stage in zip(layouts, stages, strict=True)
     )
@@ -257,7 +259,7 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(
         return {layout.kind for layout in seen if layout.global_batch == 64} == {"solo", "split"}
 
     def raced(event: Event) -> bool:
-        return was_timed(event, "race")
+        return was_timed(event, Stage.RACE)
 
     ended = search(Session(open_run(request)), compared)
     # steps that are held back on a busy machine leave figures unknown: the remedy is more time
@@ -292,7 +294,7 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
             kill_raylet(node)
         if isinstance(event, Observed) and isinstance(event.seen, Failed):
             failures.append(event.seen)
-        return bool(failures) and was_timed(event, "race")
+        return bool(failures) and was_timed(event, Stage.RACE)
 
     settings = {"base_ms": 2.0, "per_sample_ms": 0.1}
     every = f"ray:{THIRD}/cpu:0,{BOTH}"

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from evener.balancer import journal
-from evener.balancer.types import Timed
+from evener.balancer.types import Stage, Timed
 from tests.support import recorded_machines as recorded
 
 RECORDS = recorded.records()
@@ -31,7 +31,7 @@ def test_a_recorded_machine_gives_back_what_was_measured() -> None:
     alone = {
         entry.seen.probe.layout.shares: entry.seen.step_seconds
         for entry in journal.read(recorded.RECORDED / f"{name}.jsonl").seen
-        if isinstance(entry.seen, Timed) and entry.seen.probe.stage == "solo"
+        if isinstance(entry.seen, Timed) and entry.seen.probe.stage == Stage.SOLO
     }
     (far,) = [shares for shares in alone if shares[1] == 0 and shares[0] > 5000]
     assert made.devices[0].seconds(far[0]) == pytest.approx(alone[far], rel=0.01)

@@ -12,7 +12,7 @@ import pytest
 from evener.balancer import journal
 from evener.balancer.statistics import relative_half_width
 from evener.balancer.store import runs
-from evener.balancer.types import OutOfMemory, Timed
+from evener.balancer.types import OutOfMemory, Stage, Timed
 from evener.plan.file import parse_plan, to_json, to_toml
 from evener.plan.layout import Knots, PlanLayout
 from evener.shares.curves import Curve
@@ -69,7 +69,7 @@ def _off(record: journal.JournalContents, position: int, curve: Knots) -> float:
         (one.probe.layout.global_batch, one.step_seconds)
         for one in (entry.seen for entry in record.seen)
         if isinstance(one, Timed)
-        and one.probe.stage == "solo"
+        and one.probe.stage == Stage.SOLO
         and one.probe.layout.active == (position,)
         if not one.probe.layout.in_passes and relative_half_width(one.throughput) < 0.01
     ]
@@ -99,7 +99,7 @@ def test_memory_caps_are_met_with_few_runs_out_of_memory(path: Path) -> None:
     record = journal.read(path)
     full = [seen.seen for seen in record.seen if isinstance(seen.seen, OutOfMemory)]
     assert all(sum(device in seen.devices for seen in full) <= 2 for device in (0, 1))
-    assert not [seen for seen in full if seen.probe.stage == "race"]
+    assert not [seen for seen in full if seen.probe.stage == Stage.RACE]
     assert record.ended is not None
     assert len(record.ended.plan.layout.active) == 2
 

@@ -30,7 +30,7 @@ from evener.balancer.result.sentences import write_next_steps, write_verdict
 from evener.balancer.run import OpenRun, begin, open_run
 from evener.balancer.session import Session
 from evener.balancer.store import runs
-from evener.balancer.types import Facts, Probe
+from evener.balancer.types import Facts, Probe, Stage
 from evener.devices.backend import Discovery
 from evener.devices.discover import discover
 from evener.errors import DeviceError, NoLayoutError, RequestError
@@ -87,7 +87,7 @@ def test_evidence_says_which_device_alone_was_measured_while_the_others_worked()
     alone = {
         event.seen.probe.layout.shares
         for event in events
-        if isinstance(event, Observed) and event.seen.probe.stage in ("rest", "race")
+        if isinstance(event, Observed) and event.seen.probe.stage in (Stage.REST, Stage.RACE)
     }
     found = [one for one in ended(events).plan.evidence if one.name.startswith("solo ")]
     assert found

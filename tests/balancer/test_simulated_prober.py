@@ -13,6 +13,7 @@ from evener.balancer.types import (
     Observation,
     OutOfMemory,
     Probe,
+    Stage,
     Timed,
     layout_of,
     solo,
@@ -48,7 +49,7 @@ def observe(
 
 def only(prober: SimulatedProber, layout: Layout) -> Observation:
     """The observation of one probe of a layout."""
-    probe = Probe(layout, "split", 4.0)
+    probe = Probe(layout, Stage.SPLIT, 4.0)
     return observe(prober, probe)[probe]
 
 
@@ -70,12 +71,12 @@ def test_a_whole_run_lasts_what_was_asked_and_out_of_memory_ends_it() -> None:
     """
     prober = SimulatedProber(MACHINE, 0)
     sure, long = (
-        Probe(solo(2, 0, 128), "solo", 20.0),
-        Probe(solo(2, 0, 128), "solo", 20.0, whole=True),
+        Probe(solo(2, 0, 128), Stage.SOLO, 20.0),
+        Probe(solo(2, 0, 128), Stage.SOLO, 20.0, whole=True),
     )
     stepped, full = (
-        Probe(solo(2, 0, 128), "solo", 1.0, steps=500),
-        Probe(solo(2, 1, 401), "solo", 1.0, steps=500),
+        Probe(solo(2, 0, 128), Stage.SOLO, 1.0, steps=500),
+        Probe(solo(2, 1, 401), Stage.SOLO, 1.0, steps=500),
     )
     seen = observe(prober, sure, long, stepped, full)
     steps = [one.steps for one in (seen[sure], seen[long], seen[stepped]) if isinstance(one, Timed)]
@@ -112,12 +113,12 @@ def test_what_a_simulation_has_no_physics_for_is_said() -> None:
 
 def test_a_probe_s_figure_depends_on_the_seed_and_on_nothing_before_it() -> None:
     """Order doesn't matter, repeats are equal, another turn or seed is another draw."""
-    first, second = Probe(solo(2, 1, 64), "solo", 2.0), Probe(solo(2, 1, 128), "solo", 2.0)
+    first, second = Probe(solo(2, 1, 64), Stage.SOLO, 2.0), Probe(solo(2, 1, 128), Stage.SOLO, 2.0)
     prober = SimulatedProber(MACHINE, 7)
     forward = {**observe(prober, first), **observe(prober, second)}
     other = SimulatedProber(MACHINE, 7)
     assert {**observe(other, second), **observe(other, first)} == forward
-    turned = Probe(solo(2, 1, 64), "solo", 2.0, turn=1)
+    turned = Probe(solo(2, 1, 64), Stage.SOLO, 2.0, turn=1)
     times = {
         forward[first],
         observe(other, turned)[turned],
@@ -130,7 +131,7 @@ def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone()
     """Contention slows the second device when the first is busy, or was in the asking that is
     resumed.
     """
-    a, b = Probe(solo(2, 0, 64), "solo", 2.0), Probe(solo(2, 1, 64), "solo", 2.0)
+    a, b = Probe(solo(2, 0, 64), Stage.SOLO, 2.0), Probe(solo(2, 1, 64), Stage.SOLO, 2.0)
     together = observe(SimulatedProber(MACHINE, 0), a, b)[b]
     alone = observe(SimulatedProber(MACHINE, 0), b)[b]
     resumed = observe(SimulatedProber(MACHINE, 0), b, finished=(a,))[b]
@@ -143,7 +144,9 @@ def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone()
 def test_the_clock_is_virtual_and_goes_by_the_longest_probe() -> None:
     """Two probes at once cost the time of the longer one."""
     prober = SimulatedProber(MACHINE, 0, start_seconds=100.0)
-    seen = observe(prober, Probe(solo(2, 0, 64), "solo", 2.0), Probe(solo(2, 1, 64), "solo", 2.0))
+    seen = observe(
+        prober, Probe(solo(2, 0, 64), Stage.SOLO, 2.0), Probe(solo(2, 1, 64), Stage.SOLO, 2.0)
+    )
     assert prober.now() == 100 + max(one.elapsed_seconds for one in seen.values())
 
 
@@ -164,7 +167,9 @@ def test_paced_probes_take_real_time_report_and_stop_without_an_observation() ->
     threading.Timer(0.4, stop.set).start()
     started = time.monotonic()
     prober = SimulatedProber(MACHINE, 0, pace=1.0)
-    assert not list(prober.measure((Probe(solo(2, 0, 64), "solo", 30.0),), reports.append, stop))
+    assert not list(
+        prober.measure((Probe(solo(2, 0, 64), Stage.SOLO, 30.0),), reports.append, stop)
+    )
     assert 0.3 < time.monotonic() - started < 20
     assert reports
     assert reports[-1].at_seconds <= prober.now()

@@ -20,6 +20,7 @@ from evener.balancer.types import (
     Observation,
     OutOfMemory,
     Probe,
+    Stage,
     Timed,
     layout_of,
 )
@@ -38,13 +39,13 @@ SHARDED = Layout("shard", (8, 4), state=(0.6, 0.4))
 def full(position: int) -> OutOfMemory:
     """The device ran out of memory alone."""
     shares = tuple(int(i == position) for i in range(2))
-    return OutOfMemory(Probe(layout_of(shares), "solo", 1.0), (position,), "", 1.0)
+    return OutOfMemory(Probe(layout_of(shares), Stage.SOLO, 1.0), (position,), "", 1.0)
 
 
 def ran(position: int) -> Timed:
     """The device trained alone."""
     shares = tuple(int(i == position) for i in range(2))
-    return Timed(Probe(layout_of(shares), "solo", 1.0), 1.0, 1.0, 1.0, 1, (1, 1), (), 0.1, 1.0)
+    return Timed(Probe(layout_of(shares), Stage.SOLO, 1.0), 1.0, 1.0, 1.0, 1, (1, 1), (), 0.1, 1.0)
 
 
 def write(state: ModelState | None, seen: list[Observation], chosen: Layout | None) -> str:

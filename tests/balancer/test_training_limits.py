@@ -52,7 +52,7 @@ NOTHING = PartSeconds(input_seconds=0.0, update_seconds=0.0)
 def timed(layout: Layout, *parts: PartSeconds | None, step: float = 0.1, **known: Any) -> Timed:
     """A measurement with these parts; every device works for all of the step, unless said."""
     own = known.pop("device_seconds", tuple(step if share else None for share in layout.shares))
-    stage: Stage = "rest" if len(layout.active) == 1 else "split"
+    stage: Stage = Stage.REST if len(layout.active) == 1 else Stage.SPLIT
     return Timed(
         probe=Probe(layout, stage, 4.0),
         step_seconds=step,
@@ -351,7 +351,7 @@ def prober_of(tmp_path: Path, shared_servers: None) -> Iterator[Any]:
 def measure(prober: ChildProber, rows: int, *knobs: str) -> Timed:
     """One device alone on so many rows."""
     layout = msgspec.structs.replace(solo(1, 0, rows), knobs=knobs)
-    probe = Probe(layout, "solo", SECONDS)
+    probe = Probe(layout, Stage.SOLO, SECONDS)
     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
     assert isinstance(seen, Timed), seen
     return seen

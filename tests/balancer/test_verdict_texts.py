@@ -22,6 +22,7 @@ from evener.balancer.types import (
     Layout,
     Probe,
     Problem,
+    Stage,
     Stop,
     Timed,
     Warned,
@@ -366,7 +367,7 @@ def a_plan_of_simulated_devices() -> Verdict:
 def a_limit_of_the_users_code() -> Verdict:
     ran = turn(solo(2, 0, 197), 1.0, (None, None))
     detail = "GPU:0, warming up: limit.py:9: ValueError: this table holds 200 rows"
-    raised = Failed(Probe(solo(2, 0, 212), "solo", 1.0), "raised", detail, (0,), 1.0)
+    raised = Failed(Probe(solo(2, 0, 212), Stage.SOLO, 1.0), "raised", detail, (0,), 1.0)
     return uneven(seen=[ran, raised])
 
 

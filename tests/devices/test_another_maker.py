@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from evener.balancer.types import Probe, Timed, solo
+from evener.balancer.types import Probe, Stage, Timed, solo
 from evener.devices.backend import Backend, Discovery, Listing, Vitals
 from evener.devices.registry import BACKENDS
 from evener.devices.snapshot_builder import SnapshotBuilder
@@ -68,7 +68,7 @@ def test_an_invented_makers_cards(
     def look(_: object) -> None:
         visible.update(child.environ().get("TOY_VISIBLE") for child in list_probe_children())
 
-    (seen,) = prober.measure((Probe(solo(2, 1, 8), "solo", 0.5),), look, threading.Event())
+    (seen,) = prober.measure((Probe(solo(2, 1, 8), Stage.SOLO, 0.5),), look, threading.Event())
     prober.close()
     assert (seen.watts if isinstance(seen, Timed) else seen, visible) == (
         (None, pytest.approx(40.0)),

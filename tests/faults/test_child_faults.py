@@ -30,6 +30,7 @@ from evener.balancer.types import (
     Observation,
     OutOfMemory,
     Probe,
+    Stage,
     Timed,
     layout_of,
     solo,
@@ -75,7 +76,8 @@ def observe(
 ) -> list[Observation]:
     """What comes of short probes of these layouts at once, in their order."""
     probes = tuple(
-        Probe(layout, "solo" if layout.kind == "solo" else "split", 0.2) for layout in layouts
+        Probe(layout, Stage.SOLO if layout.kind == "solo" else Stage.SPLIT, 0.2)
+        for layout in layouts
     )
     seen = {one.probe: one for one in prober.measure(probes, report, threading.Event())}
     return [seen[probe] for probe in probes]
@@ -113,7 +115,7 @@ def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
         return call(group, command, *rest)
 
     monkeypatch.setattr(ChildGroup, "call", watched)
-    probes = Probe(solo(2, 0, 8), "solo", 0.2), Probe(solo(2, 1, 8), "solo", 2.0)
+    probes = Probe(solo(2, 0, 8), Stage.SOLO, 0.2), Probe(solo(2, 1, 8), Stage.SOLO, 2.0)
     seen = {one.probe: one for one in make().measure(probes, lambda _: None, threading.Event())}
     short, long = (seen[probe].elapsed_seconds for probe in probes)
     assert short < long - 0.5, "what it does then isn't measured"
@@ -144,7 +146,7 @@ def test_a_running_probe_reports_itself_as_a_training_until_it_rests(make: Make)
     """With its device, so the monitor shows its samples/s; a child without work is no training."""
     prober = make(base_ms=5.0, per_sample_ms=0.0, noise=0.3)
     seen: list[Training] = []
-    probe = Probe(solo(2, 1, 8), "solo", 2.0, whole=True)
+    probe = Probe(solo(2, 1, 8), Stage.SOLO, 2.0, whole=True)
     (timed,) = prober.measure((probe,), lambda _: seen.extend(read_trainings()), threading.Event())
     assert isinstance(timed, Timed)
     last = seen[-1]
@@ -173,7 +175,7 @@ def test_a_step_in_which_memory_grows_is_not_in_the_figure(make: Make) -> None:
     than 100.
     """
     prober = make(base_ms=10.0, memory_base_mib=8, fail="grow", at_step=150, at_share=5)
-    probe = Probe(layout_of((4, 5)), "split", 2.0, 0, True, 200)
+    probe = Probe(layout_of((4, 5)), Stage.SPLIT, 2.0, 0, True, 200)
     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
     assert isinstance(seen, Timed)
     assert seen.memory_bytes == (8 << 20, 16 << 20)
@@ -359,7 +361,7 @@ def test_a_share_that_does_not_fit_at_once_is_measured_in_passes(make: Make) -> 
 
 def run_of(prober: ChildProber, seconds: float, steps: int) -> Observation:
     """What comes of a whole run of the first device."""
-    probe = Probe(solo(2, 0, 8), "solo", seconds, whole=True, steps=steps)
+    probe = Probe(solo(2, 0, 8), Stage.SOLO, seconds, whole=True, steps=steps)
     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
     return seen
 
@@ -515,7 +517,7 @@ def test_a_stop_ends_running_probes_at_once_and_invents_nothing(make: Make) -> N
     threading.Timer(0.5, stop.set).start()
     started = time.monotonic()
     prober = make()
-    assert not list(prober.measure((Probe(solo(2, 0, 8), "solo", 60.0),), lambda _: None, stop))
+    assert not list(prober.measure((Probe(solo(2, 0, 8), Stage.SOLO, 60.0),), lambda _: None, stop))
     assert time.monotonic() - started < GONE_SECONDS
     assert not list_probe_children()
 
@@ -526,7 +528,7 @@ def test_closing_while_measuring_ends_the_children_and_the_probe(make: Make) -> 
     threading.Timer(0.5, prober.close).start()
     started = time.monotonic()
     assert not list(
-        prober.measure((Probe(solo(2, 0, 8), "solo", 60.0),), lambda _: None, threading.Event())
+        prober.measure((Probe(solo(2, 0, 8), Stage.SOLO, 60.0),), lambda _: None, threading.Event())
     )
     assert time.monotonic() - started < GONE_SECONDS
 
@@ -548,7 +550,7 @@ def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: f
     threading.Timer(moment, prober.close).start()
     assert not list(
         prober.measure(
-            (Probe(solo(2, 0, 8), "solo", 60.0), Probe(solo(2, 1, 8), "solo", 60.0)),
+            (Probe(solo(2, 0, 8), Stage.SOLO, 60.0), Probe(solo(2, 1, 8), Stage.SOLO, 60.0)),
             lambda _: None,
             threading.Event(),
         )

@@ -20,7 +20,7 @@ from evener.balancer.probes.interference import InterferenceMonitor
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Timed, layout_of
+from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Stage, Timed, layout_of
 from evener.devices.nvidia.source import NvmlSource
 from evener.devices.sampler import Sampler
 from evener.devices.types import Snapshot, State
@@ -184,7 +184,7 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     def take(event: Event) -> None:
         if not isinstance(event, Observed):
             return
-        if flag.exists() and isinstance(event.seen, Timed) and event.seen.probe.stage == "race":
+        if flag.exists() and isinstance(event.seen, Timed) and event.seen.probe.stage == Stage.RACE:
             raced.append(event)
             if len(raced) == 4:
                 session.stop()
@@ -354,7 +354,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
             elif ran_out:
                 session.stop()
             largest = max(event.seen.probe.layout.shares)
-            if event.seen.probe.stage == "solo" and largest > 8 and not taken_at:
+            if event.seen.probe.stage == Stage.SOLO and largest > 8 and not taken_at:
                 taken_at.append(event.probes)
                 flag.touch()
                 for child in list_children():
@@ -366,7 +366,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
     assert max(finished.plan.layout.batches) * 2 < 400
     prober = child_prober(session._run.job.devices, **settings)
     layout = layout_of(finished.plan.layout.batches)
-    probe = Probe(layout, "solo" if layout.kind == "solo" else "split", 0.3)
+    probe = Probe(layout, Stage.SOLO if layout.kind == "solo" else Stage.SPLIT, 0.3)
     (again,) = prober.measure((probe,), lambda _: None, threading.Event())
     prober.close()
     assert isinstance(again, Timed), "the plan does not fit what is left"
@@ -420,4 +420,4 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
 
 
 def _in_race(event: Event) -> bool:
-    return isinstance(event, ProbeStarted) and event.probe.stage in ("race", "check")
+    return isinstance(event, ProbeStarted) and event.probe.stage in (Stage.RACE, Stage.CHECK)

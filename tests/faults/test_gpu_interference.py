@@ -62,7 +62,7 @@ class Bench:
         """What comes of it; of a long one that calls `measuring` as it begins to measure, if that
         is given.
         """
-        stage: Stage = "solo" if layout.kind == "solo" else "split"
+        stage: Stage = Stage.SOLO if layout.kind == "solo" else Stage.SPLIT
         probe = Probe(layout, stage, 60.0 if measuring else 0.6, whole=measuring is not None)
 
         def report(progress: ProbeProgress) -> None:
@@ -272,7 +272,7 @@ def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> 
         threading.Timer(0.2, stop.set).start()
         began = time.monotonic()
         assert not list(
-            bench.prober.measure((Probe(solo(2, 1, 8), "solo", 1.0),), lambda _: None, stop)
+            bench.prober.measure((Probe(solo(2, 1, 8), Stage.SOLO, 1.0),), lambda _: None, stop)
         )
         assert time.monotonic() - began < 30.0
 

@@ -19,7 +19,7 @@ from evener.balancer.probes.child_prober import Prober
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
+from evener.balancer.types import Observation, OutOfMemory, Probe, Stage, Timed, layout_of
 from evener.devices.cpu import slices
 from evener.devices.types import Device, Limit
 from tests.support.cores import CORES, two_cores
@@ -38,7 +38,7 @@ def observe(prober: Prober, batch: int, micro: int = 0) -> Observation:
     """
     layout = layout_of((batch,), (micro or batch,))
     (seen,) = prober.measure(
-        (Probe(layout, "solo", 0.2, steps=1),), lambda _: None, threading.Event()
+        (Probe(layout, Stage.SOLO, 0.2, steps=1),), lambda _: None, threading.Event()
     )
     return seen
 

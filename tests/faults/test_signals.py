@@ -26,7 +26,7 @@ import pytest
 import evener
 from evener.balancer import journal
 from evener.balancer.journal import AskedEntry
-from evener.balancer.types import Timed
+from evener.balancer.types import Stage, Timed
 from evener.plan.file import load_plan
 from tests.support.python_path import python_path
 
@@ -193,7 +193,7 @@ class Struck:
         asked = (
             [entry for entry in record.entries if isinstance(entry, AskedEntry)] if record else []
         )
-        return any(probe.stage == "race" for entry in asked for probe in entry.probes)
+        return any(probe.stage == Stage.RACE for entry in asked for probe in entry.probes)
 
 
 def _own_session() -> None:

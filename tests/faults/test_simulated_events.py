@@ -12,7 +12,7 @@ from evener.balancer import journal
 from evener.balancer.events import Event, Finished, Observed, ProbeStarted
 from evener.balancer.request import Request
 from evener.balancer.store import runs
-from evener.balancer.types import OutOfMemory
+from evener.balancer.types import OutOfMemory, Stage
 from evener.devices.simulated import parse_machine
 from evener.errors import RequestError
 from tests.support.whole_sessions import finish
@@ -74,7 +74,7 @@ def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:
     """From the first split on: the verdict has the doubt, and its warning says to measure again."""
     _, events = searched(tmp_path, "at_seconds = 1e9")
     split = next(
-        e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == "split"
+        e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == Stage.SPLIT
     )
     finished, _ = searched(tmp_path, f"at_seconds = {split}\nslowed = 0.3")
     (said,) = [warning for warning in finished.plan.warnings if "held back" in warning]

@@ -116,7 +116,7 @@ def noisy(
     while probes := search.ask():
         for probe in probes:
             # the noise of a measurement doesn't go by what came before it
-            drawn = probe.layout, probe.stage, probe.seconds, probe.turn
+            drawn = probe.layout, probe.stage.value, probe.seconds, probe.turn
             chance = random.Random(f"{seed}/{drawn}")
             (one,) = bench.measure([probe], max(0.1, chance.gauss(1, deviation)))
             if isinstance(one, Timed):

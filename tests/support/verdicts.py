@@ -24,6 +24,7 @@ from evener.balancer.types import (
     Probe,
     Problem,
     Result,
+    Stage,
     Stop,
     Timed,
     Warned,
@@ -110,7 +111,7 @@ def said(*args: Any, **known: Any) -> VerdictText:
 
 def turn(layout: Layout, step: float, own: tuple[float | None, ...]) -> Timed:
     """One measured turn with each device's own part of the step."""
-    return Timed(Probe(layout, "race", 1.0), step, step, step, 9, (None, None), own, step, 1.0)
+    return Timed(Probe(layout, Stage.RACE, 1.0), step, step, step, 9, (None, None), own, step, 1.0)
 
 
 def disturbed_turn(part: float, taken: float = 0.0) -> Timed:

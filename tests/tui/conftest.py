@@ -19,6 +19,7 @@ from evener.balancer.types import (
     PredictedCurve,
     Probe,
     Result,
+    Stage,
     Timed,
     layout_of,
     solo,
@@ -249,8 +250,8 @@ def make_events() -> list[Event]:
     """A short search: solos, one out of memory, a split, the even split, the verdict."""
     split = _timed(layout_of((820, 568)), 2127.0, "split")
     best = Result(split.probe.layout, Interval(2127.0, 2118.0, 2136.0), 1)
-    wall = OutOfMemory(Probe(solo(2, 0, 1310), "solo", 10.0), (0,), "out of memory", 1.0)
-    first = Probe(solo(2, 0, 64), "solo", 10.0)
+    wall = OutOfMemory(Probe(solo(2, 0, 1310), Stage.SOLO, 10.0), (0,), "out of memory", 1.0)
+    first = Probe(solo(2, 0, 64), Stage.SOLO, 10.0)
     return [
         Started("20260922-101320-ab12", ("SIM:0", "SIM:1"), "keras_maxer", 120.0, 0),
         ProbeStarted(first, 0.0),

@@ -18,6 +18,7 @@ from evener.balancer.types import (
     OutOfMemory,
     Probe,
     Result,
+    Stage,
     Timed,
     layout_of,
     solo,
@@ -146,7 +147,7 @@ BELIEF = Belief((), "checks the curve of both devices")
 
 def timed(layout: Layout) -> Timed:
     """One observation at 0.5 s a step."""
-    probe = Probe(layout, "solo", 5.0)
+    probe = Probe(layout, Stage.SOLO, 5.0)
     return Timed(probe, 0.5, 0.495, 0.505, 20, (None, None), (None, None), 1.0, 6.0)
 
 
@@ -158,7 +159,7 @@ def test_progress_follows_a_session() -> None:
 
     started = Started("r1", LABELS, "keras_maxer", 120.0, 0)
     assert event_line(started, ()) == "run r1: keras_maxer on GPU:0, GPU:1"
-    probe = Probe(solo(2, 0, 64), "solo", 5.0)
+    probe = Probe(solo(2, 0, 64), Stage.SOLO, 5.0)
     state = advance(advance(SessionState(), started), ProbeStarted(probe, 0.0))
     state = advance(state, ProbeProgress(probe, "measuring", 684.0, 0.012, 3.0))
     assert "█ GPU:0 ● alone: measuring 64 684.0 ±1.2 % – –" in screen(state)
@@ -200,7 +201,7 @@ def test_a_failure_is_told_once_in_full() -> None:
     """The end of a search has an exception's sentence and its file; the log has its kind. What is
     no exception has no other place.
     """
-    probe = Probe(solo(2, 0, 8), "solo", 5.0)
+    probe = Probe(solo(2, 0, 8), Stage.SOLO, 5.0)
 
     def log_line(detail: str) -> str:
         failed = Failed(probe, "raised", detail, (0,), 3.0)
@@ -216,7 +217,7 @@ def test_a_failure_is_told_once_in_full() -> None:
 
 def test_what_did_not_run_is_said_in_words() -> None:
     """Out of memory names the device; a failure shows its one line, harmless."""
-    probe = Probe(layout_of((1024, 710)), "split", 5.0)
+    probe = Probe(layout_of((1024, 710)), Stage.SPLIT, 5.0)
     words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
     assert words == "split  GPU:0[1024] GPU:1[710]: out of memory on GPU:1"
     failed = observation_words(

@@ -61,7 +61,7 @@ def _search(request: Request) -> str:
 def test_each_phase_is_marked_and_what_is_measured_is_said(events: Any) -> None:
     """Done, going on, to come; and why, and the time left."""
     split = advance(
-        _after(events, 8), ProbeStarted(Probe(layout_of((820, 568)), "split", 4.0), 18.0)
+        _after(events, 8), ProbeStarted(Probe(layout_of((820, 568)), Stage.SPLIT, 4.0), 18.0)
     )
     said = _text(story_lines(split, 100))
     assert "✓ alone" in said
@@ -92,7 +92,7 @@ def test_the_best_so_far_only_rises_and_ends_at_the_fastest(
     for place, (rows, together, speed) in enumerate(drawn):
         layout = layout_of((rows, rows)) if together else solo(2, 0, rows)
         seconds = layout.global_batch / speed
-        probe = Probe(layout, "split" if together else "solo", 1.0, place)
+        probe = Probe(layout, Stage.SPLIT if together else Stage.SOLO, 1.0, place)
         none = (None, None)
         seen = Timed(probe, seconds, seconds, seconds, 9, none, none, 0.1, 1.0)
         entries.append(ObservationEntry(seen, float(place)))
@@ -121,7 +121,7 @@ def test_the_log_says_what_is_news(events: Any) -> None:
     assert "2 127 samples/s" in split
 
 
-@pytest.mark.parametrize("stage", Stage.__args__)  # type: ignore[attr-defined]
+@pytest.mark.parametrize("stage", Stage)
 def test_every_stage_has_words(events: Any, stage: Stage) -> None:
     probe = Probe(layout_of((8, 8)), stage, 1.0)
     seen = msgspec.structs.replace(events[7].seen, probe=probe)

@@ -40,6 +40,7 @@ from evener.balancer.types import (
     PredictedCurve,
     Probe,
     Result,
+    Stage,
     layout_of,
     solo,
 )
@@ -92,11 +93,11 @@ def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> 
 def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
     """In the lanes as far as they are wide; the wall stays where both don't fit."""
     split = layout_of((820, 568), (410, 568))
-    wall = OutOfMemory(Probe(solo(2, 0, 512), "solo", 1.0), (0,), "full", 1.0)
+    wall = OutOfMemory(Probe(solo(2, 0, 512), Stage.SOLO, 1.0), (0,), "full", 1.0)
     belief = Belief((PredictedCurve(0, (), 410, 512),), "")
     running = (
         ProbeProgress(
-            Probe(layout_of((700, 568), (350, 568)), "split", 1.0), "measuring", None, None, 0.0
+            Probe(layout_of((700, 568), (350, 568)), Stage.SPLIT, 1.0), "measuring", None, None, 0.0
         ),
     )
     state = SessionState(
@@ -243,7 +244,7 @@ def test_the_search_says_what_it_does_then_its_verdict(events: Any) -> None:
 
 
 def test_a_failed_probe_is_shown_harmlessly(events: Any) -> None:
-    failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "boom\x1b[31m", (0,), 1.0)
+    failed = Failed(Probe(solo(2, 0, 8), Stage.SOLO, 1.0), "raised", "boom\x1b[31m", (0,), 1.0)
     state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
     text = _text(search_lines(state, 100, 8))
     assert "failed: boom" in text
@@ -255,7 +256,7 @@ def test_a_running_split_over_many_devices_is_shown_by_its_sum(events: Any) -> N
     best = Result(layout_of((700,) * 16), Interval(100.0, 99.0, 101.0), 1)
     trying = advance(
         SessionState(devices=devices, best=best),
-        ProbeStarted(Probe(layout_of((694,) * 16), "race", 1.0), 1.0),
+        ProbeStarted(Probe(layout_of((694,) * 16), Stage.RACE, 1.0), 1.0),
     )
     assert "now 11104 over 16 devices" in _text(share_lines(trying, 60, 9))
     assert "694 + 694 = 11104" in _text(share_lines(trying, 200, 9))
@@ -263,7 +264,7 @@ def test_a_running_split_over_many_devices_is_shown_by_its_sum(events: Any) -> N
 
 def test_of_many_devices_as_many_are_named_as_fit_with_the_figure(events: Any) -> None:
     devices = tuple(f"SIM:{place}" for place in range(16))
-    wide = Probe(layout_of((1000,) * 16), "split", 1.0)
+    wide = Probe(layout_of((1000,) * 16), Stage.SPLIT, 1.0)
     seen = msgspec.structs.replace(events[3].seen, probe=wide, step_seconds=16_000 / 28_488)
     state = advance(
         SessionState(devices=devices, names=devices), msgspec.structs.replace(events[3], seen=seen)
@@ -274,7 +275,7 @@ def test_of_many_devices_as_many_are_named_as_fit_with_the_figure(events: Any) -
 
 
 def test_a_measurement_s_words_that_are_cut_say_so(events: Any) -> None:
-    failed = Failed(Probe(solo(2, 0, 8), "solo", 1.0), "raised", "a long story " * 9, (0,), 1.0)
+    failed = Failed(Probe(solo(2, 0, 8), Stage.SOLO, 1.0), "raised", "a long story " * 9, (0,), 1.0)
     state = advance(_after(events, 1), msgspec.structs.replace(events[3], seen=failed))
     for width in (60, 100):
         row = next(line for line in search_lines(state, width, 8) if "failed:" in line.text)
@@ -377,7 +378,7 @@ def test_the_newest_measurements_stand_before_warnings(events: Any) -> None:
 
 def test_a_running_split_is_shown_with_the_best(events: Any) -> None:
     state = _after(events, -1)
-    probe = Probe(layout_of((700, 300)), "split", 1.0)
+    probe = Probe(layout_of((700, 300)), Stage.SPLIT, 1.0)
     trying = advance(state, ProbeStarted(probe, 30.0))
     narrow, wide = share_lines(trying, 80, 3), share_lines(trying, 80, 4)
     assert "now 700 + 300 = 1000" in _text(narrow)
@@ -395,7 +396,9 @@ def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
 def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
     """In the search's own words, and in the lanes that are wide enough."""
     running = tuple(
-        ProbeProgress(Probe(solo(2, device, 8), "solo", 10.0), "building", None, None, 0.0, seconds)
+        ProbeProgress(
+            Probe(solo(2, device, 8), Stage.SOLO, 10.0), "building", None, None, 0.0, seconds
+        )
         for device, seconds in ((0, 12.4), (1, 11.0))
     )
     state = msgspec.structs.replace(_after(events, 1), running=running)

@@ -6,7 +6,7 @@ from typing import Any
 
 from evener.balancer.events import Observed, Started
 from evener.balancer.session_state import SessionState, advance
-from evener.balancer.types import Belief, Probe, Timed, solo
+from evener.balancer.types import Belief, Probe, Stage, Timed, solo
 from evener.tui.view.curves import curve_chart
 
 
@@ -20,7 +20,7 @@ def _state(events: list[Any]) -> SessionState:
 def _solo(devices: int, device: int, batch: int, speed: float) -> Timed:
     seconds = batch / speed
     return Timed(
-        probe=Probe(solo(devices, device, batch), "solo", 10.0),
+        probe=Probe(solo(devices, device, batch), Stage.SOLO, 10.0),
         step_seconds=seconds,
         low_seconds=seconds / 1.1,
         high_seconds=seconds / 0.9,

@@ -13,7 +13,7 @@ import pytest
 from evener.balancer.events import ProbeProgress
 from evener.balancer.journal import ObservationEntry
 from evener.balancer.session_state import SessionState, advance
-from evener.balancer.types import Belief, OutOfMemory, PredictedCurve, Probe, solo
+from evener.balancer.types import Belief, OutOfMemory, PredictedCurve, Probe, Stage, solo
 from evener.devices.types import UNSUPPORTED
 from evener.tui.view.cells import span_cells
 from tests.support.tables import lane_lines
@@ -30,9 +30,11 @@ def _full(events: Any) -> SessionState:
     state = SessionState()
     for event in events[:4]:
         state = advance(state, event)
-    probe = Probe(solo(2, 0, 20480), "solo", 1.0)
+    probe = Probe(solo(2, 0, 20480), Stage.SOLO, 1.0)
     fast = msgspec.structs.replace(
-        events[3].seen, probe=Probe(solo(2, 0, 16384), "solo", 1.0), step_seconds=16384 / 158_012
+        events[3].seen,
+        probe=Probe(solo(2, 0, 16384), Stage.SOLO, 1.0),
+        step_seconds=16384 / 158_012,
     )
     belief = Belief((PredictedCurve(0, (), 16384, 20480),), "Bisects.")
     seen = (
@@ -48,7 +50,7 @@ def test_utilisation_and_temperature_are_shown_with_the_probe(
 ) -> None:
     state = advance(
         _full(events),
-        ProbeProgress(Probe(solo(2, 1, 512), "solo", 1.0), "measuring", 910.0, 0.004, 3.0),
+        ProbeProgress(Probe(solo(2, 1, 512), Stage.SOLO, 1.0), "measuring", 910.0, 0.004, 3.0),
     )
     head, first, second = _rows(state, width, (script.sample(0), script.sample(1)))
     assert "util" in head

@@ -5,13 +5,13 @@ from __future__ import annotations
 from evener.balancer.types import Stage
 
 STAGE_WORDS: dict[Stage, str] = {
-    "solo": "alone",
-    "rest": "alone",
-    "part": "a part",
-    "split": "split",
-    "shard": "shards",
-    "race": "race",
-    "pack": "packed",
-    "knobs": "knobs",
-    "check": "check",
+    Stage.SOLO: "alone",
+    Stage.REST: "alone",
+    Stage.PART: "a part",
+    Stage.SPLIT: "split",
+    Stage.SHARD: "shards",
+    Stage.RACE: "race",
+    Stage.PACK: "packed",
+    Stage.KNOBS: "knobs",
+    Stage.CHECK: "check",
 }

@@ -21,15 +21,16 @@ from .search_story import name_layout
 from .table import Column, Grid
 
 REASONS: dict[Stage, str] = {
-    "solo": "Each device alone, all at once: how its speed and memory grow with the batch.",
-    "rest": "One device alone, with the others idle: what has to be beaten.",
-    "part": "One device alone on its rows of a model that is cut over the devices.",
-    "split": "A real step over several devices: what exchanging gradients costs.",
-    "shard": "A whole step of a model that is cut over the devices.",
-    "race": "The candidates in turns, so that a machine that gets slower is fair to all of them.",
-    "pack": "Several trainings side by side on one device.",
-    "knobs": "The winner with another precision or compiler.",
-    "check": "The chosen layout once more: this figure had no part in choosing it.",
+    Stage.SOLO: "Each device alone, all at once: how its speed and memory grow with the batch.",
+    Stage.REST: "One device alone, with the others idle: what has to be beaten.",
+    Stage.PART: "One device alone on its rows of a model that is cut over the devices.",
+    Stage.SPLIT: "A real step over several devices: what exchanging gradients costs.",
+    Stage.SHARD: "A whole step of a model that is cut over the devices.",
+    Stage.RACE: "The candidates in turns, so that a machine that gets slower is fair to all of "
+    "them.",
+    Stage.PACK: "Several trainings side by side on one device.",
+    Stage.KNOBS: "The winner with another precision or compiler.",
+    Stage.CHECK: "The chosen layout once more: this figure had no part in choosing it.",
 }
 
 

@@ -20,10 +20,10 @@ from .plot import Chart, PlotPoint, Series
 
 Phase = Literal["alone", "split", "race", "check"]
 PHASES: dict[Phase, tuple[Stage, ...]] = {
-    "alone": ("solo", "rest", "part"),
-    "split": ("split", "shard"),
-    "race": ("race", "pack", "knobs"),
-    "check": ("check",),
+    "alone": (Stage.SOLO, Stage.REST, Stage.PART),
+    "split": (Stage.SPLIT, Stage.SHARD),
+    "race": (Stage.RACE, Stage.PACK, Stage.KNOBS),
+    "check": (Stage.CHECK,),
 }
 LONE_PHASES: tuple[Phase, ...] = ("alone", "race", "check")  # the phases of a search on one device
 _PHASE_OF: dict[Stage, Phase] = {

@@ -13,7 +13,7 @@ from statistics import median, median_low
 import msgspec
 
 from ...statistics import LONE_ERROR, student
-from ...types import Failed, Observation, OutOfMemory, Timed
+from ...types import Failed, Observation, OutOfMemory, Stage, Timed
 from ..observations import Observations
 from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
@@ -108,9 +108,9 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
             found.splits.append(one)
         elif layout.traits.alone and layout.in_passes:
             found.in_passes.append(one)
-        elif layout.traits.alone and one.probe.stage == "rest":
+        elif layout.traits.alone and one.probe.stage == Stage.REST:
             found.others_idle.append(one)
-        elif layout.traits.alone and one.probe.stage == "solo":
+        elif layout.traits.alone and one.probe.stage == Stage.SOLO:
             found.rounds.append(one)
     return found
 
@@ -221,9 +221,9 @@ def _held_back_since(store: Observations, position: int) -> list[Timed]:
     It still is if it was held back in its last check or, before any check, in all splits and turns;
     a single such measurement counts as a burst.
     """
-    timed = store.timed("split", "race", "check")
+    timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
-    checks = [one for one in later if one.probe.stage == "check"]
+    checks = [one for one in later if one.probe.stage == Stage.CHECK]
     last = checks[-1:] or later
     if len(later) < 2 or not all(one.held_back(position) for one in last):
         return []

@@ -15,7 +15,16 @@ from evener.balancer.objectives import mean_power
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Stop, Timed
+from evener.balancer.types import (
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stage,
+    Stop,
+    Timed,
+)
 from evener.devices.machine import Machine, SimulatedDevice, SimulatedPlacement, Sync
 from tests.support import comparison_cases
 
@@ -87,7 +96,7 @@ def test_one_device_that_may_win_is_measured_while_the_others_rest(devices: int)
     search = run(
         machine(*(device(name, 40.0) for name in "ABC"[:devices]), sync_ms=200.0), BALANCE, batch=64
     )
-    assert search._seen.in_stage("rest")
+    assert search._seen.in_stage(Stage.REST)
     best = search.best()
     assert best is not None
     assert best.layout.kind == "solo"
@@ -158,7 +167,7 @@ def test_packs_grow_on_when_a_run_gets_more_time() -> None:
         chosen = search.best()
         best.append(chosen.layout.processes if chosen else 0)
     assert best == [5, 5, 13]
-    assert any(one.probe.stage == "race" and one.probe.turn > 0 for one in seen)
+    assert any(one.probe.stage == Stage.RACE and one.probe.turn > 0 for one in seen)
 
 
 def test_asking_changes_nothing_and_the_order_of_telling_does_not_matter() -> None:
@@ -263,6 +272,6 @@ def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
 def test_a_layout_of_another_request_is_ignored() -> None:
     search = Search(problem(machine(device("A", 40.0))), ALL)
     before = search.ask()
-    probe = Probe(Layout("split", (1, 1)), "race", 1.0)
+    probe = Probe(Layout("split", (1, 1)), Stage.RACE, 1.0)
     search.tell(OutOfMemory(probe, (0,), "", 1.0))
     assert search.ask() == before

@@ -32,6 +32,7 @@ from evener.balancer.types import (
     OutOfMemory,
     Probe,
     Problem,
+    Stage,
     Stop,
     Timed,
 )
@@ -147,7 +148,7 @@ def test_every_way_is_measured_within_the_budget(budget: float, start: float) ->
 
 def test_nothing_is_measured_twice_before_everything_was_once() -> None:
     _, prober = compared(100.0, 6.0)
-    race = [probe for probe in prober.asked if probe.stage in ("race", "pack")]
+    race = [probe for probe in prober.asked if probe.stage in (Stage.RACE, Stage.PACK)]
     first = [probe.layout for probe in race if probe.turn == 0]
     assert len(first) == len(set(first))
     again = next((i for i, probe in enumerate(race) if probe.turn), len(race))
@@ -261,7 +262,7 @@ def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
 def test_modes_of_packing_grow_in_step() -> None:
     """So that time which ends early ends early for both."""
     search, prober = packed(90.0, 2.0, "", "mps")
-    grown = [probe.layout for probe in prober.asked if probe.stage == "pack"]
+    grown = [probe.layout for probe in prober.asked if probe.stage == Stage.PACK]
     assert len(grown) >= 4
     assert [layout.processes for layout in grown] == sorted(layout.processes for layout in grown)
     plain, mps = (sum(layout.placement == mode for layout in grown) for mode in ("", "mps"))
@@ -297,7 +298,7 @@ def test_a_larger_pack_starts_no_slower_than_in_proportion(
     problem = Problem(1, (None,))
     seen = Observations(problem)
     for size, seconds in ((least, first), (least + further, first + more)):
-        probe = Probe(Layout("pack", (8,), size), "pack", 1.0)
+        probe = Probe(Layout("pack", (8,), size), Stage.PACK, 1.0)
         seen.add(
             Timed(
                 probe, 0.1, 0.1, 0.1, 10, (None,), (None,), 0.1, seconds + 1, start_seconds=seconds
@@ -369,10 +370,10 @@ def test_no_split_is_raced_that_memory_is_not_known_to_hold(budget: float | None
         (i, share)
         for probe in prober.asked
         for i, share in enumerate(probe.layout.shares)
-        if probe.stage != "race"
+        if probe.stage != Stage.RACE
     }
     for probe in prober.asked:
-        if probe.stage == "race" and probe.layout.kind == "split":
+        if probe.stage == Stage.RACE and probe.layout.kind == "split":
             proven = [max(share for j, share in ran if j == i) for i in probe.layout.active]
             for i, most in zip(probe.layout.active, proven, strict=True):
                 assert probe.layout.shares[i] <= max(most, min(limit, 1.25 * most))

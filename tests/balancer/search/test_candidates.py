@@ -20,7 +20,7 @@ from evener.balancer.families import (
 from evener.balancer.search.layouts import Candidate, LayoutOptions, shrink
 from evener.balancer.search.rows import PARTS
 from evener.balancer.search.search import Search
-from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, solo
+from evener.balancer.types import Layout, OutOfMemory, Probe, Problem, Stage, solo
 from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench
 
@@ -192,7 +192,7 @@ def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
     (fastest,) = [
         one.layout for one in search.evaluation.offers.candidates if one.family.name == "split"
     ]
-    slow = Probe(Layout("split", (200, 200, 200, 200)), "split", 1.0, 9)
+    slow = Probe(Layout("split", (200, 200, 200, 200)), Stage.SPLIT, 1.0, 9)
     for seen in FOUR.measure([slow]):
         search.tell(seen)
     assert [
@@ -210,7 +210,10 @@ def test_a_model_that_no_device_holds_is_placed_at_the_smallest_batch_that_was_t
         for position in (0, 1):
             search.tell(
                 OutOfMemory(
-                    Probe(solo(2, position, batch), "solo", 1.0, batch), (position,), "full", 1.0
+                    Probe(solo(2, position, batch), Stage.SOLO, 1.0, batch),
+                    (position,),
+                    "full",
+                    1.0,
                 )
             )
     assert search.evaluation.offers.view.common_batch == 4

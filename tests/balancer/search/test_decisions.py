@@ -10,7 +10,7 @@ import pytest
 from evener.balancer.search.decisions import find_doubt
 from evener.balancer.search.layouts import BALANCE, LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Facts, Probe, Stop
+from evener.balancer.types import Facts, Probe, Stage, Stop
 from evener.shares.curves import Cost
 from tests.support import machine_families_hard as hard
 from tests.support import search_trials as trials
@@ -54,16 +54,16 @@ def test_what_a_probe_is_for_is_said(options: LayoutOptions) -> None:
     assert {probe.stage for probe, _ in said} >= (
         {"solo", "rest", "split", "check"} | set(options.knobs and ("knobs",))
     )
-    first = next(words for probe, words in said if probe.stage == "rest")
+    first = next(words for probe, words in said if probe.stage == Stage.REST)
     assert "what every split has to beat" in first
-    splits = [words for probe, words in said if probe.stage == "split"]
+    splits = [words for probe, words in said if probe.stage == Stage.SPLIT]
     assert "the fastest that the curves predict" in splits[0]
     assert all("what the last ones showed" in words for words in splits[1:])
 
 
 def test_the_rounds_alone_differ_in_what_they_show() -> None:
     said = announced(Search(PAIR.problem()), PAIR)
-    rounds = {probe.turn: words for probe, words in said if probe.stage == "solo"}
+    rounds = {probe.turn: words for probe, words in said if probe.stage == Stage.SOLO}
     for turn, words in (
         (0, "a first time"),
         (1, "the slope"),
@@ -77,8 +77,8 @@ def test_rows_of_unequal_length_are_announced_by_what_is_dealt() -> None:
     machine = TextMachine((Cost(0.001, 2e-5, 1e-8),) * 2)
     said = announced(Search(machine.problem(global_batch=64)), machine, machine.lengths)
     passes = [words for probe, words in said if probe.layout.length]
-    whole = [words for probe, words in said if probe.stage == "solo" and probe.layout.costs]
-    splits = [words for probe, words in said if probe.stage == "split"]
+    whole = [words for probe, words in said if probe.stage == Stage.SOLO and probe.layout.costs]
+    splits = [words for probe, words in said if probe.stage == Stage.SPLIT]
     assert passes
     assert all("passes of rows of" in words for words in passes)
     assert whole

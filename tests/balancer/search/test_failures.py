@@ -9,7 +9,7 @@ from collections.abc import Callable
 import pytest
 
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem
+from evener.balancer.types import Failed, Layout, Observation, OutOfMemory, Probe, Problem, Stage
 from tests.support.search_machines import Bench
 
 PAIR = Bench(((10.0, 0.05, 0, 20_000), (10.0, 0.1, 0, 20_000)), 0.002)
@@ -68,7 +68,7 @@ def test_a_device_that_fails_at_its_first_batch_is_left_out() -> None:
 def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
     """Eight run out of memory, and then a kernel fails with four."""
     search = Search(Problem(devices=2, memory_bytes=(None, None)))
-    while (probes := search.ask()) and probes[0].stage == "solo":
+    while (probes := search.ask()) and probes[0].stage == Stage.SOLO:
         for probe in probes:
             rows = probe.layout.shares[0]
             if rows >= 8:

@@ -7,7 +7,7 @@ from __future__ import annotations
 import pytest
 
 from evener.balancer.search.search import Search
-from evener.balancer.types import OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import OutOfMemory, Probe, Problem, Stage, Timed
 
 BUDGET = 100.0
 FIXED, EACH = 0.005, 64e-6  # seconds a step, and a sample
@@ -56,7 +56,7 @@ def _largest_alone(tuning: float) -> int:
     """The largest batch of the solo rounds."""
     search, probes = _third(tuning)
     largest = 0
-    while probes and probes[0].stage == "solo":
+    while probes and probes[0].stage == Stage.SOLO:
         largest = max(largest, *(probe.layout.global_batch for probe in probes))
         for probe in probes:
             search.tell(_seen(probe, tuning))

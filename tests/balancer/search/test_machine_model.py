@@ -28,7 +28,7 @@ from tests.support.search_machines import Bench
 
 BENCH = Bench(((10.0, 0.1, 0, 2000), (20.0, 0.2, 0, 2000)), 0.005)
 SOLOS: tuple[tuple[Layout, Stage], ...] = tuple(
-    (solo(2, i, batch), "solo") for i in range(2) for batch in (8, 64, 500)
+    (solo(2, i, batch), Stage.SOLO) for i in range(2) for batch in (8, 64, 500)
 )
 SPLIT = Layout("split", (400, 200))
 
@@ -65,10 +65,10 @@ def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
 
 
 def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
-    full = OutOfMemory(Probe(solo(2, 1, 1), "solo", 1.0), (1,), "full", 1.0)
+    full = OutOfMemory(Probe(solo(2, 1, 1), Stage.SOLO, 1.0), (1,), "full", 1.0)
     assert model(*SOLOS).live == (0, 1)
     assert model(*SOLOS, extra=(full,)).live == (0,)
-    larger = OutOfMemory(Probe(solo(2, 1, 2), "solo", 1.0), (1,), "full", 1.0)
+    larger = OutOfMemory(Probe(solo(2, 1, 2), Stage.SOLO, 1.0), (1,), "full", 1.0)
     assert model(*SOLOS, extra=(larger,)).live == (0, 1)
     assert model(extra=(larger,), multiple_of=2, global_batch=8).live == (0,)
 
@@ -78,13 +78,13 @@ def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> 
     has no passes.
     """
     larger: tuple[tuple[Layout, Stage], ...] = (
-        (solo(2, 0, 1500), "solo"),
-        (solo(2, 1, 1500), "solo"),
+        (solo(2, 0, 1500), Stage.SOLO),
+        (solo(2, 1, 1500), Stage.SOLO),
     )
     found = model(*SOLOS, *larger, global_batch=6000)
     assert [one.pass_rows for one in found.devices] == [one.guessed_rows for one in found.devices]
     assert min(one.guessed_rows for one in found.devices) > 1900
-    full = OutOfMemory(Probe(solo(2, 1, 1), "solo", 1.0), (1,), "full", 1.0)
+    full = OutOfMemory(Probe(solo(2, 1, 1), Stage.SOLO, 1.0), (1,), "full", 1.0)
     assert model(*SOLOS, extra=(full,), global_batch=6000).devices[1].pass_rows == 0
     falling = Bench(((0, 0, 0, 2000),) * 2, curves=(((0, 10), (500, 60), (2000, 400)),) * 2)
     fewer = model(*SOLOS, *larger, bench=falling, global_batch=6000)
@@ -92,7 +92,7 @@ def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> 
 
 
 def test_a_rate_is_that_of_the_slowest_share_and_of_keeping_in_step() -> None:
-    found = model(*SOLOS, (SPLIT, "split"))
+    found = model(*SOLOS, (SPLIT, Stage.SPLIT))
     assert found.exchange[1][1:] == (pytest.approx(0.0), pytest.approx(0.005))
     assert found.sync_seconds == pytest.approx(0.005)
     assert found.predicted_rate(SPLIT) == pytest.approx(600 / 0.065, rel=1e-3)
@@ -105,7 +105,7 @@ def test_a_rate_is_that_of_the_slowest_share_and_of_keeping_in_step() -> None:
 
 def test_what_slows_devices_in_splits_does_not_slow_one_alone() -> None:
     """Their own parts take 1.5 times as long in a split as alone."""
-    (split,) = BENCH.measure([Probe(SPLIT, "split", 1.0)], 1.5)
+    (split,) = BENCH.measure([Probe(SPLIT, Stage.SPLIT, 1.0)], 1.5)
     found = model(*SOLOS, extra=(split,))
     assert found.predicted_rate(solo(2, 0, 300)) == pytest.approx(300 / 0.04, rel=1e-3)
     assert found.predicted_rate(SPLIT) == pytest.approx(600 / 0.0975, rel=0.01)
@@ -114,7 +114,7 @@ def test_what_slows_devices_in_splits_does_not_slow_one_alone() -> None:
 def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> None:
     """60 ms is what the slower of the two would take alone."""
     found = model(*SOLOS)
-    (one,) = BENCH.measure([Probe(SPLIT, "split", 1.0)])
+    (one,) = BENCH.measure([Probe(SPLIT, Stage.SPLIT, 1.0)])
     assert isinstance(one, Timed)
     unknown = Timed(
         one.probe,
@@ -133,10 +133,12 @@ def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> 
 
 def test_the_widest_split_says_what_exchange_costs_whichever_was_measured_last() -> None:
     three, two = Bench(((10.0, 0.1, 0, 4000),) * 3, 0.03), Bench(((10.0, 0.1, 0, 4000),) * 3, 0.02)
-    probes = [Probe(layout_of(shares), "split", 1.0) for shares in ((300, 300, 300), (400, 400, 0))]
+    probes = [
+        Probe(layout_of(shares), Stage.SPLIT, 1.0) for shares in ((300, 300, 300), (400, 400, 0))
+    ]
     seen = (*three.measure(probes[:1]), *two.measure(probes[1:]))
     for order in (seen, seen[::-1]):
-        found = model(*((solo(3, i, 300), "solo") for i in range(3)), extra=order, bench=three)
+        found = model(*((solo(3, i, 300), Stage.SOLO) for i in range(3)), extra=order, bench=three)
         assert found.sync_seconds == found.exchange[1][3]
         assert found.sync_seconds != found.exchange[1][2]
 
@@ -175,7 +177,7 @@ def test_the_same_shares_in_more_passes_are_another_measurement() -> None:
 
 def test_predictions_are_what_brute_force_finds() -> None:
     """Of a fixed batch, over all splits; of one device alone, as measured at rest where it was."""
-    found = model(*SOLOS, (SPLIT, "split"), global_batch=600)
+    found = model(*SOLOS, (SPLIT, Stage.SPLIT), global_batch=600)
     predicted = Predictions(found)
     split = predicted.fastest_split
     assert split is not None
@@ -187,12 +189,20 @@ def test_predictions_are_what_brute_force_finds() -> None:
     assert predicted.within(1.0) is None
     assert predicted.best_single_rate == pytest.approx(600 / 0.07, rel=1e-3)
     slow = Timed(
-        Probe(solo(2, 0, 600), "rest", 1.0), 0.1, 0.1, 0.1, 20, (7000, None), (0.1, None), 0.1, 1.0
+        Probe(solo(2, 0, 600), Stage.REST, 1.0),
+        0.1,
+        0.1,
+        0.1,
+        20,
+        (7000, None),
+        (0.1, None),
+        0.1,
+        1.0,
     )
-    rested = model(*SOLOS, (SPLIT, "split"), extra=(slow,), global_batch=600)
+    rested = model(*SOLOS, (SPLIT, Stage.SPLIT), extra=(slow,), global_batch=600)
     assert Predictions(rested).best_single_rate == pytest.approx(6000)
     quicker = Timed(
-        Probe(solo(2, 0, 600), "rest", 1.0, 1),
+        Probe(solo(2, 0, 600), Stage.REST, 1.0, 1),
         0.09,
         0.09,
         0.09,
@@ -203,5 +213,5 @@ def test_predictions_are_what_brute_force_finds() -> None:
         1.0,
     )
     for seen in ((slow, quicker), (quicker, slow)):
-        rested = model(*SOLOS, (SPLIT, "split"), extra=seen, global_batch=600)
+        rested = model(*SOLOS, (SPLIT, Stage.SPLIT), extra=seen, global_batch=600)
         assert rested.others_idle[0].step_seconds == 0.09, "the best of each"

@@ -28,7 +28,7 @@ PAIR = Problem(2, (10_000, 10_000))
 SPLIT = Layout("split", (60, 40))
 
 
-def probe(layout: Layout, stage: Stage = "solo", turn: int = 0, seconds: float = 1.0) -> Probe:
+def probe(layout: Layout, stage: Stage = Stage.SOLO, turn: int = 0, seconds: float = 1.0) -> Probe:
     """A measurement to make."""
     return Probe(layout, stage, seconds, turn)
 
@@ -62,7 +62,7 @@ def store(*seen: Timed | OutOfMemory | Failed, problem: Problem = PAIR) -> Obser
     return found
 
 
-def alone(batch: int, position: int = 0, turn: int = 0, stage: Stage = "solo") -> Probe:
+def alone(batch: int, position: int = 0, turn: int = 0, stage: Stage = Stage.SOLO) -> Probe:
     """A probe of one of the two devices."""
     return probe(solo(2, position, batch), stage, turn)
 
@@ -74,7 +74,7 @@ def test_packs_and_placements_are_not_one_training_of_the_race() -> None:
         Layout("pack", (8, 0), 2),
         Layout("place", (8, 8), placement="towers"),
     )
-    found = store(*(timed(probe(layout, "race")) for layout in layouts))
+    found = store(*(timed(probe(layout, Stage.RACE)) for layout in layouts))
     assert {one.probe.layout.kind for one in found.timed_race()} == {"solo", "split"}
 
 
@@ -88,10 +88,18 @@ def test_of_two_on_one_probe_the_worse_news_counts() -> None:
         (ran, longer, full(at, 0), failed(at, 0)),
         (full(at, 0), failed(at, 0), longer, ran),
     ):
-        assert store(*order).in_stage("solo") == [full(at, 0)]
-    assert store(ran, longer).in_stage("solo") == store(longer, ran).in_stage("solo") == [longer]
-    assert store(ran, quicker).in_stage("solo") == store(quicker, ran).in_stage("solo") == [quicker]
-    assert store(failed(at, 0), ran).in_stage("solo") == [ran]
+        assert store(*order).in_stage(Stage.SOLO) == [full(at, 0)]
+    assert (
+        store(ran, longer).in_stage(Stage.SOLO)
+        == store(longer, ran).in_stage(Stage.SOLO)
+        == [longer]
+    )
+    assert (
+        store(ran, quicker).in_stage(Stage.SOLO)
+        == store(quicker, ran).in_stage(Stage.SOLO)
+        == [quicker]
+    )
+    assert store(failed(at, 0), ran).in_stage(Stage.SOLO) == [ran]
 
 
 def test_what_says_nothing_new_changes_nothing() -> None:
@@ -100,7 +108,7 @@ def test_what_says_nothing_new_changes_nothing() -> None:
     for one in (timed(alone(8)), timed(alone(8), steps=5), timed(probe(solo(3, 0, 8)))):
         found.add(one)
     found.add(full(probe(Layout("solo", (0, 0)))))
-    assert found.in_stage("solo") == [timed(alone(8))]
+    assert found.in_stage(Stage.SOLO) == [timed(alone(8))]
     found.add(timed(alone(64)))
     assert len(found.timed()) == 2
 
@@ -108,20 +116,20 @@ def test_what_says_nothing_new_changes_nothing() -> None:
 def test_the_order_of_telling_decides_no_order_of_probes() -> None:
     """Not of two that differ by placement alone either."""
     packs = [
-        timed(probe(Layout("pack", (8, 0), 2, placement), "pack"))
+        timed(probe(Layout("pack", (8, 0), 2, placement), Stage.PACK))
         for placement in ("", "logical", "mps")
     ]
-    assert store(*packs).in_stage("pack") == store(*reversed(packs)).in_stage("pack")
+    assert store(*packs).in_stage(Stage.PACK) == store(*reversed(packs)).in_stage(Stage.PACK)
 
 
 def test_a_failure_is_open_until_it_had_its_tries() -> None:
     at = alone(8)
     found = store(failed(at, 0))
-    assert found.in_stage("solo") == []
+    assert found.in_stage(Stage.SOLO) == []
     assert found.open_failures() == [at]
     found.add(failed(at, 0))
     assert TRIES == 2
-    assert found.in_stage("solo") == [failed(at, 0)]
+    assert found.in_stage(Stage.SOLO) == [failed(at, 0)]
     assert found.open_failures() == []
     unsupported = store(failed(at, 0, cause="unsupported"))
     assert unsupported.open_failures() == []
@@ -136,17 +144,17 @@ def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> 
         timed(alone(8, 0), elapsed_seconds=2.0),
         timed(alone(8, 1), elapsed_seconds=3.0),
         timed(alone(64, 0, 1), elapsed_seconds=4.0),
-        timed(alone(64, 1, 0, "rest"), elapsed_seconds=5.0),
-        timed(probe(SPLIT, "split"), elapsed_seconds=6.0),
-        timed(probe(SPLIT, "race", 1), elapsed_seconds=7.0),
-        timed(probe(SPLIT, "race", 2), elapsed_seconds=8.0),
-        *[failed(probe(SPLIT, "split", 1), 0)] * 2,
+        timed(alone(64, 1, 0, Stage.REST), elapsed_seconds=5.0),
+        timed(probe(SPLIT, Stage.SPLIT), elapsed_seconds=6.0),
+        timed(probe(SPLIT, Stage.RACE, 1), elapsed_seconds=7.0),
+        timed(probe(SPLIT, Stage.RACE, 2), elapsed_seconds=8.0),
+        *[failed(probe(SPLIT, Stage.SPLIT, 1), 0)] * 2,
     ]
     found = store(*seen)
     assert found.spent_seconds() == 3 + 4 + 5 + 6 + 7 + 8 + 2
     assert found.spent_seconds(until_turn=1) == 3 + 4 + 5 + 6 + 7 + 2
-    assert found.spent_seconds("solo") == 7
-    assert found.spent_seconds("rest", "split") == 13
+    assert found.spent_seconds(Stage.SOLO) == 7
+    assert found.spent_seconds(Stage.REST, Stage.SPLIT) == 13
 
 
 # ---------------------------------------------------------------------- turns
@@ -154,16 +162,16 @@ def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> 
 
 def test_what_exploration_measured_at_rest_is_the_first_turn() -> None:
     """Of one device among several only at rest; the race's own first turn counts before it."""
-    others_idle, crowd = timed(alone(64, 0, 0, "rest")), timed(alone(8))
-    split, raced = timed(probe(SPLIT, "split")), timed(probe(SPLIT, "race"), 0.2)
-    later = timed(probe(SPLIT, "race", 2))
+    others_idle, crowd = timed(alone(64, 0, 0, Stage.REST)), timed(alone(8))
+    split, raced = timed(probe(SPLIT, Stage.SPLIT)), timed(probe(SPLIT, Stage.RACE), 0.2)
+    later = timed(probe(SPLIT, Stage.RACE, 2))
     found = store(others_idle, crowd, split, later)
     assert found.turns(solo(2, 0, 64)) == {0: others_idle}
     assert found.turns(solo(2, 0, 8)) == {}
     assert found.turns(SPLIT) == {0: split, 2: later}
     assert list(found.turns(SPLIT)) == [0, 2]
     assert store(raced, split, later).turns(SPLIT) == {0: raced, 2: later}
-    assert found.turns(SPLIT, "knobs") == {}
+    assert found.turns(SPLIT, Stage.KNOBS) == {}
 
 
 def test_one_device_is_always_at_rest() -> None:
@@ -174,10 +182,10 @@ def test_one_device_is_always_at_rest() -> None:
 
 def test_a_layout_is_broken_by_the_first_turn_that_did_not_run() -> None:
     """In the race; a split that failed before it is exploration's matter."""
-    first, second = full(probe(SPLIT, "race", 1), 0), full(probe(SPLIT, "race", 2), 1)
-    assert store(second, first, timed(probe(SPLIT, "race"))).broken(SPLIT) == first
-    assert store(full(probe(SPLIT, "split"), 0)).broken(SPLIT) is None
-    assert store(failed(probe(SPLIT, "race"), 0)).broken(SPLIT) is None
+    first, second = full(probe(SPLIT, Stage.RACE, 1), 0), full(probe(SPLIT, Stage.RACE, 2), 1)
+    assert store(second, first, timed(probe(SPLIT, Stage.RACE))).broken(SPLIT) == first
+    assert store(full(probe(SPLIT, Stage.SPLIT), 0)).broken(SPLIT) is None
+    assert store(failed(probe(SPLIT, Stage.RACE), 0)).broken(SPLIT) is None
 
 
 # ---------------------------------------------------------------------- what may still run
@@ -186,26 +194,26 @@ def test_a_layout_is_broken_by_the_first_turn_that_did_not_run() -> None:
 @pytest.mark.parametrize(
     ("refuting", "stands"),
     [
-        (full(probe(Layout("split", (60, 40)), "race", 3), 0), False),
-        (full(probe(Layout("split", (50, 40)), "race"), 0), False),
-        (full(probe(Layout("split", (61, 39)), "race"), 0), True),
+        (full(probe(Layout("split", (60, 40)), Stage.RACE, 3), 0), False),
+        (full(probe(Layout("split", (50, 40)), Stage.RACE), 0), False),
+        (full(probe(Layout("split", (61, 39)), Stage.RACE), 0), True),
         (full(probe(solo(2, 0, 10)), 0), True),
-        (full(probe(msgspec.structs.replace(SPLIT, knobs=("xla",)), "knobs"), 0), True),
+        (full(probe(msgspec.structs.replace(SPLIT, knobs=("xla",)), Stage.KNOBS), 0), True),
         (timed(probe(solo(2, 1, 8)), short_bytes=(0, 9_600)), True),
         (timed(probe(solo(2, 1, 8)), short_bytes=(0, 9_601)), False),
-        (failed(probe(SPLIT, "race"), 1, cause="exit"), True),
+        (failed(probe(SPLIT, Stage.RACE), 1, cause="exit"), True),
     ],
 )
 def test_a_layout_is_refuted_by_less_on_its_devices_and_by_memory_that_others_hold(
     refuting: Timed | OutOfMemory | Failed, stands: bool
 ) -> None:
-    ran = timed(probe(SPLIT, "split"))
+    ran = timed(probe(SPLIT, Stage.SPLIT))
     found = store(ran, refuting)
     assert found.still_fit([ran]) == [ran] * stands
 
 
 def test_a_device_that_has_gone_twice_takes_its_layouts_with_it() -> None:
-    ran = timed(probe(SPLIT, "split"))
+    ran = timed(probe(SPLIT, Stage.SPLIT))
     found = store(ran, failed(alone(8, 1), 1, cause="device"))
     assert found.still_fit([ran]) == [ran]
     found.add(failed(alone(8, 1), 1, cause="device"))
@@ -214,14 +222,14 @@ def test_a_device_that_has_gone_twice_takes_its_layouts_with_it() -> None:
 
 def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
     """And what ran out while others held more says nothing."""
-    before = full(probe(Layout("split", (50, 40)), "split"), 0)
+    before = full(probe(Layout("split", (50, 40)), Stage.SPLIT), 0)
     before = msgspec.structs.replace(before, short_bytes=(4000, 0))
-    split = timed(probe(SPLIT, "split"))
+    split = timed(probe(SPLIT, Stage.SPLIT))
     held = store(before, split)
     assert held.memory_limit(0) == 6000
     assert held.still_fit([split]) == []
-    assert store(timed(probe(SPLIT, "check", 1)), before, split).memory_limit(0) == 6000
-    left = store(timed(probe(SPLIT, "check", 1), short_bytes=(0, 0)), before, split)
+    assert store(timed(probe(SPLIT, Stage.CHECK, 1)), before, split).memory_limit(0) == 6000
+    left = store(timed(probe(SPLIT, Stage.CHECK, 1), short_bytes=(0, 0)), before, split)
     assert left.memory_limit(0) == 10_000
     assert left.still_fit([split]) == [split]
 
@@ -247,9 +255,9 @@ def test_a_device_is_read_from_exploration_alone() -> None:
     seen = store(
         timed(alone(8)),
         timed(alone(64, 0, 1)),
-        timed(alone(99, 0, 0, "rest"), 0.3),
-        timed(probe(SPLIT, "split"), device_seconds=(0.07, None)),
-        timed(probe(Layout("split", (1, 1)), "race")),
+        timed(alone(99, 0, 0, Stage.REST), 0.3),
+        timed(probe(SPLIT, Stage.SPLIT), device_seconds=(0.07, None)),
+        timed(probe(Layout("split", (1, 1)), Stage.RACE)),
     )
     found = read_device(seen, 0)
     assert [point.batch for point in found.alone] == [8, 64]
@@ -260,7 +268,7 @@ def test_a_device_is_read_from_exploration_alone() -> None:
         "a split holds more; beyond what ran alone it tells"
     )
     assert found.memory.ran == 99
-    other = read_device(store(timed(probe(SPLIT, "split"))), 1)
+    other = read_device(store(timed(probe(SPLIT, Stage.SPLIT))), 1)
     assert other.memory.points == ((40, 400),), (
         "with fewer than two solo points, splits tell the line"
     )
@@ -283,9 +291,9 @@ def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
 def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
     """50 of at most 64 is nearer than 50 of 500; of equals the first."""
     seen = [timed(alone(64)), timed(alone(500, 1))]
-    found = store(*seen, full(probe(Layout("split", (50, 50)), "split")))
+    found = store(*seen, full(probe(Layout("split", (50, 50)), Stage.SPLIT)))
     assert tuple(read_device(found, i).memory.failed for i in (0, 1)) == (50, None)
-    named = store(*seen, full(probe(Layout("split", (50, 50)), "split"), 1))
+    named = store(*seen, full(probe(Layout("split", (50, 50)), Stage.SPLIT), 1))
     assert tuple(read_device(named, i).memory.failed for i in (0, 1)) == (None, 50)
 
 
@@ -300,9 +308,11 @@ def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
     assert (above.lost, above.memory.failed) == ("", 64)
     below = read_device(store(timed(alone(64)), *[failed(alone(8, 0, 1), 0)] * 2), 0)
     assert below.lost == "it ended"
-    mates = read_device(store(timed(at), *[failed(probe(SPLIT, "split"), 0)] * 2), 0)
+    mates = read_device(store(timed(at), *[failed(probe(SPLIT, Stage.SPLIT), 0)] * 2), 0)
     assert mates.lost == ""
-    gone = read_device(store(timed(at), *[failed(probe(SPLIT, "split"), 0, cause="device")] * 2), 0)
+    gone = read_device(
+        store(timed(at), *[failed(probe(SPLIT, Stage.SPLIT), 0, cause="device")] * 2), 0
+    )
     assert gone.lost == "it ended"
 
 
@@ -310,7 +320,7 @@ def test_the_check_of_a_layout_that_never_raced_is_its_turn() -> None:
     """It was measured in the solo stage alone, before its device was held back: that figure is no
     more true.
     """
-    slow = timed(probe(solo(2, 0, 64), "check", 1), 0.2)
+    slow = timed(probe(solo(2, 0, 64), Stage.CHECK, 1), 0.2)
     assert list(store(timed(alone(64)), slow).turns(slow.probe.layout).values()) == [slow]
 
 
@@ -325,16 +335,16 @@ def test_two_probes_of_one_batch_show_by_how_much_speed_moves_between_probes() -
     """All points are as uncertain as most of these pairs say, beyond what rows and errors
     explain.
     """
-    one = timed(probe(SPLIT, "split"), device_seconds=(0.12, 0.08))
+    one = timed(probe(SPLIT, Stage.SPLIT), device_seconds=(0.12, 0.08))
     own = relative_error(one)
     (moved, *_), (other, *_) = errors(one)
     assert moved == other == pytest.approx(math.hypot(own, math.log(0.12 / 0.1)))
-    steady = [timed(probe(Layout("split", (60 + i, 40 + i)), "split", 0)) for i in range(3)]
+    steady = [timed(probe(Layout("split", (60 + i, 40 + i)), Stage.SPLIT, 0)) for i in range(3)]
     assert [error for each in errors(*steady) for error in each] == pytest.approx([own] * 8)
 
 
 def test_a_lasting_neighbour_of_one_device_says_nothing_of_all() -> None:
-    once = timed(probe(SPLIT, "split"), device_seconds=(0.12, 0.1))
+    once = timed(probe(SPLIT, Stage.SPLIT), device_seconds=(0.12, 0.1))
     assert [error for each in errors(once) for error in each] == pytest.approx(
         [relative_error(once)] * 4
     )

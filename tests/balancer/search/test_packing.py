@@ -17,6 +17,7 @@ from evener.balancer.types import (
     OutOfMemory,
     Probe,
     Problem,
+    Stage,
     Timed,
     solo,
 )
@@ -60,7 +61,9 @@ def packs(
     )
     while probes := search.ask():
         found += [
-            (one.layout.processes, one.layout.global_batch) for one in probes if one.stage == "pack"
+            (one.layout.processes, one.layout.global_batch)
+            for one in probes
+            if one.stage == Stage.PACK
         ]
         for probe in probes:
             (seen,) = bench.measure([probe], max(1.0, probe.layout.processes / free))
@@ -110,7 +113,7 @@ def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
     while probes := search.ask():
         for probe in probes:
             size, rows = probe.layout.processes, probe.layout.global_batch
-            tried += [(size, rows)] if size > 1 and probe.stage == "pack" else []
+            tried += [(size, rows)] if size > 1 and probe.stage == Stage.PACK else []
             (seen,) = ONE.measure([probe])
             search.tell(seen if size * rows <= 3000 else OutOfMemory(probe, (0,), "full", 1.0))
     most = search.evaluation.offers.view.singles[0].global_batch
@@ -137,7 +140,7 @@ def test_packs_leave_time_for_the_winner_s_knobs() -> None:
             started.add(children)
             elapsed = start + seen.probe.seconds
             search.tell(msgspec.structs.replace(seen, start_seconds=start, elapsed_seconds=elapsed))
-    assert {seen.probe.layout.knobs for seen in search._seen.timed("knobs")} == {
+    assert {seen.probe.layout.knobs for seen in search._seen.timed(Stage.KNOBS)} == {
         (),
         ("xla",),
         ("mixed",),
@@ -156,7 +159,7 @@ def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_anoth
     search = searched(runs=5, budget=1000.0)
     again = Search(search.problem, search.options)
     plain = [one for one in search._seen.timed() if one.probe.layout.placement != "logical"]
-    tried = [Probe(pack_on(solo(1, 0, 256), size, "logical"), "race", 1.0) for size in (2, 3)]
+    tried = [Probe(pack_on(solo(1, 0, 256), size, "logical"), Stage.RACE, 1.0) for size in (2, 3)]
     for seen in [*plain, *ONE.measure(tried)]:
         assert isinstance(seen, Timed)
         again.tell(
@@ -188,11 +191,11 @@ def test_a_pack_that_its_check_refutes_gives_way_to_a_smaller_one() -> None:
     while probes := search.ask():
         for probe in probes:
             runs = probe.layout.processes
-            if probe.stage == "check":
+            if probe.stage == Stage.CHECK:
                 checked.append(runs)
             rate = (
                 57_000.0
-                if runs == 5 and probe.stage == "check"
+                if runs == 5 and probe.stage == Stage.CHECK
                 else rates.get(runs, 26_000.0 if runs == 1 else 56_000)
             )
             seconds = 64 * runs / rate

@@ -25,6 +25,7 @@ from evener.balancer.types import (
     Probe,
     Problem,
     Result,
+    Stage,
     Timed,
     layout_of,
     solo,
@@ -173,7 +174,7 @@ def test_a_card_with_a_quarter_of_the_memory_trains_nearly_as_fast() -> None:
     found, seen = plan(Machine((full, small), Sync(0.5)), 2048)
     assert found is not None
     assert found.layout.passes(1) >= 3
-    assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == "race")
+    assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == Stage.RACE)
     assert rate(Machine((full, small), Sync(0.5)), found) >= 0.95 * samples_per_second(
         whole, (1024, 1024)
     )
@@ -270,7 +271,7 @@ def test_gradients_that_are_kept_between_passes_make_them_smaller(known: bool) -
     assert best is not None
     assert best.layout.pass_rows[1] <= 460
     assert best.layout.pass_rows[1] >= 230
-    assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == "race")
+    assert not any(isinstance(one, OutOfMemory) for one in seen if one.probe.stage == Stage.RACE)
     assert bench.rate(best.layout) >= 0.93 * bench.rate(layout_of((4000, 4000), (1960, 460)))
 
 
@@ -344,7 +345,9 @@ def test_one_pass_wins_a_tie() -> None:
 
 
 def timed(layout: Layout, step: float) -> Timed:
-    return Timed(Probe(layout, "race", 1.0), step, step, step, 20, (1, 1), (step, step), step, 1.0)
+    return Timed(
+        Probe(layout, Stage.RACE, 1.0), step, step, step, 20, (1, 1), (step, step), step, 1.0
+    )
 
 
 def test_layouts_of_the_same_passes_are_equal() -> None:

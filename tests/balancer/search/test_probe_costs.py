@@ -20,7 +20,7 @@ ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")), kn
 
 
 def timed(
-    layout: Layout, stage: Stage = "solo", step: float = 0.1, turn: int = 0, **changes: Any
+    layout: Layout, stage: Stage = Stage.SOLO, step: float = 0.1, turn: int = 0, **changes: Any
 ) -> Timed:
     """Ten steps in 2 s, of which one is not timed."""
     nothing = (None,) * len(layout.shares)
@@ -76,21 +76,23 @@ def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
     """
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=2.0, start_seconds=1.0))
     left = 100 - 2 - 1.5
-    assert found.probe_seconds(SPLIT, "race", 40, 0.01) == pytest.approx(
+    assert found.probe_seconds(SPLIT, Stage.RACE, 40, 0.01) == pytest.approx(
         left / 40 - found.time.overhead_seconds, abs=0.001
     )
-    assert found.probe_seconds(SPLIT, "race", 2, 0.01) == BASE_SECONDS["race"]
-    assert found.probe_seconds(SPLIT, "race", 40, 0.01, reserved=20) == pytest.approx(
+    assert found.probe_seconds(SPLIT, Stage.RACE, 2, 0.01) == BASE_SECONDS[Stage.RACE]
+    assert found.probe_seconds(SPLIT, Stage.RACE, 40, 0.01, reserved=20) == pytest.approx(
         (left - 20) / 40 - found.time.overhead_seconds, abs=0.001
     )
-    assert found.probe_seconds(SPLIT, "race", 0, 1.0) == 12.0
-    assert found.probe_seconds(SPLIT, "race", 10_000, 0.01) == 0.2
+    assert found.probe_seconds(SPLIT, Stage.RACE, 0, 1.0) == 12.0
+    assert found.probe_seconds(SPLIT, Stage.RACE, 10_000, 0.01) == 0.2
 
 
 def test_a_probe_of_exploration_has_a_tenth_of_what_is_left() -> None:
     found = budget(timed(solo(2, 0, 8), step=4.0, elapsed_seconds=41.0))
-    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 0.4) == pytest.approx((95 - 41) / 10 - 1)
-    assert found.probe_seconds(solo(2, 0, 512), "solo", 1, 0.4, reserved=6.0) == pytest.approx(
+    assert found.probe_seconds(solo(2, 0, 512), Stage.SOLO, 1, 0.4) == pytest.approx(
+        (95 - 41) / 10 - 1
+    )
+    assert found.probe_seconds(solo(2, 0, 512), Stage.SOLO, 1, 0.4, reserved=6.0) == pytest.approx(
         (95 - 47) / 10 - 1
     )
 
@@ -99,22 +101,22 @@ def test_a_probe_of_exploration_has_a_tenth_of_what_is_left() -> None:
 def test_a_probe_is_of_a_lone_step_where_six_would_take_more_than_a_tenth(step: float) -> None:
     """The timer stops after a step that takes longer than the whole probe was meant to."""
     found = budget(timed(solo(2, 0, 8), step=4.0, elapsed_seconds=41.0))
-    for stage in ("solo", "rest", "split"):
+    for stage in (Stage.SOLO, Stage.REST, Stage.SPLIT):
         assert found.probe_seconds(solo(2, 0, 512), stage, 1, step) < step
     assert found.least_seconds(solo(2, 0, 512), step) == pytest.approx(
         2 * step + found.time.overhead_seconds
     )
-    assert found.probe_seconds(solo(2, 0, 512), "check", 1, step) >= 2 * step
+    assert found.probe_seconds(solo(2, 0, 512), Stage.CHECK, 1, step) >= 2 * step
 
 
 def test_a_lone_step_needs_slow_steps_and_a_budget() -> None:
     """Short ones say too little; where the first step tunes kernels, they save nothing."""
     spent = timed(solo(2, 0, 8), elapsed_seconds=93.0)
-    assert budget(spent).probe_seconds(SPLIT, "split", 1, 0.3) >= 2 * 0.3
-    assert budget(seconds=None).probe_seconds(SPLIT, "split", 1, 12.0) >= 2 * 12.0
+    assert budget(spent).probe_seconds(SPLIT, Stage.SPLIT, 1, 0.3) >= 2 * 0.3
+    assert budget(seconds=None).probe_seconds(SPLIT, Stage.SPLIT, 1, 12.0) >= 2 * 12.0
     tuned = timed(solo(2, 0, 64), step=0.5, turn=1, first_step_seconds=20.0, elapsed_seconds=50.0)
     first = timed(solo(2, 0, 8), step=0.05, first_step_seconds=2.0)
-    assert budget(first, tuned).probe_seconds(SPLIT, "split", 1, 2.0) >= 2 * 2.0
+    assert budget(first, tuned).probe_seconds(SPLIT, Stage.SPLIT, 1, 2.0) >= 2 * 2.0
 
 
 def test_exploring_with_lone_steps_leaves_no_more_than_the_time_for_what_comes_after_it() -> None:
@@ -149,9 +151,9 @@ def test_a_stage_ends_at_its_part_of_the_budget(stage: Stage, turn: int, end: fl
 def test_when_the_race_is_over_exploration_may_have_the_rest() -> None:
     for spent, fits in ((70.0, True), (94.9, False)):
         seen = timed(solo(2, 0, 8), step=spent / 10, elapsed_seconds=spent)
-        assert not budget(seen, options=ALL).affords(solo(2, 0, 64), "solo", 0.01)
+        assert not budget(seen, options=ALL).affords(solo(2, 0, 64), Stage.SOLO, 0.01)
         assert (
-            budget(seen, options=ALL, race_is_over=True).affords(solo(2, 0, 64), "solo", 0.01)
+            budget(seen, options=ALL, race_is_over=True).affords(solo(2, 0, 64), Stage.SOLO, 0.01)
             == fits
         )
 
@@ -176,7 +178,7 @@ def test_children_that_stand_start_in_no_time() -> None:
 def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
     """Two trainings in 6 s, four in 8: each of the next takes a second, not three."""
     two, four = (
-        timed(Layout("pack", (8, 0), size), "pack", start_seconds=seconds)
+        timed(Layout("pack", (8, 0), size), Stage.PACK, start_seconds=seconds)
         for size, seconds in ((2, 6.0), (4, 8.0))
     )
     six = Layout("pack", (8, 0), 6)
@@ -186,8 +188,8 @@ def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
 
 def test_children_that_make_way_again_and_again_pay_their_least_start_each_time() -> None:
     first, second = (
-        timed(SPLIT, "split", start_seconds=6.0),
-        timed(SPLIT, "race", turn=1, start_seconds=5.0),
+        timed(SPLIT, Stage.SPLIT, start_seconds=6.0),
+        timed(SPLIT, Stage.RACE, turn=1, start_seconds=5.0),
     )
     assert budget(first).starts.seconds(SPLIT) == 0.0
     assert budget(first, second).starts.seconds(SPLIT) == 5.0
@@ -241,7 +243,7 @@ def test_turns_left_are_those_that_the_rest_of_the_budget_pays() -> None:
     found = budget(timed(solo(2, 0, 10), elapsed_seconds=15.0))
     assert found.turns_left([SPLIT, Layout("split", (50, 50))]) == pytest.approx(80 / (2 * 19))
     quick = budget(timed(solo(2, 0, 1000), elapsed_seconds=15.0, steps=150))
-    assert quick.turns_left([solo(2, 1, 8)]) == pytest.approx(80 / BASE_SECONDS["race"])
+    assert quick.turns_left([solo(2, 1, 8)]) == pytest.approx(80 / BASE_SECONDS[Stage.RACE])
     assert found.turns_left([]) == 0.0
     assert budget(timed(solo(2, 0, 10), elapsed_seconds=99.0)).turns_left([SPLIT]) == 0.0
     assert budget(seconds=None).turns_left([SPLIT]) == float("inf")
@@ -249,8 +251,8 @@ def test_turns_left_are_those_that_the_rest_of_the_budget_pays() -> None:
 
 def test_a_budget_that_grows_packs_counts_the_first_turns_alone() -> None:
     found = budget(
-        timed(solo(2, 0, 10), elapsed_seconds=10.0), timed(SPLIT, "race", elapsed_seconds=5.0),
-        timed(SPLIT, "race", turn=1, elapsed_seconds=50.0),
+        timed(solo(2, 0, 10), elapsed_seconds=10.0), timed(SPLIT, Stage.RACE, elapsed_seconds=5.0),
+        timed(SPLIT, Stage.RACE, turn=1, elapsed_seconds=50.0),
     )  # fmt: skip
     assert found.budget_with_larger_packs(11.0) == pytest.approx((10 + 5 + 11) / 0.65)
 
@@ -270,7 +272,7 @@ def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
     assert budget(seconds=50.0).time.longest_step() == pytest.approx(0.4 * 0.95 * 50 / 2)
     assert budget(seconds=1000.0).time.longest_step() == pytest.approx(60 / 5)
     spent = timed(solo(2, 0, 8), elapsed_seconds=31.0)
-    split = timed(SPLIT, "split", elapsed_seconds=20.0)
+    split = timed(SPLIT, Stage.SPLIT, elapsed_seconds=20.0)
     found = budget(spent, split)
     assert found.time.longest_step() == pytest.approx(
         max(0.2, 0.4 * (95 - 51) - found.time.overhead_seconds) / 2

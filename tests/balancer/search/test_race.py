@@ -17,7 +17,16 @@ from evener.balancer.search.observations import MOST_TURNS
 from evener.balancer.search.ranking import LEAST_GAIN, ROUGH, compare_turns, throughput
 from evener.balancer.search.search import Search
 from evener.balancer.statistics import relative_half_width
-from evener.balancer.types import Failed, Observation, OutOfMemory, Probe, Problem, Stop, Timed
+from evener.balancer.types import (
+    Failed,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stage,
+    Stop,
+    Timed,
+)
 from tests.support import machine_families, search_trials
 from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, noisy, searched
@@ -67,11 +76,13 @@ def test_what_was_faster_than_all_that_raced_races_too(factor: float) -> None:
                 for _ in range(2)
             )
         )
-        search, seen = searched_with(bench, lambda probe: factor if probe.stage == "race" else 1.0)
+        search, seen = searched_with(
+            bench, lambda probe: factor if probe.stage == Stage.RACE else 1.0
+        )
         singles = [
             one for one in seen if isinstance(one, Timed) and one.probe.layout.kind == "solo"
         ]
-        before = [one for one in singles if one.probe.stage != "race"]
+        before = [one for one in singles if one.probe.stage != Stage.RACE]
         fastest = max(before, key=lambda one: one.samples_per_second)
         assert fastest.probe.layout in {one.candidate.layout for one in search.evaluation.ranking()}
 
@@ -81,12 +92,14 @@ def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
     first.
     """
     _, seen = noisy(EQUAL, 0.1, 3, budget_seconds=120.0)
-    turns = [one.probe.turn for one in seen if one.probe.stage == "race"]
+    turns = [one.probe.turn for one in seen if one.probe.stage == Stage.RACE]
     assert turns == sorted(turns)
     assert max(turns) >= 1
     for turn in range(1, max(turns) + 1):
         layouts = [
-            one.probe.layout for one in seen if one.probe.stage == "race" and one.probe.turn == turn
+            one.probe.layout
+            for one in seen
+            if one.probe.stage == Stage.RACE and one.probe.turn == turn
         ]
         assert len(layouts) == len(set(layouts)) >= 2
 
@@ -154,7 +167,7 @@ def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
     layouts apart.
     """
     found = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0)[0] for seed in range(8)]
-    checks = [search._seen.spent_seconds("check") for search in found]
+    checks = [search._seen.spent_seconds(Stage.CHECK) for search in found]
     spent = sorted(
         search._seen.spent_seconds() - after for search, after in zip(found, checks, strict=True)
     )
@@ -178,7 +191,7 @@ def test_a_layout_that_breaks_in_the_race_takes_no_more_turns() -> None:
         for probe in probes:
             if probe.layout == broken:
                 after.append(probe)
-            if probe.stage == "race" and broken is None:
+            if probe.stage == Stage.RACE and broken is None:
                 broken = probe.layout
                 search.tell(OutOfMemory(probe, probe.layout.active[:1], "full", 1.0))
             else:
@@ -197,7 +210,7 @@ def test_no_device_is_probed_twice_alone_at_one_batch(bench: Bench, budget: floa
     """Whatever is still open, a time that was measured is not measured again by exploration."""
     for options in ({}, {"tolerance": 0.0}, {"global_batch": 8 * len(bench.devices)}):
         _, seen = searched(bench, bench.problem(budget_seconds=budget, **options))
-        alone = [one.probe.layout for one in seen if one.probe.stage == "solo"]
+        alone = [one.probe.layout for one in seen if one.probe.stage == Stage.SOLO]
         assert len(alone) == len(set(alone))
 
 
@@ -256,7 +269,7 @@ def test_a_check_ends_the_race_of_a_free_batch_on_steady_devices() -> None:
     """An even split that ran isn't raced again as a larger one, nor a winner as a smaller one."""
     for devices in (2, 4):
         machine = machine_families.machine("affine", devices, noise=0.01, seed=61001)
-        assert search_trials.run(machine, search_trials.Ask()).seen[-1].probe.stage == "check"
+        assert search_trials.run(machine, search_trials.Ask()).seen[-1].probe.stage == Stage.CHECK
 
 
 def test_a_layout_that_no_other_was_compared_with_is_not_checked() -> None:
@@ -274,8 +287,8 @@ def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -
     search, seen = searched(PAIR, PAIR.problem(budget_seconds=budget))
     best, stages = search.best(), [one.probe.stage for one in seen]
     assert best is not None
-    assert set(stages[stages.index("check") :]) <= {"check", "race"}
-    assert [one.probe.layout for one in seen if one.probe.stage == "check"] == [best.layout]
+    assert set(stages[stages.index(Stage.CHECK) :]) <= {Stage.CHECK, Stage.RACE}
+    assert [one.probe.layout for one in seen if one.probe.stage == Stage.CHECK] == [best.layout]
 
 
 @pytest.mark.parametrize(("deviation", "budget"), [(0.002, None), (0.05, None), (0.05, 200.0)])
@@ -307,7 +320,7 @@ def test_a_figure_that_eight_turns_would_leave_rough_is_checked_once() -> None:
     bench = Bench(((10.0, 0.1, 0, 4000), (1000.0, 10.0, 0, 4000)), 0.5)
     for seed in range(5):
         _, seen = noisy(bench, 0.3, seed, global_batch=256, budget_seconds=200.0)
-        assert [one.probe.stage for one in seen].count("check") == 1
+        assert [one.probe.stage for one in seen].count(Stage.CHECK) == 1
 
 
 def test_a_layout_that_breaks_as_it_is_checked_is_not_the_answer() -> None:
@@ -315,7 +328,7 @@ def test_a_layout_that_breaks_as_it_is_checked_is_not_the_answer() -> None:
     search, broken = Search(PAIR.problem()), None
     while probes := search.ask():
         for probe in probes:
-            if probe.stage == "check" and broken is None:
+            if probe.stage == Stage.CHECK and broken is None:
                 broken = probe.layout
                 search.tell(OutOfMemory(probe, probe.layout.active[:1], "full", 1.0))
             else:
@@ -324,4 +337,4 @@ def test_a_layout_that_breaks_as_it_is_checked_is_not_the_answer() -> None:
     assert broken is not None
     assert best is not None
     assert best.layout != broken
-    assert search._seen.timed_in(best.layout, "check")
+    assert search._seen.timed_in(best.layout, Stage.CHECK)

@@ -26,7 +26,7 @@ from evener.balancer.search.ranking import (
     throughput,
     undecided,
 )
-from evener.balancer.types import Layout, Probe, Problem, Timed, solo
+from evener.balancer.types import Layout, Probe, Problem, Stage, Timed, solo
 
 SOLO = Candidate(find_family("solo"), solo(2, 0, 100))
 EVEN = Candidate(find_family("even"), cast(Layout, split_evenly(2, (0, 1), 100)))
@@ -41,7 +41,9 @@ def timed(candidate: Candidate, rate: float, turn: int, spread: float = 0.002) -
     step = layout.global_batch * layout.processes / rate
     unknown = (None, None)
     low, high = step * (1 - spread), step * (1 + spread)
-    return Timed(Probe(layout, "race", 1.0, turn), step, low, high, 50, unknown, unknown, step, 1.0)
+    return Timed(
+        Probe(layout, Stage.RACE, 1.0, turn), step, low, high, 50, unknown, unknown, step, 1.0
+    )
 
 
 def turns(

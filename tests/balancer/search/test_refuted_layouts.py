@@ -77,7 +77,7 @@ def test_a_layout_that_ran_and_no_longer_fits_is_not_the_best() -> None:
             seen.append(one)
     best = search.best()
     assert best is not None
-    probe = Probe(best.layout, "race", 1.0, 7)
+    probe = Probe(best.layout, Stage.RACE, 1.0, 7)
     search.tell(OutOfMemory(probe, (0,), "full", 1.0))
     after = search.best()
     assert after is not None
@@ -93,9 +93,9 @@ def test_added_time_is_not_spent_on_what_ran_out_of_memory() -> None:
     while probes := search.ask():
         asked += probes
         for one in bench.measure(probes):
-            full = one.probe.stage in ("race", "check")
+            full = one.probe.stage in (Stage.RACE, Stage.CHECK)
             search.tell(OutOfMemory(one.probe, (0,), "full", 1.0) if full else one)
-    assert any(probe.stage in ("race", "check") for probe in asked)
+    assert any(probe.stage in (Stage.RACE, Stage.CHECK) for probe in asked)
     assert len(asked) == len(set(asked))
 
 
@@ -111,7 +111,7 @@ def test_a_device_that_has_gone_takes_its_layouts_with_it() -> None:
     assert len(best.layout.active) == 2
     for seconds in (1.0, 2.0):
         search.tell(
-            Failed(Probe(best.layout, "race", 1.0, 7), "device", "GPU:1 is lost", (1,), seconds)
+            Failed(Probe(best.layout, Stage.RACE, 1.0, 7), "device", "GPU:1 is lost", (1,), seconds)
         )
     after = search.best()
     assert after is not None
@@ -141,8 +141,8 @@ def test_memory_that_was_taken_before_the_race_refutes_nothing_later() -> None:
     bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
     seen = Observations(bench.problem())
     split = layout_of((100, 100))
-    full = OutOfMemory(Probe(split, "split", 1.0), (0,), "full", 1.0, (4_000, 0))
-    (ran,) = bench.measure((Probe(split, "check", 1.0, 1),))
+    full = OutOfMemory(Probe(split, Stage.SPLIT, 1.0), (0,), "full", 1.0, (4_000, 0))
+    (ran,) = bench.measure((Probe(split, Stage.CHECK, 1.0, 1),))
     assert isinstance(ran, Timed)
     ran = msgspec.structs.replace(ran, short_bytes=(0, 0))
     seen.add(full)

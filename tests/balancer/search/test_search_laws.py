@@ -14,7 +14,16 @@ from hypothesis import strategies as st
 from evener.balancer.families import is_even
 from evener.balancer.jobs import check_problem
 from evener.balancer.search.search import Search
-from evener.balancer.types import Facts, Failed, Observation, OutOfMemory, Probe, Problem, Timed
+from evener.balancer.types import (
+    Facts,
+    Failed,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stage,
+    Timed,
+)
 from evener.errors import RequestError
 from tests.support.recording_prober import run_search
 from tests.support.search_machines import Bench, benches, searched
@@ -123,10 +132,10 @@ def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
         layout = one.probe.layout
         assert all(share % quantum == 0 for share in layout.shares)
         assert max(layout.pass_rows) <= int(str(options.get("largest_share", 10**9)))
-        assert not (one.probe.stage == "race" and isinstance(one, OutOfMemory))
+        assert not (one.probe.stage == Stage.RACE and isinstance(one, OutOfMemory))
         if kind == "capped":
             assert layout.global_batch <= batch
-        if kind == "fixed" and one.probe.stage == "split":
+        if kind == "fixed" and one.probe.stage == Stage.SPLIT:
             assert layout.global_batch == batch
     best = search.best()
     if best is not None and kind == "fixed":

@@ -26,6 +26,7 @@ from evener.balancer.types import (
     OutOfMemory,
     Probe,
     Problem,
+    Stage,
     Timed,
 )
 from evener.devices.simulated import load_machine
@@ -272,13 +273,15 @@ def part_ran(position: int, rows: int, used: float, turn: int) -> Timed:
     shares = tuple(rows * (i == position) for i in range(2))
     memory = tuple(int(used * GIB) if i == position else None for i in range(2))
     layout = Layout("part", shares)
-    return Timed(Probe(layout, "part", 0.2, turn), 0.1, 0.1, 0.1, 9, memory, (None, None), 0.1, 1.0)
+    return Timed(
+        Probe(layout, Stage.PART, 0.2, turn), 0.1, 0.1, 0.1, 9, memory, (None, None), 0.1, 1.0
+    )
 
 
 def ran_out(state: tuple[float, ...], position: int) -> OutOfMemory:
     """A whole step of 10 + 6 rows in which a device ran out of memory."""
     layout = Layout("shard", (10, 6), state=state)
-    return OutOfMemory(Probe(layout, "shard", 0.2), (position,), "", 1.0)
+    return OutOfMemory(Probe(layout, Stage.SHARD, 0.2), (position,), "", 1.0)
 
 
 # of two H200s under 24 and 8 GiB: a Llama of 1.1 billion parameters

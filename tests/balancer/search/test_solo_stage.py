@@ -8,7 +8,7 @@ import msgspec
 import pytest
 
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Timed
+from evener.balancer.types import Failed, Layout, Observation, Probe, Problem, Stage, Timed
 from tests.support.search_machines import Bench
 
 PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
@@ -19,7 +19,7 @@ def rounds(
 ) -> list[tuple[int, ...]]:
     """The batches of each solo round; 0 for a device that sits it out."""
     search, found = Search(bench.problem(known, **options)), list[tuple[int, ...]]()
-    while (probes := search.ask()) and probes[0].stage == "solo" and len(found) < most:
+    while (probes := search.ask()) and probes[0].stage == Stage.SOLO and len(found) < most:
         found.append(
             tuple(
                 max(column)

@@ -9,7 +9,7 @@ import pytest
 
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
-from evener.balancer.types import Failed, Layout, Observation, Probe, Timed, solo
+from evener.balancer.types import Failed, Layout, Observation, Probe, Stage, Timed, solo
 from tests.support import machine_families_hard as hard
 from tests.support import search_trials as trials
 from tests.support.recording_prober import run_search
@@ -28,7 +28,7 @@ def test_splits_that_fail_are_given_up_after_the_second() -> None:
     search, failed = Search(bench.problem(global_batch=1000)), set[Layout]()
 
     def measure(probe: Probe) -> Observation:
-        if probe.stage == "split":
+        if probe.stage == Stage.SPLIT:
             failed.add(probe.layout)
             return Failed(probe, "raised", "no route to host", probe.layout.active[:1], 1.0)
         return bench.measure([probe])[0]
@@ -70,12 +70,12 @@ def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> 
     search = Search(PAIR.problem(tolerance=0.0))
     alone = [solo(2, i, batch) for batch in (8, 64, 4000) for i in (0, 1)]
     splits = [Layout("split", shares) for shares in ((20, 10), (4000, 2450))]
-    probes = [Probe(layout, "solo", 4.0, turn // 2) for turn, layout in enumerate(alone)]
-    probes += [Probe(layout, "split", 6.0, turn) for turn, layout in enumerate(splits)]
+    probes = [Probe(layout, Stage.SOLO, 4.0, turn // 2) for turn, layout in enumerate(alone)]
+    probes += [Probe(layout, Stage.SPLIT, 6.0, turn) for turn, layout in enumerate(splits)]
     for one in PAIR.measure(probes):
         search.tell(one)
     assert PAIR.rate(splits[0]) < PAIR.rate(alone[-2]) < PAIR.rate(splits[1]) / 1.3
-    assert not any(probe.stage == "rest" for probe in search.ask())
+    assert not any(probe.stage == Stage.REST for probe in search.ask())
 
 
 @pytest.mark.parametrize("seed", range(3))
@@ -84,7 +84,7 @@ def test_each_of_several_devices_is_measured_at_rest_once(seed: int) -> None:
     go there.
     """
     _, seen = noisy(Bench(PAIR.devices, 1.0), 0.08, seed, max_global_batch=1500)
-    rested = [one.probe.layout.active for one in seen if one.probe.stage == "rest"]
+    rested = [one.probe.layout.active for one in seen if one.probe.stage == Stage.REST]
     assert rested
     assert len(set(rested)) == len(rested)
 
@@ -95,7 +95,7 @@ def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the
     best = search.best()
     assert best is not None
     assert best.layout.shares == (500, 500)
-    (lucky,) = EQUAL.measure([Probe(Layout("split", (504, 496)), "split", 6.0)], 0.97)
+    (lucky,) = EQUAL.measure([Probe(Layout("split", (504, 496)), Stage.SPLIT, 6.0)], 0.97)
     assert isinstance(lucky, Timed)
     assert lucky.samples_per_second > best.throughput.value
     search.tell(lucky)

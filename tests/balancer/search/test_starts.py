@@ -6,7 +6,16 @@ import pytest
 
 from evener.balancer.search.observations import Observations
 from evener.balancer.search.starts import Starts
-from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Problem, Timed, solo
+from evener.balancer.types import (
+    Layout,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Problem,
+    Stage,
+    Timed,
+    solo,
+)
 from tests.support import machine_families_hard as hard
 from tests.support import search_trials as trials
 
@@ -14,7 +23,7 @@ LOAD_SECONDS = 20.0
 
 
 def ran(batch: int, turn: int, start_seconds: float, position: int = 0) -> Timed:
-    probe = Probe(solo(2, position, batch), "solo", 1.0, turn)
+    probe = Probe(solo(2, position, batch), Stage.SOLO, 1.0, turn)
     nothing = (None, None)
     elapsed = 2.0 + start_seconds
     return Timed(
@@ -23,7 +32,7 @@ def ran(batch: int, turn: int, start_seconds: float, position: int = 0) -> Timed
 
 
 def full(batch: int, turn: int, position: int = 0) -> OutOfMemory:
-    return OutOfMemory(Probe(solo(2, position, batch), "solo", 1.0, turn), (position,), "", 1.0)
+    return OutOfMemory(Probe(solo(2, position, batch), Stage.SOLO, 1.0, turn), (position,), "", 1.0)
 
 
 def starts(*seen: Observation) -> Starts:

@@ -16,7 +16,7 @@ from evener.balancer.result.judge import padding_share
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.search.search import Search
 from evener.balancer.search.text_model import StepCost, WorkPoint, fit_rates, fit_step_cost
-from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Timed
+from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Stage, Timed
 from evener.shares.curves import Cost, RankCost, Work
 from tests.support.text_machines import TextMachine, lognormal
 
@@ -140,7 +140,7 @@ def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes()
         def _one(self, probe: Probe) -> Observation:
             tokens = [most for most in probe.layout.tokens if most]
             if (
-                probe.stage in ("race", "check")
+                probe.stage in (Stage.RACE, Stage.CHECK)
                 and probe.layout.kind == "split"
                 and tokens
                 and max(tokens) > 900
@@ -221,9 +221,9 @@ def test_a_comparison_leaves_out_what_trains_by_rows() -> None:
 def test_devices_alone_run_at_the_same_time_and_each_split_differs() -> None:
     """Every round has a probe of each device; no layout is explored twice."""
     _, seen = TextMachine((FAST, SLOW), noise=0.02).searched(global_batch=64)
-    rounds = [one.probe.turn for one in seen if one.probe.stage == "solo"]
+    rounds = [one.probe.turn for one in seen if one.probe.stage == Stage.SOLO]
     assert all(rounds.count(turn) == 2 for turn in rounds)
-    explored = [one.probe.layout for one in seen if one.probe.stage in ("solo", "split")]
+    explored = [one.probe.layout for one in seen if one.probe.stage in (Stage.SOLO, Stage.SPLIT)]
     assert len(set(explored)) == len(explored)
     splits = [layout for layout in explored if layout.kind == "split"]
     assert all(_ratio(a) != _ratio(b) for a, b in pairwise(splits))

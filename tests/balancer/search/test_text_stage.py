@@ -18,6 +18,7 @@ from evener.balancer.types import (
     OutOfMemory,
     Probe,
     Problem,
+    Stage,
     Timed,
     solo,
 )
@@ -129,7 +130,7 @@ def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_ta
     for knows_work in (True, False):
         stored = Observations(search.problem)
         for one in seen:
-            if isinstance(one, Timed) and one.probe.stage == "split":
+            if isinstance(one, Timed) and one.probe.stage == Stage.SPLIT:
                 work = one.work if knows_work else (None, None)
                 one = msgspec.structs.replace(one, device_seconds=(None, None), work=work)
             stored.add(one)
@@ -144,7 +145,7 @@ def test_what_ran_fits_below_the_smallest_pass_that_ran_out_of_memory() -> None:
     stored = Observations(problem)
     for turn, (rows, fits) in enumerate(((2, True), (20, True), (10, False), (40, False))):
         layout = msgspec.structs.replace(solo(1, 0, rows), length=100)
-        probe = Probe(layout, "solo", 1.0, turn)
+        probe = Probe(layout, Stage.SOLO, 1.0, turn)
         (seen,) = machine.measure([probe])
         stored.add(seen if fits else OutOfMemory(probe, (0,), "full", 1.0))
     memory = model(problem, stored).memory(0)

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from evener.balancer.search.model.optimistic import optimistic_curve
 from evener.balancer.search.model.step_time import Point, fit_curve
 from evener.balancer.search.search import Search
-from evener.balancer.types import Observation, Timed
+from evener.balancer.types import Observation, Stage, Timed
 from evener.shares.curves import Curve
 from tests.support import machine_families_hard as hard
 from tests.support import search_trials as trials
@@ -132,7 +132,7 @@ def _solo_turns(seen: list[Observation]) -> list[int]:
     return [
         one.probe.turn
         for one in seen
-        if one.probe.stage == "solo" and not one.probe.layout.in_passes
+        if one.probe.stage == Stage.SOLO and not one.probe.layout.in_passes
     ]
 
 
