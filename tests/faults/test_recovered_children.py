@@ -21,7 +21,7 @@ from evener.balancer.probes.child_prober import ChildProber
 from evener.balancer.probes.protocol import ChildError
 from evener.balancer.probes.worker import Worker
 from evener.balancer.request import Job, Request
-from evener.balancer.types import Observation, OutOfMemory, Probe, Timed, layout_of
+from evener.balancer.types import Observation, OutOfMemory, Probe, Stage, Timed, layout_of
 from evener.devices.cpu import slices
 from evener.workloads.protocol import Place
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
@@ -124,7 +124,7 @@ def group(tmp_path: Path, shared_servers: None) -> Iterator[Callable[..., Observ
             script = tmp_path / "train.py"
             script.write_text(IN_A_GROUP.replace("WHERE", repr(where)))
             made.append(ChildProber(Job(Request(), slices(2), f"{script}:build", "torch")))
-        probe = Probe(layout_of(shares), "split", 0.1)
+        probe = Probe(layout_of(shares), Stage.SPLIT, 0.1)
         (seen,) = made[0].measure((probe,), lambda _: None, threading.Event())
         return seen
 
