@@ -15,11 +15,14 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import tempfile
 import time
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from pathlib import Path
+from statistics import median
 from typing import Any
 from unittest import mock
 
@@ -32,7 +35,8 @@ from evener.errors import EvenerError
 from evener.torch import Split, training_audits
 from evener.torch.audit import step as step_audit
 from evener.torch.audit.compute import Bench, Piece
-from evener.torch.audit.rows import FewRows, cut_few
+from evener.torch.audit.quick import KnownPasses
+from evener.torch.audit.rows import FEWER, ROWS, FewRows, cut_few
 from evener.torch.audit.sketch import name_tensors
 from evener.torch.audit.step import Ways, audit
 from evener.training.audit import (
@@ -77,71 +81,146 @@ def loss_of_texts(model: nn.Module, batch: Any) -> torch.Tensor:
     return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
 
 
-def audit_rows(model: nn.Module, loss: Loss, few: FewRows, measures: bool = False) -> bool:
-    """True if one device's gradient of these rows is that of two parts; `measures` as in Bench."""
-    rows = few.rows
+def audit_rows(
+    model: nn.Module,
+    loss: Loss,
+    few: FewRows,
+    measures: bool = False,
+    known: KnownPasses | None = None,
+) -> bool:
+    """True if one device's gradient of these rows is that of two parts.
+
+    `measures` and `known` are those of Bench.
+    """
+    bench = Bench([model], name_tensors([model]), measures=measures, known=known)
+    return audit(bench, make_ways(loss, few)).difference is None
+
+
+def make_ways(loss: Loss, few: FewRows) -> Ways:
+    """The gradient of a few rows at once, and of two parts."""
     parts = [
-        Piece(partial(loss, part), size / rows)
+        Piece(partial(loss, part), size / few.rows)
         for part, size in zip(few.parts, few.sizes, strict=True)
     ]
-    ways = Ways([Piece(partial(loss, few.whole))], parts, sizes=few.sizes)
-    bench = Bench([model], name_tensors([model]), measures=measures)
-    return audit(bench, ways).difference is None
+    return Ways([Piece(partial(loss, few.whole))], parts, sizes=few.sizes)
 
 
 def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool) -> None:
-    """Print a step's memory and time, and an audit's, whose rows are at most half of the step's:
-    a usual one, and one that measures rounding too.
+    """Print a step's memory and time, and what audits of several kinds add.
+
+    "first" is the very first audit, with all that is done once; "thorough" a later one of as many
+    rows, as after a change; "quick" the usual one; "measuring" one that measures rounding too.
     """
     device = next(model.parameters()).device
     optimizer = _make_optimizer(model)
     batch = [torch.randint(0, words, (rows, length + 1), device=device)]
-    few = cut_few([batch[0][: max(2, rows // 2)]], max(2, rows // 2))
-    assert few is not None
+    loss_of = partial(loss_of_texts, model)
+    known = KnownPasses()
 
-    def step(audits: bool, measures: bool = False) -> None:
+    def step(most: int = 0, measures: bool = False, quick: bool = False) -> None:
         with torch.autocast(device.type, torch.bfloat16) if amp else nullcontext():
-            loss = loss_of_texts(model, batch)
+            loss = loss_of(batch)
         loss.backward()
-        if audits:
-            audit_rows(model, partial(loss_of_texts, model), few, measures)
+        if most:
+            few = cut_few(batch, rows, most=min(most, rows // 2))
+            assert few is not None
+            audit_rows(model, loss_of, few, measures, known if quick else None)
         optimizer.step()
         optimizer.zero_grad()
 
-    kinds = {"step": (False,), "audit": (True,), "measuring audit": (True, True)}
-    found = {}
-    for name, kind in kinds.items():
-        step(*kind)
-        found[name] = _time(partial(step, *kind), device.type)
-    step_seconds, step_peak = found.pop("step")
+    step()
+    step_seconds, step_peak = _time(step, device.type)
+    few = cut_few(batch, rows)
+    assert few is not None
+    kinds: dict[str, Callable[[], None]] = {
+        "first": partial(step, ROWS),
+        "thorough": partial(step, ROWS),
+        "quick": partial(step, FEWER, quick=True),
+        "measuring": partial(step, ROWS, True),
+    }
     count = sum(map(is_audited, range(1, STEPS + 1)))
     figures: dict[str, Any] = {
         "parameters": sum(map(torch.numel, model.parameters())),
         "rows": rows,
-        "rows of the audit": few.rows,
         "step ms": round(step_seconds * 1e3, 2),
         f"audits in {STEPS} steps": count,
     }
-    for name, (seconds, peak) in found.items():
-        more = max(0.0, seconds - step_seconds)
-        figures[f"{name} ms"] = round(more * 1e3, 2)
-        figures[f"{name}s: part of the time"] = round(count * more / (STEPS * step_seconds), 5)
+    more = {}
+    for name, kind in kinds.items():
+        if name == "quick":
+            audit_rows(model, loss_of, few, known=known)
+            step(FEWER, quick=True)
+        seconds, peak = _time(kind, device.type, 1 if name == "first" else 3)
+        more[name] = max(0.0, seconds - step_seconds)
+        figures[f"{name} audit ms"] = round(more[name] * 1e3, 2)
         if step_peak:
-            figures[f"{name}: peak beside a step's"] = round(peak / step_peak, 4)
+            figures[f"{name} audit: peak beside a step's"] = round(peak / step_peak, 4)
+    part = (more["first"] + (count - 1) * more["quick"]) / (STEPS * step_seconds)
+    figures["audits: part of the time"] = round(part, 5)
+    print(json.dumps(figures), flush=True)
+    few = cut_few(batch, rows, most=FEWER)
+    assert few is not None
+    measure_parts(model, loss_of, few, known)
+
+
+def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses) -> None:
+    """Print the milliseconds of a quick audit's parts, and those until the host could go on."""
+    device = next(model.parameters()).device.type
+    figures: dict[str, Any] = {"parts of a quick audit": {}}
+    ways = make_ways(loss, few)
+
+    def note(name: str, part: Callable[[], Any]) -> None:
+        part()
+        host, whole = [], []
+        for _ in range(3):
+            _wait(device)
+            began = time.perf_counter()
+            part()
+            host.append(time.perf_counter() - began)
+            _wait(device)
+            whole.append(time.perf_counter() - began)
+        figures["parts of a quick audit"][name] = [
+            round(min(each) * 1e3, 2) for each in (host, whole)
+        ]
+
+    bench = Bench([model], name_tensors([model]), known=known)
+
+    def open_bench() -> None:
+        with bench.open():
+            pass
+
+    def take(gradients: bool) -> None:
+        made = loss(few.whole)
+        if gradients:
+            torch.autograd.grad(made, list(model.parameters()))
+
+    note("rows", lambda: cut_few(few.whole, few.rows))
+    note("names of tensors", lambda: name_tensors([model]))
+    note("open", open_bench)
+    with bench.open():
+        note("forward alone", lambda: take(False))
+        note("forward and backward alone", lambda: take(True))
+        note("reference", lambda: bench.sketch_quickly(ways.reference))
+        note("parts", lambda: bench.sketch_quickly(ways.trained))
+        note("reference, each operation looked at", lambda: bench.sketch(ways.reference))
     print(json.dumps(figures), flush=True)
 
 
-def _time(step: Callable[[], None], device: str) -> tuple[float, int]:
-    """The seconds of the fastest of some steps, and the peak of memory."""
+def _wait(device: str) -> None:
     if device == "cuda":
         torch.cuda.synchronize()
+
+
+def _time(step: Callable[[], None], device: str, times: int = 3) -> tuple[float, int]:
+    """The seconds of the fastest of some steps, and the peak of memory."""
+    _wait(device)
+    if device == "cuda":
         torch.cuda.reset_peak_memory_stats()
     seconds = []
-    for _ in range(3):
+    for _ in range(times):
         began = time.perf_counter()
         step()
-        if device == "cuda":
-            torch.cuda.synchronize()
+        _wait(device)
         seconds.append(time.perf_counter() - began)
     return min(seconds), torch.cuda.max_memory_allocated() if device == "cuda" else 0
 
@@ -162,6 +241,7 @@ def audit_decoder(
     optimizer = _make_optimizer(model)
     torch.backends.cuda.matmul.allow_tf32 = mode == "TF32"
     alarms = count = 0
+    known = KnownPasses()
     began = time.monotonic()
     with noted_margins() as margins:
         while count < audits and time.monotonic() < began + seconds:
@@ -170,9 +250,10 @@ def audit_decoder(
             with autocast if mode == "autocast" else nullcontext():
                 loss = loss_of_texts(model, batch)
             loss.backward()
-            few = cut_few(batch, rows)
+            few = cut_few(batch, rows, most=ROWS if count % 2 == 0 else FEWER)
             assert few is not None
-            alarms += not audit_rows(model, partial(loss_of_texts, model), few)
+            known = KnownPasses() if count % 2 == 0 else known
+            alarms += not audit_rows(model, partial(loss_of_texts, model), few, known=known)
             count += 1
             optimizer.step()
             optimizer.zero_grad()
@@ -199,6 +280,7 @@ def count_alarms(audits: int, seconds: float, device: str, names: Sequence[str])
             sparse = name.startswith("sparse")
             optimizer = (torch.optim.SGD if sparse else torch.optim.Adam)(model.parameters(), 1e-3)
             alarms = count = 0
+            known = KnownPasses()
             began = time.monotonic()
             with noted_margins() as margins:
                 while count < audits and time.monotonic() < began + seconds:
@@ -207,9 +289,11 @@ def count_alarms(audits: int, seconds: float, device: str, names: Sequence[str])
                     with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
                         made = program.loss(trained, batch)
                     made.backward()
-                    few = cut_few(batch, 16)
+                    few = cut_few(batch, 16, most=ROWS if count % 2 == 0 else FEWER)
                     assert few is not None
-                    alarms += not audit_rows(model, partial(program.loss, trained), few)
+                    known = KnownPasses() if count % 2 == 0 else known
+                    loss = partial(program.loss, trained)
+                    alarms += not audit_rows(model, loss, few, known=known)
                     count += 1
                     optimizer.step()
                     optimizer.zero_grad()
@@ -339,6 +423,89 @@ def train_ranks(tiny: bool, steps: int = 40) -> None:
     print(json.dumps(figures), flush=True)
 
 
+PLAN = """schema = 2
+created = "2026-11-29T00:00:00Z"
+workload = "decoder"
+framework = "torch"
+precision = "float32"
+xla = false
+evidence = []
+[throughput]
+samples_per_second = 1.0
+low = 1.0
+high = 1.0
+[search]
+probes = 1
+out_of_memory = 0
+seconds = 1.0
+seed = 0
+why_stopped = "measured"
+[fingerprint]
+devices = []
+driver = ""
+workload_digest = ""
+[fingerprint.versions]
+[layout]
+kind = "solo"
+global_batch = {rows}
+[[layout.share]]
+device = "{device}"
+index = 0
+name = "measured"
+batch = {rows}
+micro = {micro}
+ratio = 1.0
+"""
+
+
+def train_passes(tiny: bool, steps: int = 70) -> None:
+    """Train the decoder of 100 million parameters on one device, by a plan with two passes.
+
+    Prints what the audits of the first 64 steps add to them, what they add to 2,000 steps if all
+    later ones take as long as the last of them, and what a step without an audit takes beside one
+    of a training without audits.
+    """
+    words, length, rows = (500, 16, 8) if tiny else (32_000, 256, 64)
+    data = torch.randint(0, words, (steps * rows, length + 1))
+    device = "gpu-0" if DEVICE == "cuda" else "cpu"
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.toml"
+        path.write_text(PLAN.format(rows=rows, micro=rows // 2, device=device))
+        taken = {check: _train_by(Split(path), check, data, tiny, words) for check in (False, True)}
+    audited = [step for step in range(1, steps + 1) if is_audited(step)]
+    usual = {check: median(seconds[2:]) for check, seconds in taken.items()}
+    first = taken[False][0]
+    more = [taken[True][step - 1] - (first if step == 1 else usual[True]) for step in audited]
+    later = sum(map(is_audited, range(steps + 1, STEPS + 1)))
+    part = (sum(more) + later * more[-1]) / (STEPS * usual[False])
+    figures = {
+        "training in two passes: step ms": round(usual[False] * 1e3, 2),
+        "the same with audits, between them": round(usual[True] * 1e3, 2),
+        "audits ms": {step: round(each * 1e3, 1) for step, each in zip(audited, more, strict=True)},
+        f"audits: part of {STEPS} steps": round(part, 5),
+    }
+    print(json.dumps(figures), flush=True)
+
+
+def _train_by(split: Split, check: bool, data: torch.Tensor, tiny: bool, words: int) -> list[float]:
+    """The seconds of each step of a training by a plan, with audits if `check`."""
+    torch.manual_seed(0)
+    model = (Decoder(64, 2, words) if tiny else Decoder(768, 10, words)).to(split.device)
+    model = split.wrap(model)
+    optimizer = _make_optimizer(model)
+    seconds = []
+    for batch in split.loader(TensorDataset(data)):
+        _wait(DEVICE)
+        began = time.perf_counter()
+        with torch.autocast(split.device.type, torch.bfloat16):
+            split.step(batch, lambda part: loss_of_texts(model, part.batch), check=check)
+        optimizer.step()
+        optimizer.zero_grad()
+        _wait(DEVICE)
+        seconds.append(time.perf_counter() - began)
+    return seconds
+
+
 def measure_large(tiny: bool) -> None:
     """The decoder of a billion parameters: alarms, memory."""
     words, rows, length = (500, 8, 32) if tiny else (32_000, 16, 256)
@@ -364,17 +531,19 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--part", choices=("large", "small", "programs", "ranks"), default="")
+    parser.add_argument("--part", choices=("large", "small", "passes", "programs", "ranks"))
     parser.add_argument("--audits", type=int, default=0, help="of each exact program")
     parser.add_argument("--seconds", type=float, default=60.0, help="at most, of each program")
     parser.add_argument("--programs", nargs="*", choices=EXACT_PROGRAMS, metavar="NAME")
     options = parser.parse_args()
     torch.manual_seed(0)
-    if options.part in ("", "large"):
+    if options.part in (None, "large"):
         measure_large(options.tiny)
-    if options.part in ("", "small"):
+    if options.part in (None, "small"):
         measure_small(options.tiny)
-    if options.part in ("", "programs"):
+    if options.part in (None, "passes"):
+        train_passes(options.tiny)
+    if options.part in (None, "programs"):
         audits = options.audits or (10 if options.tiny else 400)
         names = options.programs or [
             name for name, each in EXACT_PROGRAMS.items() if not (options.tiny and each.compiled)

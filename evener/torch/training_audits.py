@@ -37,6 +37,7 @@ from ..training.audit import (
     is_audited,
 )
 from .audit.compute import Bench, Piece
+from .audit.quick import KnownPasses
 from .audit.record import (
     NOT_THIS_BATCH,
     LossRecord,
@@ -44,7 +45,7 @@ from .audit.record import (
     Recorder,
 )
 from .audit.replay import Compute, Replayed, audit_record
-from .audit.rows import FewRows, cut_few, digest_rows, fetch_rows
+from .audit.rows import FEWER, ROWS, FewRows, cut_few, digest_rows, fetch_rows
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
@@ -111,6 +112,7 @@ class TrainingAudits:
         self._batch: Any = None  # the batch that was counted last
         self._due = False
         self._changed = False  # a loss is made of other operations than earlier losses
+        self._known = KnownPasses()
         self._doubted: list[Sketch] = []  # ranks' sketches, which differ by rounding or by more
         self._measures_until = 0  # the last step that is audited to measure rounding
         self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
@@ -166,6 +168,7 @@ class TrainingAudits:
             self._batch = batch
             self._hear()
             due = self.judge.begin(self._trained()) or self._changed
+            self.judge.thorough |= self._changed
             self._due = due or self._measures
             self._changed = False
         return self._due
@@ -435,7 +438,7 @@ class TrainingAudits:
         every = [self._take_rows(None, taken, record)]
         if not taken.origin.dealt:
             every += [
-                self._move(cut_few(record.batch, record.rows, in_order))
+                self._move(cut_few(record.batch, record.rows, in_order, self._most_rows))
                 for in_order in (False, True)
             ]
         return [each for each in every if each is not None]
@@ -479,10 +482,13 @@ class TrainingAudits:
         few = None
         if loader is not None and same:
             with suppress(Exception):  # from the program's data set, which is read again
-                few = fetch_rows(loader.dataset, loader.collate_fn, loader.rows_at_hand())
+                few = fetch_rows(
+                    loader.dataset, loader.collate_fn, loader.rows_at_hand(), self._most_rows
+                )
         if few is None and taken is not None and not taken.origin.dealt:
             rows = taken.sizes[self._training.rank]
-            few = cut_few(record.batch if record is not None else batch, rows)
+            own = record.batch if record is not None else batch
+            few = cut_few(own, rows, most=self._most_rows)
         return self._move(few)
 
     def _move(self, few: FewRows | None) -> FewRows | None:
@@ -513,14 +519,25 @@ class TrainingAudits:
         groups = [group for each in optimizers for group in each.param_groups]
         others = [each for group in groups for each in group["params"]]
         around = [self._training.weights.checking, self._resting, *options.pop("around", ())]
-        measures = self._measures
+        if self.judge.thorough:
+            self._known = KnownPasses()
         return Bench(
-            every, name_tensors(every, others), around=around, measures=measures, **options
+            every,
+            name_tensors(every, others),
+            around=around,
+            measures=self._measures,
+            known=self._known,
+            **options,
         )
+
+    @property
+    def _most_rows(self) -> int:
+        """The number of rows that an audit of this step computes, or fewer."""
+        return ROWS if self.judge.thorough else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
         """Return some of these rows of a data set, on this rank's device; None if too few."""
-        return self._move(fetch_rows(dataset, collate, numbers))
+        return self._move(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
     def _resting(self) -> Iterator[None]:

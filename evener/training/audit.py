@@ -260,6 +260,8 @@ class Audits:
     def __init__(self, evens: bool = False, strict: bool = False) -> None:
         self.step = 0  # steps that have begun
         self.over = False  # a difference was acted on, so that nothing is left to audit
+        # an audit of this step is the first one, follows a change or confirms a difference
+        self.thorough = True
         self._evens = evens
         self._strict = strict
         self._signatures: set[Hashable] = set()
@@ -272,6 +274,7 @@ class Audits:
         if self.over:
             return False
         changed = self.sees(signature)
+        self.thorough = changed or self._confirms or self.step == 1
         again = self.step in self._again
         self._again.discard(self.step)
         return changed or again or self._confirms or is_audited(self.step)
@@ -285,6 +288,7 @@ class Audits:
             return False
         self._signatures.add(signature)
         self._again.add(self.step + AGAIN_AFTER)
+        self.thorough = True
         return True
 
     def changes(self) -> bool:

@@ -154,6 +154,19 @@ def test_a_change_of_the_program_is_audited_at_once() -> None:
     assert not audits.begin("one loss")
 
 
+def test_an_audit_is_thorough_at_first_after_a_change_and_to_confirm() -> None:
+    audits = Audits()
+    thorough = []
+    for step in range(1, 258):
+        if audits.begin("frozen" if step >= 20 else "all") and audits.thorough:
+            thorough.append(step)
+        if step == 256:
+            audits.decide_by(True)
+    assert thorough == [1, 20, 257]
+    assert audits.sees("another loss")
+    assert audits.thorough
+
+
 def test_a_program_that_always_changes_isnt_always_audited() -> None:
     audits = Audits()
     assert sum(audits.begin(step) for step in range(1000)) < 50

@@ -19,9 +19,10 @@ from torch.nn import functional  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
 
 from evener.torch.audit.compute import Bench  # noqa: E402
-from evener.torch.audit.rows import fetch_rows  # noqa: E402
-from evener.torch.audit.sketch import name_tensors  # noqa: E402
-from evener.torch.audit.step import DRAWN, audit  # noqa: E402
+from evener.torch.audit.quick import KnownPasses  # noqa: E402
+from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
+from evener.torch.audit.sketch import SIGNS, name_tensors, project_small  # noqa: E402
+from evener.torch.audit.step import DRAWN, Audited, audit  # noqa: E402
 from evener.torch.training_audits import devices_ways  # noqa: E402
 
 Loss = Callable[[Any, Any, Any], Any]
@@ -55,18 +56,19 @@ def pad(rows: Any) -> Any:
 def find_cause(
     make: Callable[[], Any], loss: Loss, data: Any = Points, collate: Any = default_collate
 ) -> str:
-    """The cause of a difference that the audit of a model's first step finds, "" for none; no trace
-    of the audit is left.
+    """The cause of a difference that the audit of a model's first step finds, "" for none.
+
+    A later audit, which is quick where it can be, finds a difference too or none. No trace of
+    the audits is left.
     """
     torch.manual_seed(0)
     model = make().train()
-    device = next(model.parameters()).device
     was = {name: tensor.clone() for name, tensor in model.state_dict().items()}
     states = _list_random_states()
-    few = fetch_rows(data(45), collate, range(45))
-    assert few is not None
-    ways = devices_ways(few, lambda part: loss(model, *[each.to(device) for each in part.batch]))
-    found = audit(Bench([model], name_tensors([model])), ways, moves=True)
+    known = KnownPasses()
+    found = audit_rows(model, loss, data(45), collate, known)
+    later = audit_rows(model, loss, data(45), collate, known, FEWER)
+    assert (later.difference is None, later.fault) == (found.difference is None, found.fault)
     assert all(torch.equal(tensor, was[name]) for name, tensor in model.state_dict().items())
     assert _list_random_states() == states
     assert model.training
@@ -75,6 +77,17 @@ def find_cause(
     assert getattr(model, "seen", []) == []
     assert (found.difference is None) == (found.cause == "")
     return found.cause or found.fault
+
+
+def audit_rows(
+    model: Any, loss: Loss, data: Any, collate: Any, known: KnownPasses, most: int = ROWS
+) -> Audited:
+    """An audit of a model's loss of some rows."""
+    device = next(model.parameters()).device
+    few = fetch_rows(data, collate, range(45), most)
+    assert few is not None
+    ways = devices_ways(few, lambda part: loss(model, *[each.to(device) for each in part.batch]))
+    return audit(Bench([model], name_tensors([model]), known=known), ways, moves=True)
 
 
 def _list_random_states() -> list[Any]:
@@ -119,6 +132,22 @@ class Recurrent(nn.Module):
 
     def forward(self, x: Any) -> Any:
         return self.last(self.attention(self.layers(x[..., None])[0]).mean(1))
+
+
+class Late(nn.Module):
+    """Adds noise by a generator of its own, once `draws` is set."""
+
+    draws = False
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = head()
+        self.generator = torch.Generator().manual_seed(1)
+
+    def forward(self, x: Any) -> Any:
+        if self.draws:
+            x = x + torch.randn(x.shape, generator=self.generator)
+        return self.head(x)
 
 
 class NumpyNoise(nn.Module):
@@ -185,6 +214,39 @@ EXACT: dict[str, Callable[[], Any]] = {
 @pytest.mark.parametrize("name", EXACT)
 def test_a_mean_over_rows_is_right_in_any_model(name: str) -> None:
     assert find_cause(EXACT[name], classify) == ""
+
+
+def test_only_random_numbers_beside_dropout_s_keep_audits_from_being_quick() -> None:
+    drawing = set()
+    for name, make in EXACT.items():
+        known = KnownPasses()
+        for most in (ROWS, FEWER):
+            audit_rows(make(), classify, Points(45), default_collate, known, most)
+        if known.draws:
+            drawing.add(name)
+    assert drawing == {"noise and times", "random slopes"}
+
+
+def test_a_generator_that_starts_to_draw_ends_quick_audits() -> None:
+    """Its numbers are the same ones for each row, in whichever part it is computed."""
+    model, known = Late(), KnownPasses()
+    for model.draws in (False, False, True, True):
+        found = audit_rows(model, classify, Points(45), default_collate, known)
+        assert (found.difference, found.fault) == (None, "")
+        assert known.draws is model.draws
+
+
+def test_sums_of_a_small_gradient_are_the_same_beside_others() -> None:
+    torch.manual_seed(0)
+    many = [torch.randn(size) for size in (1, 5, 255, 256, 257, 1000, 40_000)]
+    together = project_small(many, SIGNS)
+    alone = torch.cat([project_small([each], SIGNS) for each in reversed(many)]).flip(0)
+    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-3)
+    norms = torch.stack([each.double().norm() for each in many])
+    found = torch.stack([project_small([each * 3], SIGNS)[0] for each in many])
+    torch.testing.assert_close(found, together * 3, rtol=1e-4, atol=1e-3)
+    sizes = together.square().mean(1).sqrt() / norms
+    assert bool(((sizes > 0.2) & (sizes < 4)).all())
 
 
 def test_kernels_of_a_gpu_leave_no_trace_either() -> None:

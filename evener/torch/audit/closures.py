@@ -8,8 +8,7 @@ from __future__ import annotations
 
 import random
 import sys
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from functools import partial
 from types import CellType, CodeType, FunctionType, MethodType, ModuleType
 from typing import Any
@@ -30,15 +29,14 @@ _FOREIGN = {
 }
 
 
-@contextmanager
-def kept_closure(function: Callable[..., Any] | None) -> Iterator[None]:
-    """Enter a context that restores, at its end, what `function` may change outside itself."""
+def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
+    """Save what `function` may change outside itself; return the function that restores it.
+
+    It may be called several times.
+    """
     kept = _Kept()
     kept.look_at(function, DEPTH)
-    try:
-        yield
-    finally:
-        kept.put_back()
+    return kept.put_back
 
 
 class _Kept:

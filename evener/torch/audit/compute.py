@@ -19,11 +19,19 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ...training.audit import Sketch
-from .closures import kept_closure
+from .closures import keep_closure
 from .precision import full_precision
-from .randomness import SEED, EvenRandomness, digest_draws, seed_all, seed_torch
+from .quick import KnownPasses, QuickPass
+from .randomness import (
+    SEED,
+    EvenRandomness,
+    RandomState,
+    digest_draws,
+    seed_all,
+    seed_torch,
+)
 from .sketch import SIGNS, GradientSums
-from .state import kept_attributes, kept_state
+from .state import keep_with_frozen
 
 MOVE = 0.01  # the standard deviation of what is added to weights that are all equal
 
@@ -43,7 +51,8 @@ class Bench:
     is called. `around` are contexts that suppress the effects of a step, such as the exchange
     of gradients. `losses_only` is True if gradients can't be taken, as they are sharded; a
     sketch has only the loss then. `measures` is True if an audit always measures how rounding
-    changes the gradient.
+    changes the gradient. `known` is what earlier audits have seen of such passes, and is changed by
+    this one; None stands for a single audit.
 
     `changed` are the names of buffers that a pass changes, `draws` is the number of PyTorch's
     random draws that affect the result. `drawn` are digests of the state of Python's and NumPy's
@@ -60,6 +69,7 @@ class Bench:
         around: Sequence[Callable[[], AbstractContextManager[Any]]] = (),
         losses_only: bool = False,
         measures: bool = False,
+        known: KnownPasses | None = None,
     ) -> None:
         self._models = list(models)
         self._modules = [
@@ -72,10 +82,12 @@ class Bench:
         self._around = around
         self.losses_only = losses_only
         self.measures = measures
+        self._known = KnownPasses() if known is None else known
         self.changed: set[str] = set()
         self.draws = 0
         self.drawn: set[int] = set()
         self._adds: Callable[..., None] | None = None  # set within a piece
+        self._restores: list[Callable[[], None]] = []  # set while open
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[Bench]:
@@ -89,15 +101,17 @@ class Bench:
             warnings.simplefilter("ignore")
             for each in self._around:
                 stack.enter_context(each())
-            stack.enter_context(kept_state([*self._models, *self._holders], self._apart))
+            stack.callback(RandomState().restore)
             stack.enter_context(full_precision())
             stack.enter_context(torch.enable_grad())
             stack.enter_context(torch.compiler.set_stance("force_eager"))
             for model in self._models:
                 stack.enter_context(_bare(model))
-            for module in self._modules:
-                if isinstance(module, _BatchNorm) and module.track_running_stats:
-                    module.training = False
+            stack.enter_context(_fixed_statistics(self._modules))
+            self._restores = [
+                keep_closure(self._function),
+                keep_with_frozen(*self._modules, *self._holders, apart=self._apart),
+            ]
             if moves:
                 stack.enter_context(_moved(self._tensors.values()))
             yield self
@@ -112,23 +126,50 @@ class Bench:
         sums = GradientSums(self._tensors, SIGNS)
         computed: set[torch.dtype] = set()
         self.drawn = set()
+        draws = 0
         for piece in way:
-            seed_all(seed)
             randomness = EvenRandomness(disturbance, seed)
-            # each pass begins as the first one did
-            kept = kept_attributes(*self._modules, *self._holders, apart=self._apart)
-            with kept, kept_closure(self._function):
-                before = self._list_buffers()
-                self._adds = partial(sums.add, weight=piece.weight, loss_only=self.losses_only)
-                with randomness, torch.set_grad_enabled(not self.losses_only):
-                    loss = piece.loss()
-                    self.drawn.add(digest_draws())
-                    self._note_changes(before)
-                    if isinstance(loss, torch.Tensor):
-                        self.add(loss)
-            self.draws += randomness.random
+            self._compute(piece, sums, randomness, seed)
+            draws += randomness.random
             computed |= randomness.kinds
+        self.draws += draws
+        self._known.draws = draws > 0 or bool(self._known.draws)
+        self._known.computed |= computed
         return sums.sketch(computed)
+
+    @property
+    def is_quick(self) -> bool:
+        """True if `sketch_quickly` may give a result."""
+        return self._known.draws is False and not (self.losses_only or self.measures)
+
+    def sketch_quickly(self, way: Sequence[Piece]) -> Sketch | None:
+        """Return the gradient of some rows, or None if their passes draw random numbers."""
+        sums = GradientSums(self._tensors, SIGNS)
+        computed = set(self._known.computed)
+        for piece in way:
+            quick = QuickPass()
+            self._compute(piece, sums, quick, SEED)
+            if quick.has_drawn:
+                self._known.draws = True
+                return None
+            computed |= quick.kinds
+        return sums.sketch(computed)
+
+    def _compute(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
+        """Add the gradient of a piece to the sums, computed in a mode of PyTorch's functions."""
+        seed_all(seed)
+        before = self._list_buffers()
+        self._adds = partial(sums.add, weight=piece.weight, loss_only=self.losses_only)
+        try:
+            with mode, torch.set_grad_enabled(not self.losses_only):
+                loss = piece.loss()
+                self.drawn.add(digest_draws())
+                self._note_changes(before)
+                if isinstance(loss, torch.Tensor):
+                    self.add(loss)
+        finally:  # each pass begins as the first one did
+            for restore in self._restores:
+                restore()
 
     def add(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradient of a loss to the piece that is being computed.
@@ -175,6 +216,23 @@ def _bare(model: Any) -> Iterator[None]:
 
 
 @contextmanager
+def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
+    """Enter a context in which batch normalization uses its running statistics."""
+    fixed = [
+        (each, each.training)
+        for each in modules
+        if isinstance(each, _BatchNorm) and each.track_running_stats
+    ]
+    for each, _ in fixed:
+        each.training = False
+    try:
+        yield
+    finally:
+        for each, training in fixed:
+            each.training = training
+
+
+@contextmanager
 def _moved(tensors: Iterable[Any]) -> Iterator[None]:
     """Enter a context in which weights whose values are all equal are changed a little.
 
@@ -183,15 +241,24 @@ def _moved(tensors: Iterable[Any]) -> Iterator[None]:
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     seed_torch(SEED)
     try:
-        for each in tensors:
-            data = each.data
-            if type(data) is not torch.Tensor or not data.is_floating_point() or data.numel() < 2:
-                continue
-            value = data.reshape(-1)[0].clone()
-            if bool((data == value).all()):
-                moved.append((data, value))
-                data.add_(torch.randn_like(data), alpha=MOVE)
+        for data, value in _list_equal(tensors):
+            moved.append((data, value))
+            data.add_(torch.randn_like(data), alpha=MOVE)
         yield
     finally:
         for data, value in moved:
             data.fill_(value)
+
+
+def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the tensors whose values are all equal, each with that value."""
+    plain = [each.data for each in tensors if type(each.data) is torch.Tensor]
+    several = [each for each in plain if each.is_floating_point() and each.numel() > 1]
+    values = [each.reshape(-1)[0].clone() for each in several]
+    # all are compared before the host waits for the first result
+    equal = [(each == value).all() for each, value in zip(several, values, strict=True)]
+    return [
+        (each, value)
+        for each, value, same in zip(several, values, equal, strict=True)
+        if bool(same)
+    ]

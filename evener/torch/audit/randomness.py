@@ -31,6 +31,13 @@ _SUMS = {"native_layer_norm_backward", "native_group_norm_backward", "embedding_
 SUM_TERMS = 32  # they are added in pairs, so the error hardly grows with their number
 
 
+_DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward
+
+
+# A context in which no mode is called for an operation, which takes longer than many operations.
+without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
+
+
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
     """Draws the same random numbers for every row, from `seed`.
 
@@ -48,25 +55,36 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         self._disturbance = disturbance
         self._generators: dict[torch.device, torch.Generator] = {}
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """False, which leaves out a wrapper for torch.compile: nothing is compiled in an audit."""
+        return False
+
     def __torch_dispatch__(
         self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
     ) -> Any:
-        given = dict(keywords or {})
-        places = _find_dropout(function)
-        if places:
-            arguments = _turn_dropout_off(places, arguments, given)
-        if function.overloadpacket is torch.ops.aten.native_dropout_backward:
-            result = arguments[0].clone()  # all values were kept, and none was scaled
-        elif torch.Tag.nondeterministic_seeded not in function.tags:
-            result = function(*arguments, **given)
+        if _is_plain(function):
+            result = function(*arguments, **(keywords or {}))
         else:
-            self.draws += 1
-            result, random = _draw(function, list(arguments), given, self._seed + self.draws)
-            self.random += random
+            result = self._call(function, arguments, dict(keywords or {}))
         if isinstance(result, torch.Tensor) and result.numel() > 1:
             self.kinds.add(result.dtype)
         if self._disturbance:
             self._disturb(function.overloadpacket.__name__, arguments, result)
+        return result
+
+    def _call(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
+        """Return the result of an operation that drops values or draws random numbers."""
+        places = _find_dropout(function)
+        if places:
+            arguments = _turn_dropout_off(places, arguments, keywords)
+        if function.overloadpacket is _DROPOUT_BACKWARD:
+            return arguments[0].clone()  # all values were kept, and none was scaled
+        if torch.Tag.nondeterministic_seeded not in function.tags:
+            return function(*arguments, **keywords)
+        self.draws += 1
+        result, random = _draw(function, list(arguments), keywords, self._seed + self.draws)
+        self.random += random
         return result
 
     def _disturb(self, name: str, arguments: Any, result: Any) -> None:
@@ -235,6 +253,13 @@ def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
         return ()
     names = [each.name for each in function._schema.arguments]
     return tuple((place, name) for place, name in enumerate(names) if name in _RATES)
+
+
+@cache
+def _is_plain(function: Any) -> bool:
+    """True for an operation that neither drops values nor draws random numbers, like most."""
+    drops = bool(_find_dropout(function)) or function.overloadpacket is _DROPOUT_BACKWARD
+    return not drops and torch.Tag.nondeterministic_seeded not in function.tags
 
 
 def _turn_dropout_off(

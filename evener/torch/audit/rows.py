@@ -16,7 +16,10 @@ from ..rows.structure import cut_rows, tensors_in
 from .randomness import SEED, seed_all
 from .state import kept_state
 
-ROWS, CANDIDATES = 8, 32  # rows that are computed, and rows that they are chosen from
+ROWS = 8  # that are computed
+FEWER = 4  # rows, if nothing has changed since an audit of ROWS
+TIMES = 4  # rows are chosen from as many times more
+CANDIDATES = TIMES * ROWS
 _IGNORED = -100
 
 
@@ -50,9 +53,12 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
 
 def fetch_rows(
-    dataset: Any, collate: Callable[[list[Any]], Any], numbers: Sequence[int]
+    dataset: Any,
+    collate: Callable[[list[Any]], Any],
+    numbers: Sequence[int],
+    most: int = ROWS,
 ) -> FewRows | None:
-    """Return some of these rows of a data set, chosen to differ in class and length.
+    """Return up to `most` of these rows of a data set, chosen to differ in class and length.
 
     Return None if there are fewer than two.
     """
@@ -64,10 +70,10 @@ def fetch_rows(
     with kept_state():
         seed_all(SEED)
         twin = copy_dataset(dataset)
-        items = [twin[number] for number in numbers[:CANDIDATES]]
+        items = [twin[number] for number in numbers[: TIMES * most]]
         if len(items) < 2:
             return None
-        chosen = _choose(items, [_sign_item(each, collated) for each in items])
+        chosen = _choose(items, [_sign_item(each, collated) for each in items], most)
         whole = collated(chosen)
         first, half = _first(len(chosen)), len(chosen) // 2
         sizes = (first, len(chosen) - first)
@@ -112,17 +118,18 @@ def copy_dataset(dataset: Any) -> Any:
     return twin
 
 
-def cut_few(batch: Any, rows: int, in_order: bool = False) -> FewRows | None:
-    """Return some rows of a collated batch, or None if it has fewer than two, or can't be cut.
+def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> FewRows | None:
+    """Return up to `most` rows of a collated batch of `rows`.
 
-    Of up to 32 rows, those that differ most are chosen, in an order that makes the parts differ;
-    with `in_order`, they keep the batch's order.
+    Of four times as many, those that differ most are chosen, in an order that makes the parts
+    differ; with `in_order`, they keep the batch's order. Return None if the batch has fewer than
+    two rows, or can't be cut.
     """
     if rows < 2:
         return None
     try:
-        whole = _pick(batch, rows, in_order)
-        count = min(rows, ROWS) // 2 * 2
+        whole = _pick(batch, rows, in_order, most)
+        count = min(rows, most) // 2 * 2
         first, half = _first(count), count // 2
         parts = _cut(whole, first, count)
         even = _cut(whole, half, count)
@@ -138,38 +145,38 @@ def _first(rows: int) -> int:
     return max(1, rows * 3 // 8)
 
 
-def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]]) -> list[Any]:
-    """Return up to ROWS of the items, spread over their order by class and length."""
-    places = spread_places(signs)
+def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
+    """Return up to `most` of the items, spread over their order by class and length."""
+    places = spread_places(signs, most)
     return [items[place] for place in places]
 
 
-def spread_places(signs: Sequence[tuple[float, ...]]) -> list[int]:
-    """Return the places of up to ROWS rows: of the first rows if these differ, else of all rows.
+def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
+    """Return the places of up to `most` rows: of the first rows if these differ, else of all rows.
 
     They are sorted by what distinguishes rows, so that parts of them differ too.
     """
-    first = signs[:ROWS]
+    first = signs[:most]
     differ = len(first[0]) > 0 and all(len(set(values)) > 1 for values in zip(*first, strict=True))
     chosen = first if differ or not signs[0] else signs
     ranked = sorted(range(len(chosen)), key=lambda place: (chosen[place], place))
-    count = min(ROWS, len(chosen))
+    count = min(most, len(chosen))
     count -= count % 2  # so that halves are equal
-    return [ranked[place * len(ranked) // count] for place in range(count)]
+    return [ranked[place * (len(ranked) - 1) // max(1, count - 1)] for place in range(count)]
 
 
-def _pick(batch: Any, rows: int, in_order: bool) -> Any:
-    """Return up to ROWS rows of a collated batch.
+def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
+    """Return up to `most` rows of a collated batch.
 
     They are chosen by `spread_places` if each tensor of the batch has all its rows; else the first
     rows are used.
     """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(each) != rows for each in tensors):
-        return cut_rows(batch, 0, min(ROWS, rows) // 2 * 2, rows)
-    few = min(CANDIDATES, rows)
+        return cut_rows(batch, 0, min(most, rows) // 2 * 2, rows)
+    few = min(TIMES * most, rows)
     signs = list(zip(*(_sign_rows(each[:few]) for each in tensors), strict=True))
-    places = spread_places(signs)
+    places = spread_places(signs, most)
     if in_order:
         places.sort()
     picked = [cut_rows(batch, place, place + 1, rows) for place in places]
@@ -219,23 +226,22 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
     Rows that come in pairs can't, for example.
     """
     try:
-        return tuple(_sign(each) for each in tensors_in(collated([item])))
+        return tuple(_sign_rows(each[None])[0] for each in tensors_in(collated([item])))
     except Exception:
         return ()
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    return [_sign(each) for each in tensor]
+    """Return a number for each row that distinguishes rows.
 
-
-def _sign(row: torch.Tensor) -> float:
-    """Return a number that distinguishes rows: the class, else the number of meaningful values."""
-    exact = not row.is_floating_point() and not row.is_complex()
-    if row.numel() == 1 and exact:
-        return float(row)
-    if exact:
-        return float(((row != _IGNORED) & (row != 0)).sum())
-    return float(torch.isfinite(row).sum())
+    It is the class, else the number of meaningful values.
+    """
+    exact = not tensor.is_floating_point() and not tensor.is_complex()
+    rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]
+    if exact and rows.shape[1] == 1:
+        return list(map(float, rows[:, 0].tolist()))
+    meant = (rows != _IGNORED) & (rows != 0) if exact else torch.isfinite(rows)
+    return list(map(float, meant.sum(1).tolist()))
 
 
 def digest_rows(batch: Any) -> int:

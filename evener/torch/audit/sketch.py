@@ -3,23 +3,30 @@
 Gradients are taken by torch.autograd.grad, which runs none of the hooks that accumulate gradients:
 the step's own gradients stay unchanged, and no exchange between ranks is triggered. A hook on each
 tensor computes the sums as soon as the gradient arrives and returns an empty gradient, so that the
-memory is freed at once.
+memory is freed at once. Gradients of few values wait until several are there, as a GPU computes the
+sums of many of them in the time that it takes to start those of one.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+import math
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
 
+import msgspec
 import numpy
 import torch
 
 from ...training.audit import LOSS, MIXED, PROJECTIONS, Sketch
-from .randomness import SEED
+from .randomness import SEED, without_modes
 
-WIDTH = 4096  # values in each of the lines into which a gradient is cut
+WIDTH = 4096  # values in each of the lines into which a large gradient is cut
+NARROW = 256  # values in each of the lines of small gradients
+SMALL = 1 << 16  # values: gradients of up to this size are projected together
+MOST_WAITING = 1 << 22  # values of small gradients that are kept until they are projected
+MOST_LAYOUTS = 256  # groups of small gradients whose layout is kept
 BLOCK = 1 << 24  # values that are converted at once
 
 
@@ -32,6 +39,7 @@ class Signs:
 
     def __init__(self) -> None:
         self._pools: dict[tuple[Any, ...], torch.Tensor] = {}
+        self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
         """Return signs for `count` lines (which = 0) or columns (1).
@@ -46,6 +54,37 @@ class Signs:
             self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like)
         return self._pools[key][:count]
 
+    def lay_out(self, sizes: tuple[int, ...], like: torch.Tensor) -> _Layout:
+        """Return how small gradients of these sizes lie in lines, one gradient after the other."""
+        key = sizes, like.device, like.dtype
+        if key not in self._layouts:
+            if len(self._layouts) >= MOST_LAYOUTS:
+                self._layouts.clear()
+            self._layouts[key] = self._make_layout(sizes, like)
+        return self._layouts[key]
+
+    def _make_layout(self, sizes: tuple[int, ...], like: torch.Tensor) -> _Layout:
+        counts = torch.tensor([-(-size // NARROW) for size in sizes])
+        signs = self.take(int(counts.max()), 0, like)
+        zeros = like.new_zeros(NARROW)
+        return _Layout(
+            rests=[zeros[: -size % NARROW] for size in sizes],
+            signs=torch.cat([signs[:count] for count in counts.tolist()]),
+            owners=torch.arange(len(sizes)).repeat_interleave(counts).to(like.device),
+        )
+
+
+class _Layout(msgspec.Struct, frozen=True, eq=False):
+    """How several small gradients lie in lines.
+
+    `rests` are the zeros that fill each gradient's last line. Each line has its `signs`, and its
+    gradient's place in `owners`.
+    """
+
+    rests: list[torch.Tensor]
+    signs: torch.Tensor
+    owners: torch.Tensor
+
 
 SIGNS = Signs()  # shared by all sketches, so that they can be compared
 
@@ -54,22 +93,42 @@ def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
     """Return PROJECTIONS random sums of a gradient, as float64."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
-    if gradient.is_complex():
-        gradient = torch.view_as_real(gradient)
-    flat = gradient.detach().reshape(-1)
-    total = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)
+    flat = _flatten(gradient)
     width = min(WIDTH, max(1, flat.numel()))
-    whole = flat.numel() // width
-    lines = max(1, BLOCK // width)
-    for first in range(0, whole, lines):
-        count = min(lines, whole - first)
+    lines = flat.numel() // width
+    wide = flat.dtype in (torch.float32, torch.float64)
+    at_once = lines if wide else max(1, BLOCK // width)
+    total = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)
+    for first in range(0, lines, max(1, at_once)):
+        count = min(at_once, lines - first)
         block = _widen(flat[first * width : (first + count) * width].view(count, width))
         sums = block @ signs.take(width, 1, block)
-        total += (sums * signs.take(whole, 0, block)[first : first + count]).sum(0)
-    rest = _widen(flat[whole * width :])
+        sums *= signs.take(lines, 0, block)[first : first + count]
+        total += sums.sum(0, dtype=torch.float64)
+    rest = _widen(flat[lines * width :])
     if rest.numel():
         total += signs.take(width, 1, rest)[: rest.numel()].T @ rest
     return total
+
+
+def project_small(gradients: Sequence[torch.Tensor], signs: Signs) -> torch.Tensor:
+    """Return PROJECTIONS random sums of each gradient, in a few operations for all of them.
+
+    The gradients are dense, on one device and of one type. Their sums are the same beside other
+    gradients.
+    """
+    flat = [_flatten(each) for each in gradients]
+    layout = signs.lay_out(tuple(each.numel() for each in flat), _widen(flat[0][:1]))
+    pieces = [part for pair in zip(flat, layout.rests, strict=True) for part in pair]
+    lines = _widen(torch.cat(pieces)).view(-1, NARROW)
+    sums = (lines @ signs.take(NARROW, 1, lines)).mul_(layout.signs).double()
+    found = sums.new_zeros((len(flat), PROJECTIONS))
+    return found.index_add_(0, layout.owners, sums)
+
+
+def _flatten(gradient: torch.Tensor) -> torch.Tensor:
+    plain = gradient.detach()
+    return (torch.view_as_real(plain) if plain.is_complex() else plain).reshape(-1)
 
 
 def _widen(values: torch.Tensor) -> torch.Tensor:
@@ -88,14 +147,21 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """The random sums of these tensors' gradients, over all losses that are added."""
+    """The random sums of these tensors' gradients, over all losses that are added.
+
+    The host doesn't wait for a GPU before `sketch`.
+    """
 
     def __init__(self, tensors: Mapping[str, torch.Tensor], signs: Signs) -> None:
         self._tensors = tensors
         self._signs = signs
-        self._sums: dict[str, torch.Tensor] = {}
+        # sums of several tensors' gradients: (tensors, PROJECTIONS)
+        self._sums: list[tuple[list[str], torch.Tensor]] = []
+        self._waiting: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
+        self._size = 0  # values that wait
+        self._zeros: dict[tuple[Any, ...], torch.Tensor] = {}
         self._kinds: dict[str, torch.dtype] = {}  # types of sums that aren't a tensor's gradient
-        self._loss = 0.0
+        self._losses: list[torch.Tensor] = []
 
     def add(
         self,
@@ -107,10 +173,9 @@ class GradientSums:
         """Add the gradient of a loss, times its weight; with `loss_only`, add the loss itself."""
         scaled = loss * weight
         value = scaled.detach().double().sum()
-        self._loss += float(value)
+        self._losses.append(value)
         if loss_only:
-            before = self._sums.get(LOSS, torch.zeros_like(value).expand(PROJECTIONS))
-            self._sums[LOSS] = before + value
+            self._sums.append(([LOSS], value.expand(1, PROJECTIONS)))
             self._kinds[LOSS] = loss.dtype
             return
         trained = {name: each for name, each in self._tensors.items() if each.requires_grad}
@@ -122,30 +187,53 @@ class GradientSums:
             torch.autograd.grad(
                 scaled.sum(), list(trained.values()), retain_graph=retain_graph, allow_unused=True
             )
+        with torch.no_grad(), without_modes():
+            self._project_waiting()
 
     def _take(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        with torch.no_grad():
-            sums = project(gradient, self._signs)
-            before = self._sums.get(name)
-            self._sums[name] = sums if before is None else before + sums
+        with torch.no_grad(), without_modes():
             if gradient.is_sparse:
+                self._sums.append(([name], project(gradient, self._signs)[None]))
                 return torch.sparse_coo_tensor(size=gradient.shape).to(gradient)
-            return gradient.new_zeros(()).expand(gradient.shape)
+            kind = gradient.device, gradient.dtype
+            if 0 < gradient.numel() <= SMALL:
+                self._waiting.setdefault(kind, []).append((name, gradient))
+                self._size += gradient.numel()
+            else:
+                self._sums.append(([name], project(gradient, self._signs)[None]))
+            if self._size > MOST_WAITING:
+                self._project_waiting()
+            if kind not in self._zeros:
+                self._zeros[kind] = gradient.new_zeros(())
+            return self._zeros[kind].expand(gradient.shape)
+
+    def _project_waiting(self) -> None:
+        for pairs in self._waiting.values():
+            sums = project_small([gradient for _, gradient in pairs], self._signs)
+            self._sums.append(([name for name, _ in pairs], sums))
+        self._waiting.clear()
+        self._size = 0
 
     def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
         """Return the sums so far, on the host.
 
         `computed` are the types that the losses were computed in.
         """
-        made = Sketch(loss=self._loss)
-        names = sorted(self._sums)
-        for device in {self._sums[name].device for name in names}:
-            own = [name for name in names if self._sums[name].device == device]
-            lines = torch.stack([self._sums[name] for name in own]).tolist()
-            for name, line in zip(own, lines, strict=True):
+        made = Sketch(loss=math.fsum(_read_all(self._losses)))
+        for device in {sums.device for _, sums in self._sums}:
+            own = [(names, sums) for names, sums in self._sums if sums.device == device]
+            lines = torch.cat([sums for _, sums in own]).tolist()
+            for name, line in zip((each for names, _ in own for each in names), lines, strict=True):
                 kind = self._kinds[name] if name in self._kinds else self._tensors[name].dtype
                 made.add(name, _name_kind(kind, computed), line)
         return made
+
+
+def _read_all(values: Sequence[torch.Tensor]) -> list[float]:
+    """Return single numbers that may lie on several devices."""
+    if len({each.device for each in values}) == 1:
+        return list(torch.stack(list(values)).tolist())
+    return [float(each) for each in values]
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:

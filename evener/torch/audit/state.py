@@ -11,29 +11,54 @@ from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
+import msgspec
 import torch
 
 from .randomness import RandomState
 
 MOST_ITEMS = 10_000  # of a list or dict that is inspected; longer ones are data, not counters
 _CONTAINERS = (dict, list, deque, set)
+_PLAIN = {bool, int, float, str, type(None)}
+
+
+class _Items(msgspec.Struct, frozen=True, eq=False):
+    """What restores a dict, list or deque: its keys (of a dict), items and their ids.
+
+    `inner` are the items that may themselves be changed, with what restores them.
+    """
+
+    keys: list[Any] | None
+    items: list[Any]
+    ids: list[int]
+    inner: list[tuple[Any, Any]]
 
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context that restores the attributes of all holders, in place, at its end.
-
-    Examples are counters, lists of values, buffers and metrics. Objects in `apart` are left out.
-    Parameters aren't copied, except those that a model moves itself, such as a momentum encoder's.
-    """
-    restore = keep_attributes(*holders, apart=apart)
-    frozen = _copy_frozen(holders)
+    """Enter a context that restores what `keep_with_frozen` saves at its end."""
+    restore = keep_with_frozen(*holders, apart=apart)
     try:
         yield
     finally:
         restore()
+
+
+def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
+    """Save the attributes of all holders; return the function that restores them in place.
+
+    Examples are counters, lists of values, buffers and metrics. Objects in `apart` are left out.
+    Parameters aren't copied, except those that a model moves itself, such as a momentum encoder's.
+    The function may be called several times.
+    """
+    restore_attributes = keep_attributes(*holders, apart=apart)
+    frozen = _copy_frozen(holders)
+
+    def restore() -> None:
+        restore_attributes()
         for each, was in frozen:
             put_back(each, was)
+
+    return restore
 
 
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
@@ -95,7 +120,7 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
 
     Tensors of more than `most_bytes` aren't copied.
     """
-    if id(value) in memo:
+    if type(value) in _PLAIN or id(value) in memo:
         return None
     if isinstance(value, torch.Tensor):
         return _copy_tensor(value, memo, most_bytes)
@@ -106,7 +131,15 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
         return ()
     if isinstance(value, set):
         return set(value)
-    return [(key, item, copy_data(item, memo, most_bytes)) for key, item in _list_items(value)]
+    return _copy_items(value, memo, most_bytes)
+
+
+def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
+    keys = list(value) if isinstance(value, dict) else None
+    items = list(value) if keys is None else list(value.values())
+    copies = [(item, copy_data(item, memo, most_bytes)) for item in items]
+    inner = [(item, was) for item, was in copies if was is not None]
+    return _Items(keys, items, list(map(id, items)), inner)
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
@@ -119,15 +152,14 @@ def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -
     return value._version, value.detach().clone()
 
 
-def _list_items(value: Any) -> list[tuple[Any, Any]]:
-    return list(value.items() if isinstance(value, dict) else enumerate(value))
-
-
 def put_back(value: Any, was: Any) -> None:
     """Restore a value from what `copy_data` returned for it."""
-    if was is None or (was == () and not value):
+    if was is None:
         return
-    if isinstance(value, torch.Tensor):
+    if was == ():
+        if value:
+            value.clear()
+    elif isinstance(value, torch.Tensor):
         version, copied = was
         with torch.no_grad():  # a tensor changed through .data alone still has its version
             (value.data if value._version == version else value).copy_(copied)
@@ -138,15 +170,13 @@ def put_back(value: Any, was: Any) -> None:
         _put_back_items(value, was)
 
 
-def _put_back_items(value: Any, was: Any) -> None:
-    for _, item, inner in was:
+def _put_back_items(value: Any, was: _Items) -> None:
+    for item, inner in was.inner:
         put_back(item, inner)
-    if [(key, id(item)) for key, item in _list_items(value)] == [
-        (key, id(item)) for key, item, _ in was
-    ]:
-        return
-    value.clear()
     if isinstance(value, dict):
-        value.update({key: item for key, item, _ in was})
-    else:
-        value.extend(item for _, item, _ in was)
+        if list(map(id, value.values())) != was.ids or list(value) != was.keys:
+            value.clear()
+            value.update(zip(was.keys or (), was.items, strict=True))
+    elif list(map(id, value)) != was.ids:
+        value.clear()
+        value.extend(was.items)
