@@ -35,7 +35,7 @@ def check_fit(
     _check_world(plan, world, framework)
     check_global_batch(
         global_batch if global_batch is not None else plan.layout.global_batch,
-        len(plan.layout.active),
+        sum(map(bool, plan.layout.batches)),
     )
     warnings = tuple(_differences(plan, devices, workload_digest, framework))
     if strict and warnings:

@@ -89,6 +89,11 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     peak_bytes: Count = 0
 
     @property
+    def takes_part(self) -> bool:
+        """True if the device computes rows, or holds a part of a sharded model's state."""
+        return bool(self.batch or self.state)
+
+    @property
     def on_gpu(self) -> bool:
         """True if the device is a GPU, not a slice of the CPU or a simulated device."""
         return bool(self.gpu_label)
@@ -131,8 +136,8 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def active(self) -> tuple[Share, ...]:
-        """The shares of the devices that compute."""
-        return tuple(share for share in self.share if share.batch)
+        """The shares of the devices that take part, of which some may only hold state."""
+        return tuple(share for share in self.share if share.takes_part)
 
     @property
     def by_cost(self) -> bool:
@@ -212,7 +217,7 @@ def check_layout(layout: PlanLayout, where: str) -> None:
 
     The message names the key, prefixed with `where`.
     """
-    if not layout.active:
+    if not any(layout.batches):
         raise PlanError(
             f"{where}.share gives no device a sample.", "At least one batch is above 0."
         )
@@ -267,9 +272,9 @@ def _check_states(layout: PlanLayout, where: str) -> None:
             f"{where}.kind is {layout.kind}, but its devices have a state.",
             "A sharded layout is a shard.",
         )
-    if layout.traits.sharded and (
-        holds != [bool(share.batch) for share in layout.share] or not _is_whole(states)
-    ):
+    lacks = any(share.batch and not own for share, own in zip(layout.share, holds, strict=True))
+    wrong = any(state and not own for state, own in zip(states, holds, strict=True))
+    if layout.traits.sharded and (lacks or wrong or not _is_whole(states)):
         raise PlanError(
             f"{where}.share has the states {', '.join(map(str, states))}.",
             "Give each device with rows its part of the model's state; they sum to 1.",

@@ -118,6 +118,12 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
             "Run evener doctor to see why.",
         )
     part = sum(share.ratio for share in left)
+    if not part:
+        names = ", ".join(map(describe, left))
+        raise PlanError(
+            f"The devices that are left compute no rows in the plan: {names}.",
+            "Run evener doctor to see why the others aren't there.",
+        )
     speed = plan.throughput
     rates = {
         name: getattr(speed, name) * part
@@ -169,12 +175,15 @@ def _rows_of(
     They follow from the devices' curves if the plan has them, else from the proportions
     of the shares.
     """
-    walls = tuple(_largest_pass(share) for share in left)
-    rows = None if layout.by_cost else _solve(layout, left, walls)
+    computing = [share for share in left if share.batch]
+    walls = tuple(_largest_pass(share) for share in computing)
+    rows = None if layout.by_cost else _solve(layout, computing, walls)
     if rows is None:
-        rows = apportion(layout.global_batch, [share.ratio for share in left])
-    by_share = dict(zip(left, rows, strict=True))
-    return by_share, dict(zip(left, pass_rows(rows, walls), strict=True))
+        rows = apportion(layout.global_batch, [share.ratio for share in computing])
+    without = {share: 0 for share in left if not share.batch}  # they only hold state
+    by_share = dict(zip(computing, rows, strict=True))
+    passes = dict(zip(computing, pass_rows(rows, walls), strict=True))
+    return by_share | without, passes | without
 
 
 def _largest_pass(share: Share) -> int:

@@ -28,10 +28,14 @@ def check_ratios(ratios: Sequence[float]) -> None:
         raise RequestError("Every ratio is 0.", "At least one device needs a ratio above 0.")
 
 
-def check_rank_shares(shares: Sequence[int], rank: int) -> None:
-    """Raise RequestError unless every rank has at least one row and `rank` is among them."""
+def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
+    """Raise RequestError unless every rank has at least one row and `rank` is among them.
+
+    With `without_rows`, some ranks may have none, as they hold a part of the model's state.
+    """
+    least = 0 if without_rows and any(shares) else 1
     for share in shares:
-        if isinstance(share, bool) or not isinstance(share, int) or share < 1:
+        if isinstance(share, bool) or not isinstance(share, int) or share < least:
             raise RequestError(
                 f"A share of {share!r} samples leaves a rank without work.",
                 "Give each rank 1 or more, and start no process for a device that is left out.",

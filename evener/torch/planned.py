@@ -128,6 +128,8 @@ class PlannedTraining:
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
+            if not all(self.ranks.batches):
+                options["without_rows"] = True
             return UnevenBatchSampler(rows, chosen, self.rank, **options)
         now = self.ranks
         dealer = make_dealer(now.batches, now.micros, now.shares)

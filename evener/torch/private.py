@@ -115,7 +115,9 @@ def count_collectives() -> dict[str, int]:
     return counts
 
 
-def broadcast_each(tensors: Sequence[torch.Tensor], group: Any, most_bytes: int) -> None:
-    """Copy the first rank's values of tensors on one device to every rank, in few collectives."""
+def broadcast_each(
+    tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
+) -> None:
+    """Copy one rank's values of tensors on one device to every rank, in few collectives."""
     chosen = dist.group.WORLD if group is None else group
-    dist._broadcast_coalesced(chosen, list(tensors), most_bytes, 0)
+    dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)

@@ -313,7 +313,6 @@ def test_parts_of_state_make_a_sharded_plan_of_schema_3() -> None:
         (b"0.75", b"0.7", "layout.share has the states 0.25, 0.7"),
         (b"0.75", b"nan", "layout.share has the states 0.25, nan"),
         (b"state = 0.75", b"", "layout.share has the states 0.25, 0.0"),
-        (b"batch = 2", b"batch = 0", "layout.kind is shard"),
         (b"\n[[", b'\n[layout]\nkind = "split"\n[[', "layout.kind is split"),
     ],
 )
@@ -324,6 +323,27 @@ def test_parts_of_state_that_are_no_whole_are_named(
         parse_plan(SHARDED.replace(before, after, 1))
     assert named in caught.value.message
     assert caught.value.remedy
+
+
+def test_a_device_may_hold_state_without_rows() -> None:
+    """It takes part in the training, and has no rows of any batch."""
+    third = b'\n[[layout.share]]\ndevice = "cpu-2-of-3"\nbatch = 0\nstate = 0.5\n'
+    text = SHARDED.replace(b"0.25", b"0.2").replace(b"0.75", b"0.3") + third
+    plan = parse_plan(text)
+    assert [share.batch for share in plan.layout.active] == [*parse_plan(SHARDED).batches, 0]
+    assert parse_plan(to_toml(plan)).layout == plan.layout
+    assert plan.shares(7 * plan.layout.global_batch)[2] == 0
+    left = leave_out(plan, {("", plan.layout.share[0].device)})
+    assert left.batches == (0, plan.layout.global_batch, 0)
+    assert left.layout.states == pytest.approx((3 / 8, 5 / 8))
+    with pytest.raises(PlanError, match="compute no rows"):
+        leave_out(two_without_rows(plan), {("", plan.layout.share[0].device)})
+
+
+def two_without_rows(plan: Plan) -> Plan:
+    """The plan with all rows on its first device."""
+    rows = (plan.layout.global_batch, 0, 0)
+    return msgspec.structs.replace(plan, layout=make_layout("shard", plan.layout.share, rows))
 
 
 def test_a_sharded_plan_without_a_device_shares_its_state_out_unless_one_is_left() -> None:

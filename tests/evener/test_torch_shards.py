@@ -43,6 +43,10 @@ OF_THREE = (  # whose shards, units or sums are cut otherwise by more ranks than
         "state, frozen, a penalty",
     ),
     *(
+        "the first rank without rows, clipped, validated",
+        "two ranks without rows, adapters, tied",
+    ),
+    *(
         "adapters, whole, in a window",
         "adapters, packed, in passes",
         "adapters, packed, checkpointed, failed",
@@ -101,6 +105,23 @@ def test_it_learns_what_one_process_learns(trained: list[Any], name: str) -> Non
 @pytest.mark.parametrize(("world", "name"), [*[(2, name) for name in OF_TWO], (4, SMALL[0])])
 def test_other_numbers_of_ranks_do_too(others: dict[int, list[Any]], world: int, name: str) -> None:
     check(others[world], name)
+
+
+@pytest.mark.parametrize("name", [name for name in programs.CASES if "without rows" in name])
+def test_a_rank_without_rows_soon_computes_nothing(
+    trained: list[Any], others: dict[int, list[Any]], name: str
+) -> None:
+    """It computes a filler row until two passes are alike: the first gathers in another order."""
+    shares = programs.CASES[name].shares
+    ranks = trained if len(shares) == 3 else others[len(shares)]
+    recomputed = 1 if programs.CASES[name].checkpoint is None else 2
+    for share, rank in zip(shares, ranks, strict=True):
+        rows = rank[name]["computed"]
+        if share:
+            assert len(rows) >= programs.STEPS * recomputed
+        else:
+            assert set(rows) == {1}
+            assert len(rows) <= 3 * recomputed < programs.STEPS * recomputed
 
 
 @pytest.mark.parametrize("name", programs.CASES)

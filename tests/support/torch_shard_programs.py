@@ -198,9 +198,28 @@ class ShardCase(msgspec.Struct, frozen=True):
     planned: bool = False  # the plan has the parts of state
     level: Any = "all"
     window: bool = False  # batches are accumulated under no_sync
+    shares: tuple[int, ...] = ()  # of the ranks, if some have no rows; by a plan then
 
 
 CASES = {
+    "the first rank without rows, clipped, validated": ShardCase(
+        shares=(0, 5, 3), planned=True, clip=0.1, unused=True, shared=True, validate=True
+    ),
+    "a rank without rows, passes, checkpointed": ShardCase(
+        "momentum",
+        shares=(8, 0),
+        planned=True,
+        micros=(3, 0),
+        checkpoint=False,
+        accumulate=2,
+        frozen=("words", "blocks.1.up"),
+    ),
+    "two ranks without rows, adapters, tied": ShardCase(
+        shares=(0, 8, 0), planned=True, frozen=FROZEN, adapters=1, tied=True, clip=0.1
+    ),
+    "a rank without rows, state, accumulated": ShardCase(
+        shares=(8, 0), planned=True, level="state", accumulate=2, window=True, hides=True
+    ),
     "adamw, clipped": ShardCase(clip=0.1, groups=True, validate=True),
     "momentum, clipped by the largest": ShardCase("momentum", clip=0.01),
     "accumulated, tied": ShardCase("momentum", accumulate=2, tied=True, mapping=True),
@@ -367,7 +386,7 @@ def make_split(case: ShardCase, shares: Sequence[int]) -> Split:
 
 
 def start(case: ShardCase, world: int) -> tuple[Split, Any]:
-    split = make_split(case, SHARES[world])
+    split = make_split(case, case.shares or SHARES[world])
     units: Any = {
         "linear": torch.nn.Linear,
         "layers": (Block, torch.nn.Embedding, torch.nn.Linear),
@@ -387,6 +406,10 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
         validate(split, model)
     update = make_optimizer(case, model)
     norms: list[float] = []
+    computed: list[int] = []  # rows of each pass of the first block that was computed
+    model.blocks[0].register_forward_hook(
+        lambda _, given, __: computed.append(len(given[0])) if model.training else None
+    )
     loader = split.loader(data(), seed=2)
     while len(norms) < STEPS:
         for batch in loader:
@@ -409,6 +432,7 @@ def train(case: ShardCase, world: int) -> dict[str, Any]:
     return {
         "weights": whole(model),
         "norms": norms,
+        "computed": computed,
         "now": dict(held.now),
         "most": dict(held.most),
         "peak": held.peak,

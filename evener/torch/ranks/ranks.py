@@ -272,7 +272,8 @@ class RankShares(msgspec.Struct, frozen=True):
     @property
     def in_passes(self) -> bool:
         """True if a rank needs more than one pass for its share."""
-        return self.micros != self.batches
+        pairs = zip(self.micros, self.batches, strict=True)
+        return any(micro < batch for micro, batch in pairs)
 
     @property
     def is_sharded(self) -> bool:
@@ -404,10 +405,13 @@ def _share_by_plan(
         warnings.warn(
             f"The plan was measured with {held}; a training has no such limit.", stacklevel=4
         )
-    computing = [i for i, share in enumerate(plan.layout.share) if share.batch]
+    places = [i for i, share in enumerate(plan.layout.share) if share.takes_part]
     rows, most = plan.shares(global_batch), plan.micros(global_batch)
-    batches, micros = (tuple(sizes[computing[place]] for place in order) for sizes in (rows, most))
-    passes = tuple(map(count_passes, batches, micros))
+    batches = tuple(rows[places[place]] for place in order)
+    micros = tuple(
+        max(1, most[places[place]]) for place in order
+    )  # a rank without rows has fillers
+    passes = tuple(max(1, count_passes(*own)) for own in zip(batches, micros, strict=True))
     promised = (
         plan.throughput.samples_per_second
         if global_batch in (None, plan.layout.global_batch)

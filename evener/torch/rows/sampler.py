@@ -131,7 +131,8 @@ class UnevenBatchSampler:
 
     `shares` are the samples of each rank in a full global batch; `change_shares` changes them.
     `order` replaces `shuffle`. With `join_tail`, a last batch with fewer rows than ranks is joined
-    to the batch before it. Raises RequestError if the shares, the length or the rank is invalid.
+    to the batch before it. With `without_rows`, ranks may have a share of 0, and compute filler
+    rows. Raises RequestError if the shares, the length or the rank is invalid.
     """
 
     is_dealt = False  # True if rows are assigned by length, in passes
@@ -147,9 +148,10 @@ class UnevenBatchSampler:
         drop_last: bool = False,
         order: RowOrder | None = None,
         join_tail: bool = False,
+        without_rows: bool = False,
     ) -> None:
         length = length if order is None else len(order)
-        check_rank_shares(shares, rank)
+        check_rank_shares(shares, rank, without_rows)
         if length < 1:
             raise RequestError(f"The data set has {length} rows.", "Give one with 1 row or more.")
         if drop_last and length < sum(shares):
@@ -191,7 +193,7 @@ class UnevenBatchSampler:
                 stacklevel=3,
             )
         last = self.sizes(len(self) - 1)
-        if min(last) == 0:
+        if any(share and not own for share, own in zip(self.shares, last, strict=True)):
             warnings.warn(
                 f"An epoch's last batch has {sum(last)} rows for {len(last)} ranks. The other "
                 f"ranks get a row that"

@@ -20,13 +20,14 @@ class ShardPlace(msgspec.Struct, frozen=True):
 
     `parts` are the fractions of the state that the ranks hold. With `alone`, the rank is
     measured without others: it gathers copies of its own shard instead of theirs, and sums with
-    no other rank.
+    no other rank. `first` is the first rank that computes rows.
     """
 
     rank: int
     parts: tuple[float, ...]
     device: Any
     alone: bool = False
+    first: int = 0
 
     @property
     def on_nccl(self) -> bool:

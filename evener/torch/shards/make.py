@@ -89,14 +89,17 @@ def shard(
     check_buffers(model)
     chosen = choose_units(model, units) if level == "all" else {}
     parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype, casts))
-    place = ShardPlace(training.rank, parts, training.device)
+    rows = training.ranks.batches
+    first = next(rank for rank, own in enumerate(rows) if own)
+    place = ShardPlace(training.rank, parts, training.device, first=first)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError(
             "The ranks shard different models.", "Make the same model on every rank."
         )
-    training.weights.adopt(
-        model, cut_model(model, chosen, place, dtype, level == "state", casts), training.device
-    )
+    sharded = cut_model(model, chosen, place, dtype, level == "state", casts)
+    if not rows[training.rank]:
+        sharded.compute_nothing()
+    training.weights.adopt(model, sharded, training.device)
     training.passes.recovery.final = (
         f"ranks {_MEET}",
         "Make a plan with smaller passes: evener balance --micro.",

@@ -22,6 +22,7 @@ from ..private import backward_number, call_after_backward
 from ..rows.structure import each_tensor, tensors_in
 from ..sums.collectives import own_collectives, spread
 from .flat import ShardPlace, Slot, byte_count
+from .follow import Follower
 from .unit import Ledger, Unit, find_parameters
 from .whole import WholeParameters, choose_whole
 
@@ -99,8 +100,13 @@ class Sharded:
         self._flags: Any = None  # which parameters any rank used, while that is exchanged
         self._computes = False  # the model's forward pass is running
         self._outside: list[Unit] = []  # used in this pass outside their modules' forward passes
+        self._follower: Follower | None = None  # of a rank without rows
         self._hook()
         self._spread_buffers()
+
+    def compute_nothing(self) -> None:
+        """Only gather and sum from now on: this rank has no rows, but a part of the state."""
+        self._follower = Follower(self.root, self.units, self.place.device)
 
     def _hook(self) -> None:
         own = weakref.proxy(self)
@@ -178,6 +184,8 @@ class Sharded:
             following.begin_gather()
 
     def _start(self) -> None:
+        if self._follower is not None:
+            self._follower.begin_pass()
         if self._task is not None:  # the last backward pass ended with an error
             self.waits = False
             for unit in [self.root, *self.units]:
@@ -319,6 +327,8 @@ class Sharded:
 
     def _end(self) -> None:
         """Finish the backward pass."""
+        if self._follower is not None:
+            self._follower.end_backward()
         if self.keeps and not self._sums:
             self._keep()
             return
@@ -384,13 +394,13 @@ class Sharded:
         return [bool(each) for each in flags.tolist()]
 
     def _spread_buffers(self) -> None:
-        """Copy the first rank's buffers to every rank.
+        """Copy the buffers of the first rank that has rows to every rank.
 
         The buffers are listed again each time, as the model may have replaced some.
         """
         if not self.place.alone:
             with own_collectives():
-                spread(list(self.root.module.buffers()))
+                spread(list(self.root.module.buffers()), source=self.place.first)
 
     def reset(self) -> None:
         """Drop the gathered units and gradients that a pass left when it ended with an error."""

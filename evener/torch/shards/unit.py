@@ -195,11 +195,14 @@ class Unit:
         self.gathered = False
         self.hidden = False  # gathered, while the modules have the pieces
         self.unsent = False  # there may be gradients that weren't summed
+        # called before a gather (True) or a sum begins, in which all ranks meet
+        self.met: Callable[[Unit, bool], None] = lambda *_: None
         self._work: list[Any] | None = None  # handles of a gather that is under way
 
     def begin_gather(self) -> None:
         """Start to gather the whole parameters, unless they are gathered already."""
         if not self.gathered and self._work is None:
+            self.met(self, True)
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
@@ -243,6 +246,7 @@ class Unit:
 
     def send(self, weight: float) -> None:
         """Start to sum the gradients."""
+        self.met(self, False)
         self.unsent = False
         for flat in self.trained:
             flat.send(weight)

@@ -139,11 +139,11 @@ def is_equal_everywhere(value: int, device: torch.device | None, group: Any = No
     return bool(pair[0] == -pair[1])
 
 
-def spread(tensors: Sequence[torch.Tensor], group: Any = None) -> None:
-    """Copy the first rank's values to every rank of the group."""
+def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
+    """Copy the values of a group's rank, by default the first one, to every rank of the group."""
     for device in {each.device for each in tensors}:
         own = [each.detach() for each in tensors if each.device == device]
-        broadcast_each(own, group, 250 << 20)
+        broadcast_each(own, group, 250 << 20, source)
 
 
 def _check_same(rows: torch.Tensor) -> None:
