@@ -22,6 +22,7 @@ from evener.devices.registry import child_environment, find_backend
 from evener.devices.terms import write_limit
 from evener.devices.types import Device, group_by_host
 from evener.errors import DeviceError, EvenerError, RequestError
+from evener.plan.layout import Traits
 from evener.workloads import registry
 
 from .families import FAMILIES, Family, PackMode, Placement, find_families
@@ -326,24 +327,28 @@ def make_comparison_job(
             notes[0] if notes else "No layout can be compared here.",
             "Choose other layouts or devices.",
         )
-    traits = [family.traits for family in possible]
-    has_packs = any(each.side_by_side for each in traits)
-    if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
-        notes.append("An MPS daemon runs: processes share GPUs through it.")
+    kinds = [family.traits for family in possible]
+    notes += _find_daemon_notes(resolved, kinds)
     able, why = _find_knobs(resolved, tried)
-    has_placements = any(each.placed for each in traits)
-    has_shards = any(each.sharded for each in traits)
     wanted = LayoutOptions(
         families=tuple(family.name for family in possible),
-        placements=placements if has_placements else (),
+        placements=placements if any(kind.placed for kind in kinds) else (),
         pack_modes=_pack_modes(resolved),
         knobs=able,
         left_out=(*notes, *why),
-        shards=has_shards and layouts is not None,
+        shards=layouts is not None and any(kind.sharded for kind in kinds),
     )
     return msgspec.structs.replace(
         resolved, request=msgspec.structs.replace(request, compare=wanted)
     )
+
+
+def _find_daemon_notes(resolved: Job, kinds: Sequence[Traits]) -> list[str]:
+    """Return a note if trainings that run side by side would share GPUs through a daemon."""
+    has_packs = any(kind.side_by_side for kind in kinds)
+    if has_packs and find_backend(resolved.devices[0].kind).daemon_runs():
+        return ["An MPS daemon runs: processes share GPUs through it."]
+    return []
 
 
 def _sort_families(

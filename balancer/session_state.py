@@ -4,7 +4,7 @@ the remaining time.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import msgspec
@@ -296,16 +296,22 @@ def _find_single(plan: Plan) -> Evidence | None:
     A device with more samples/s than the plan doesn't count, because it was measured while
     the machine was faster.
     """
-    own = _positions(plan.layout) if plan.layout.traits.alone else ()
-    others = [each for each in alone_at_batch(plan).values() if _positions(each.layout) != own]
-    raced = (each for each in plan.evidence if each.kind == "best_device")
-    first = next((each for each in raced if _positions(each.layout) != own), None)
-    if first is None:
+    raced = [each for each in plan.evidence if each.kind == "best_device"]
+    raced = _without_own_device(plan, raced)
+    others = _without_own_device(plan, alone_at_batch(plan).values())
+    if not raced:
         return max(others, key=_speed, default=None)
+    first = raced[0]
     limit = plan.throughput.samples_per_second
     same = [each for each in others if each.layout.global_batch == first.layout.global_batch]
     slower = [each for each in same if _speed(each) <= limit and _is_comparable(plan, each)]
     return max([first, *slower], key=_speed)
+
+
+def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
+    """Return devices alone, without the plan's own device if the plan is one device."""
+    own = _positions(plan.layout) if plan.layout.traits.alone else ()
+    return [each for each in solos if _positions(each.layout) != own]
 
 
 def _is_comparable(plan: Plan, each: Evidence) -> bool:

@@ -249,6 +249,21 @@ class ChildGroup:
         Once a rank has failed, the others get `GRACE_SECONDS` to reply. A rank that is silent until
         then doesn't count as failed, unless its host was lost.
         """
+        replies, failures = self._collect(expected, seconds, stop)
+        silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
+        if failures:
+            failures |= self._find_losses(silent)
+        else:
+            failures = {rank: self._silence(rank, seconds) for rank in silent}
+        if failures:
+            silent = [rank for rank in silent if rank not in failures]
+            raise GroupError(*failures.values(), silent=silent)
+        return [replies[rank] for rank in range(len(self.children))]
+
+    def _collect(
+        self, expected: type[Reply], seconds: float, stop: threading.Event
+    ) -> tuple[dict[int, Reply], dict[int, RankFailure]]:
+        """Return the replies and failures by rank, once every rank has one or the time is over."""
         replies: dict[int, Reply] = {}
         failures: dict[int, RankFailure] = {}
         deadline = time.monotonic() + seconds
@@ -265,15 +280,7 @@ class ChildGroup:
                 replies.pop(rank, None)
                 failures[rank] = self._failure(rank, message)
                 deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
-        silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
-        if failures:
-            failures |= self._find_losses(silent)
-        else:
-            failures = {rank: self._silence(rank, seconds) for rank in silent}
-        if failures:
-            silent = [rank for rank in silent if rank not in failures]
-            raise GroupError(*failures.values(), silent=silent)
-        return [replies[rank] for rank in range(len(self.children))]
+        return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
         """Raise StoppedError. It has the stack of the first late rank if the children were still

@@ -330,23 +330,28 @@ class Measurement:
             return self._make_pack_block(ran)
         ran = self._as_usual(ran)
         wall = max(reply.wall_seconds for reply in ran)
-        ranks = self._ranks
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
         parts = tuple(self._describe_parts(reply) for reply in ran)
-        if len(ranks.unique_positions) == 1:
+        if len(self._ranks.unique_positions) == 1:
             share = self._cpu_share(ran[0])
             own = (wall * min(1.0, share or 1.0),)
             return Block(ran[0].steps, wall, share, own, parts=parts)
+        return Block(ran[0].steps, wall, None, self._own_seconds(ran, wall), parts=parts)
+
+    def _own_seconds(self, ran: Sequence[Ran], wall: float) -> tuple[float | None, ...]:
+        """Return each rank's compute time (own work) in a block of `wall` seconds.
+
+        If ranks report how long they waited, it is the time without waiting, else CPU time divided
+        by the number of cores that the rank keeps busy. Empty if neither is known.
+        """
         if any(reply.waited_seconds is not None for reply in ran):
-            rest = tuple(_less(wall, reply.waited_seconds) for reply in ran)
-            return Block(ran[0].steps, wall, None, rest, parts=parts)
-        if not ranks.own_cores or ranks.one_process:
-            return Block(ran[0].steps, wall, parts=parts)
-        computed = zip(ran, ranks.busy_cores, strict=True)
-        compute = tuple(
+            return tuple(_less(wall, reply.waited_seconds) for reply in ran)
+        if not self._ranks.own_cores or self._ranks.one_process:
+            return ()
+        computed = zip(ran, self._ranks.busy_cores, strict=True)
+        return tuple(
             min(wall, reply.cpu_seconds / busy + reply.spun_seconds) for reply, busy in computed
         )
-        return Block(ran[0].steps, wall, None, compute, parts=parts)
 
     def _describe_parts(self, ran: Ran) -> PartSeconds:
         """Return the parts of a rank's block.

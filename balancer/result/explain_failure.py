@@ -44,6 +44,14 @@ def explain_no_plan(
     failures = [] if too_large and end.late else find_failures(seen, header.devices)
     if not failures:
         return _explain_end(header, ran, end)
+    return _explain_failures(record, failures)
+
+
+def _explain_failures(
+    record: JournalContents, failures: Sequence[str]
+) -> NoLayoutError | DeviceError:
+    """Return the error for a run whose devices have failed, with what may help."""
+    header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
         return DeviceError(f"No device could be measured: {'; '.join(failures)}.", remedy)
