@@ -156,8 +156,8 @@ class Session(EventThread):
             measured = 0
             for seen in self._prober.measure(probes, self._report, self._halt, finished):
                 measured += 1
-                self._take(seen)
-                if self._hopeless(seen):
+                self._record_observation(seen)
+                if self._always_fails(seen):
                     self._halt.set()
                     return
             if (
@@ -176,19 +176,19 @@ class Session(EventThread):
         self._running[progress.probe] = progress
         self._emit(progress)
 
-    def _hopeless(self, seen: Observation) -> bool:
+    def _always_fails(self, seen: Observation) -> bool:
         """True if the workload's own code failed before anything ran, as it would then fail
         on every device.
         """
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)
 
-    def _take(self, seen: Observation) -> None:
+    def _record_observation(self, seen: Observation) -> None:
         """Write an observation to the journal, then pass it to the search."""
         at = self._now()
         facts = self._prober.facts()
         if facts not in (self._facts, Facts()):
-            self._learn(facts, at)
+            self._store_facts(facts, at)
         self._run.write(ObservationEntry(seen, at))
         self._keep_link(seen)
         self._seen.append(seen)
@@ -230,7 +230,7 @@ class Session(EventThread):
                 "Leave --objective out, or choose other devices.",
             )
 
-    def _learn(self, facts: Facts, at: float) -> None:
+    def _store_facts(self, facts: Facts, at: float) -> None:
         """Store the facts that children report. Raises RequestError if the request counts tokens
         and rows have no lengths.
         """
@@ -259,15 +259,17 @@ class Session(EventThread):
             return []
         spent = self._now()
         alarms = [
-            threading.Timer(max(0.0, budget + GRACE_SECONDS - spent), self._ring, (STEPPING,)),
-            threading.Timer(max(0.0, latest_end(budget) - spent), self._ring),
+            threading.Timer(
+                max(0.0, budget + GRACE_SECONDS - spent), self._stop_late_probes, (STEPPING,)
+            ),
+            threading.Timer(max(0.0, latest_end(budget) - spent), self._stop_late_probes),
         ]
         for alarm in alarms:
             alarm.daemon = True
             alarm.start()
         return alarms
 
-    def _ring(self, spared: tuple[str, ...] = ()) -> None:
+    def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
         """Stop the running probes because the budget is spent, unless one is in a `spared` phase.
 
         If no probe has ended yet, waits until the workload is built, so that errors in the

@@ -50,7 +50,7 @@ BATCHES = 2  # the batches that a dry run measures: two points give a line
 PROBE_SECONDS = 0.5  # per batch
 # relative rise of the bytes between the two batches: below it, an optimizer's peak hides the memory
 # of the rows
-TELLING = 0.02
+LEAST_RISE = 0.02
 
 
 class ProbeLength(msgspec.Struct, frozen=True):
@@ -143,12 +143,12 @@ def repeat_probe(
     Raises NoLayoutError if the batch doesn't fit or the training fails, and DeviceError if another
     session has a device.
     """
-    with _lent_prober(resolved, layout.active) as prober:
+    with _locked_prober(resolved, layout.active) as prober:
         yield _runs(prober, layout, resolved.devices, repeat, length, stop)
 
 
 @contextmanager
-def _lent_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
+def _locked_prober(job: Job, positions: Sequence[int] | None = None) -> Iterator[Prober]:
     """Lock the job's devices, or the devices at `positions`, and yield a prober for them."""
     with lock_job(job, positions), closing(make_prober(job, error_file=new_error_file())) as prober:
         yield prober
@@ -310,11 +310,11 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
     Raises NoLayoutError if the workload fails, or runs no step within the budget.
     """
     alone = _keep_first(resolved)
-    with _lent_prober(alone) as prober:
+    with _locked_prober(alone) as prober:
         timed = _step(alone, prober, report, stop, find_largest_model(resolved))
     if len(timed) < BATCHES and stop.is_set():
         return None
-    return _foresee(resolved, timed)
+    return _predict_sizes(resolved, timed)
 
 
 def _keep_first(job: Job) -> Job:
@@ -422,7 +422,7 @@ def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutErro
     )
 
 
-def _foresee(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
+def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
     problem = resolved.problem
     steps = tuple((seen.probe.layout.global_batch, seen.step_seconds) for seen in timed)
     sizes = [(seen.probe.layout.global_batch, seen.memory_bytes[0]) for seen in timed]
@@ -463,7 +463,7 @@ def _find_largest(way: TrainingWay, sizes: Sequence[int]) -> LargestSizes:
 def _predict_largest(
     limit_bytes: int | None, points: tuple[tuple[int, int], ...], problem: Problem
 ) -> int | None:
-    rises = len(points) > 1 and points[-1][1] - points[0][1] >= TELLING * points[-1][1]
+    rises = len(points) > 1 and points[-1][1] - points[0][1] >= LEAST_RISE * points[-1][1]
     guess = Memory(limit_bytes, points).predict_largest() if rises else None
     bounds = [bound for bound in (guess, problem.largest_share) if bound is not None]
     return min(bounds) if bounds else None

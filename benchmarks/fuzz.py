@@ -119,7 +119,7 @@ def _with_atheris(
         "-rss_limit_mb=2048",
         f"-artifact_prefix=fuzz-{name}-",
     ]
-    atheris.Setup([sys.argv[0], *arguments, str(corpus)], lambda data: call(target, data))
+    atheris.BalanceForm([sys.argv[0], *arguments, str(corpus)], lambda data: call(target, data))
     atheris.Fuzz()
 
 

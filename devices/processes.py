@@ -76,7 +76,7 @@ class ProcessReading(msgspec.Struct, frozen=True):
     memory_bytes: int | None = None  # resident in the machine's memory
 
 
-class _Look(NamedTuple):
+class _LastReading(NamedTuple):
     """The previous reading of a process, with what is needed to compute its CPU use."""
 
     facts: ProcessReading
@@ -93,7 +93,7 @@ class ProcessTable:
     """
 
     def __init__(self) -> None:
-        self._known: dict[int, _Look] = {}
+        self._known: dict[int, _LastReading] = {}
 
     def look(self, pid: int) -> ProcessReading:
         """Return what is known about the process `pid`.
@@ -121,7 +121,7 @@ class ProcessTable:
                 facts = _look_up(psutil.Process(pid))
             except psutil.Error:
                 return ProcessReading(pid)
-        self._known[pid] = _Look(facts, started, cpu_ticks, now)
+        self._known[pid] = _LastReading(facts, started, cpu_ticks, now)
         return msgspec.structs.replace(
             facts, cpu_percent=percent, memory_bytes=int(stat[21]) * PAGE_BYTES
         )

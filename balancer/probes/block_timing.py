@@ -3,7 +3,7 @@ caller runs the steps and measures their time.
 
 A `BlockTimer` warms up until two windows of steps agree, then requests blocks of steps until the 95
 % interval of the mean step time is within `TIGHT`, or the probe's seconds are used up. A probe also
-ends after half of its seconds if its interval would still exceed `HOPELESS` at the end. If the
+ends after half of its seconds if its interval would still exceed `TOO_IMPRECISE` at the end. If the
 first warm-up step takes longer than the probe's seconds, the probe ends with that step, and its
 precision is estimated from the difference to the step before it. A probe with a drift or throttling
 warning is timed a second time, for half of its seconds, and keeps the warning. A whole run ends
@@ -23,8 +23,8 @@ from ..statistics import NORMAL_95, lone_error, relative_half_width, student
 from ..types import Interval, PartSeconds, Warned
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
-HOPELESS_FROM = 0.5  # the fraction of the time after which a probe also ends
-HOPELESS = 0.015  # if its error would still exceed this at the end
+TOO_IMPRECISE_FROM = 0.5  # the fraction of the time after which a probe also ends
+TOO_IMPRECISE = 0.015  # if its error would still exceed this at the end
 AGREE = 0.05  # two warm-up windows that differ by less are steady
 WARM_UP_SHARE = 0.5  # of the probe's seconds; a warm-up that isn't steady by then is a slow start
 WARM_UP_WINDOWS = 24  # maximum
@@ -123,13 +123,13 @@ class BlockTimer:
 
     def next_steps(self) -> int:
         """Return the number of steps to run as the next block; 0 at the end."""
-        if self._cannot_pay():
+        if self._is_too_slow():
             return 0
         if not self._steps:
             return self._sized(self._windows[-1]) if self._windows else 1
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
-    def _cannot_pay(self) -> bool:
+    def _is_too_slow(self) -> bool:
         """True if the first warm-up step took longer than the whole probe was meant to. The probe
         then reports that step.
         """
@@ -241,7 +241,7 @@ class BlockTimer:
         if len(clean) < ENOUGH_BLOCKS or len(clean) < len(blocks) / 2:
             return False
         return relative_half_width(interval_of(clean)) <= TIGHT or (
-            part >= HOPELESS_FROM and _is_hopeless(clean, part)
+            part >= TOO_IMPRECISE_FROM and _stays_too_imprecise(clean, part)
         )
 
     def _clean(self) -> list[Block]:
@@ -334,16 +334,16 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
     return Interval(value, max(0.0, value - half), value + half)
 
 
-def _is_hopeless(blocks: Sequence[Block], part: float) -> bool:
-    """True if the probe's interval would still exceed `HOPELESS` at its end, judging by the noise
-    between the blocks so far.
+def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
+    """True if the probe's interval would still exceed `TOO_IMPRECISE` at its end, judging by the
+    noise between the blocks so far.
 
     The noise is the median difference between consecutive blocks, so that a single change of speed
     doesn't count as noise: a probe with such a change needs its full time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
-    return NORMAL_95 * gap * sqrt(part / len(blocks)) > HOPELESS
+    return NORMAL_95 * gap * sqrt(part / len(blocks)) > TOO_IMPRECISE
 
 
 def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:

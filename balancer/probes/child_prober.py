@@ -171,14 +171,14 @@ class ChildProber:
                 if self._closed.is_set():
                     return None
                 if isinstance(error, HostLostError):
-                    error = self._blame_host(probe, error)
+                    error = self._host_failure(probe, error)
                 if not left or not any(sign in error.root.detail.lower() for sign in _PORT_TAKEN):
                     return self._failed(
                         probe, error.root, progress.phase, time.monotonic() - started
                     )
         raise AssertionError("unreachable")
 
-    def _blame_host(self, probe: Probe, lost: HostLostError) -> GroupError:
+    def _host_failure(self, probe: Probe, lost: HostLostError) -> GroupError:
         """Return the loss of a host as the failure of the first rank on it."""
         active = probe.layout.active
         rank = next(

@@ -25,8 +25,8 @@ from .sentences import write_unfinished
 from .state_memory import find_state_memory, write_adapters
 
 IMPORTING = "importing"  # the phase of imports, whose duration isn't the user's fault
-MEND_CODE = "Fix that in your code: the error is the same on every device."
-MEND = "Fix what failed, free memory, or choose another workload or other devices."
+CODE_REMEDY = "Fix that in your code: the error is the same on every device."
+REMEDY = "Fix what failed, free memory, or choose another workload or other devices."
 
 
 def explain_no_plan(
@@ -58,10 +58,10 @@ def _explain_failures(
     why = "; ".join((*failures, *_explain_shards(record)))
     if _fails_everywhere(seen):
         why += _find_maker(header.workload, why)
-        return NoLayoutError(f"No layout could be measured: {why}.", MEND_CODE)
+        return NoLayoutError(f"No layout could be measured: {why}.", CODE_REMEDY)
     memory = find_state_memory(record.facts, seen, header.devices, chosen=None)
     adapters = write_adapters(memory) if memory is not None else []
-    return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), MEND)
+    return NoLayoutError(" ".join([f"No layout could be measured: {why}.", *adapters]), REMEDY)
 
 
 def _lost_all(seen: Sequence[Observation]) -> bool:
@@ -139,7 +139,7 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
         )
     if budget is None or not end.late:
         why = end.why_stopped.rstrip(".")
-        return NoLayoutError(f"No layout could be measured: {why}.", MEND)
+        return NoLayoutError(f"No layout could be measured: {why}.", REMEDY)
     longer = f"--budget {2 * budget:g}s"
     slow = all(one.phase == IMPORTING for one in end.unfinished)
     if not slow and ":" in header.workload:

@@ -408,7 +408,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
     share doesn't reduce. If neither explains the loss, returns the known times.
     """
     chosen, split = report.chosen, _best_split(rivals)
-    if not chosen.layout.traits.alone or split is None or not _loses(split):
+    if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
         return None
     layout = split.layout
     apart, known = report.apart_seconds.get(layout), report.sync_seconds
@@ -425,7 +425,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
     return SplitLoss("unexplained", took, apart, None, known)
 
 
-def _loses(split: ComparedLayout) -> bool:
+def _is_surely_slower(split: ComparedLayout) -> bool:
     """True if the chosen layout is surely faster than the split."""
     return not split.tie and split.gain >= 0
 
@@ -557,7 +557,7 @@ def find_objective_reached(report: SearchReport) -> ObjectiveReached | None:
 
 def find_not_compared(report: SearchReport, devices: int) -> Iterator[LeftOut]:
     """Yield each layout of the race that failed or ran out of memory."""
-    for candidate, seen in report.broken:
+    for candidate, seen in report.failed:
         name = _name_missing(candidate, devices)
         if isinstance(seen, Failed):
             yield LeftOut("layout", name, "failed", seen.detail.rstrip("."))

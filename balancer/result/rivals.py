@@ -156,7 +156,7 @@ def compare(
     gain, tie = own.value / figure.value - 1, overlap(own, figure)
     if in_turn is None or in_turn.against is None:
         return ComparedLayout(rival, figure, gain, tie, difference=_divide(own, figure))
-    found = _turn_round(in_turn.against)
+    found = _reverse_gap(in_turn.against)
     if in_turn.tie or found.low <= 0 <= found.high:
         return ComparedLayout(rival, figure, gain, True, in_turn.unclear, difference=found)
     paired = tie or not found.low <= gain <= found.high
@@ -171,7 +171,7 @@ def _divide(own: Interval, other: Interval) -> RateGap:
     return RateGap(printed_gain(own.value, other.value), low, high)
 
 
-def _turn_round(against: Interval) -> RateGap:
+def _reverse_gap(against: Interval) -> RateGap:
     """Return the chosen layout's gap over a rival, from the rival's gap over the chosen layout as
     measured by turns.
     """

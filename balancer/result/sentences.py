@@ -227,7 +227,7 @@ def _find_even(verdict: Verdict) -> Rival | None:
     evens = [one for one in verdict.rivals if one.kind == "equal_shares"]
     wide = [one for one in evens if len(one.devices) >= len(chosen.devices)]
     even = min(wide, key=lambda one: len(one.devices), default=None)
-    return even if even is not None and _is_told(even) else None
+    return even if even is not None and _can_be_stated(even) else None
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
@@ -235,7 +235,7 @@ def find_best_split(verdict: Verdict) -> Rival | None:
     measured near the plan's batch.
     """
     splits = [one for one in verdict.rivals if one.kind in SPLITS]
-    return next(filter(_is_told, splits), None)
+    return next(filter(_can_be_stated, splits), None)
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
@@ -245,7 +245,7 @@ def find_alone(verdict: Verdict) -> Rival | None:
     alone = [one for one in verdict.rivals if one.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
         alone = [one for one in alone if one.devices != verdict.chosen.devices]
-    return alone[0] if alone and _is_told(alone[0]) else None
+    return alone[0] if alone and _can_be_stated(alone[0]) else None
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
@@ -257,7 +257,7 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
     return f"the {split.name} ({' + '.join(map(str, split.batches))}{whole})"
 
 
-def _is_told(rival: Rival) -> bool:
+def _can_be_stated(rival: Rival) -> bool:
     """True if a gain over the rival can be stated, or if the rival's samples/s are too uncertain,
     which can be stated too.
     """

@@ -1,18 +1,18 @@
 """A model of one device: the seconds that its rows take, and the most rows of one pass.
 
-Each limit for the rows of one pass is a multiple of the quantum; 0 leaves the device out. The names
-of the limits tell what they are based on:
+Each limit for the rows of one pass is a multiple of the quantum; 0 leaves the device out. The name
+of a limit tells what it is based on:
 
-    asked       by the request: largest share, fixed global batch, largest global batch
-    certain     by memory: what ran, or a little more if memory is far from full
-    guessed     by memory: where its line reaches the limit, or a batch between what ran and what
-                failed; in splits no more than ran if bytes are unknown
-    trusted     by time: within what is guessed, no farther beyond what ran than a curve can be
+    requested   the request: largest share, fixed global batch, largest global batch
+    certain     memory: what ran, or a little more if memory is far from full
+    guessed     memory: the batch at which the memory line reaches the limit, or one between what
+                ran and what failed; in splits no more than ran if bytes are unknown
+    trusted     time: within what is guessed, no farther beyond what ran than a curve can be
                 trusted; a fixed batch exceeds it if necessary
 
-Rounds alone have limits of their own (`guessed_alone_rows`, `trusted_alone_rows`), since a
-failure there costs less than in a split. `one_pass` is what is guessed, or less if two smaller
-passes are faster.
+Rounds in which devices run alone have limits of their own (`guessed_alone_rows`,
+`trusted_alone_rows`), because a failure costs less there than in a split. `largest_in_one_pass` is
+what is guessed, or less if two smaller passes are faster.
 """
 
 from __future__ import annotations
@@ -69,7 +69,9 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The points measured alone, and those at rest or in splits at larger batches."""
+        """The points measured alone, and points of larger batches measured in splits or with the
+        others idle.
+        """
         return self.evidence.solo_points(self._among)
 
     @cached_property
@@ -95,7 +97,7 @@ class DeviceModel:
 
     @cached_property
     def optimistic(self) -> Curve | None:
-        """The fastest curve that the points allow; None before any point."""
+        """The fastest curve that the points allow; None if there are no points."""
         if self.alone is None:
             return None
         return optimistic_curve(self.group_points, self.alone)
@@ -108,7 +110,7 @@ class DeviceModel:
     # ------------------------------------------------------------------ by request and by memory
 
     @cached_property
-    def asked_rows(self) -> int:
+    def requested_rows(self) -> int:
         """The most rows of one pass that the request allows."""
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
@@ -117,36 +119,40 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The largest share worth trying in a split, by memory; 0 for a lost device."""
+        """The largest share worth trying in a split, by memory; 0 for a device that is
+        out of use.
+        """
         if self.out_of_use:
             return 0
         bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
-        return self.memory.largest_in_split(self.asked_rows, self.quantum, bold)
+        return self.memory.largest_in_split(self.requested_rows, self.quantum, bold)
 
     @cached_property
     def certain_rows(self) -> int:
-        """The largest share that surely fits at once."""
-        return self.memory.largest_safe(self.asked_rows, self.quantum)
+        """The largest share that certainly fits in one pass."""
+        return self.memory.largest_safe(self.requested_rows, self.quantum)
 
     # ------------------------------------------------------------------ by time, and by what ran
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch of the next round alone, limited by its growth over what ran."""
+        """The largest batch for the next round of devices alone. It exceeds what ran only by a
+        limited factor.
+        """
         if self.alone is None:
             return 0
         growth = self._growth(self.alone)
         stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
-        by_memory = self.memory.largest_to_try(self.asked_rows, self.quantum)
+        by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum)
         return min(self.guessed_alone_rows, by_memory, self._times_what_ran(stride))
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch that any round alone may measure, by memory and by time."""
+        """The largest batch that any round of devices alone may measure, by memory and by time."""
         if self.alone is None or not self.memory.ran:
             return 0
-        by_memory = self.memory.largest_to_try(self.asked_rows, self.quantum, optimistic=True)
-        return self._quick(self.alone, by_memory)
+        by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
+        return self._limit_by_time(self.alone, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch that is near enough to what ran for the curve to be trusted.
@@ -154,7 +160,7 @@ class DeviceModel:
         If the global batch is free, the batch must also be quick enough.
         """
         if self._problem.global_batch is None:
-            limit = self._quick(curve, limit)
+            limit = self._limit_by_time(curve, limit)
         if not self.memory.ran:
             return limit
         return min(limit, self._times_what_ran(min(BLIND_GROWTH, self._growth(curve))))
@@ -163,11 +169,11 @@ class DeviceModel:
         return max(int(growth * self.memory.ran) // self.quantum, 1) * self.quantum
 
     def _growth(self, curve: Curve | PassCurve) -> float:
-        """Return the factor by which a batch may exceed what ran.
+        """Return the factor by which the next batch may exceed the largest that ran.
 
-        It is infinite if time rises with the batch. On a level curve, it is limited by the
-        time that is left: such a curve hides where time begins to rise, so a step may take
-        longer in proportion.
+        It is infinite if time rises with the batch. If time doesn't rise yet, the time left limits
+        the factor: a level curve doesn't show where time begins to rise, so a step may take longer
+        in proportion to the batch.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
@@ -175,7 +181,7 @@ class DeviceModel:
         rises = last > (1 + LEVEL + CLEAR * curve.error) * first
         return math.inf if rises else self._time.growth(last)
 
-    def _quick(self, curve: Curve | PassCurve, limit: int) -> int:
+    def _limit_by_time(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the limit, reduced so that no step takes longer than allowed.
 
         It isn't reduced below the largest batch that ran.
@@ -217,12 +223,12 @@ class DeviceModel:
         return best // self.quantum * self.quantum if gains else rows
 
     @cached_property
-    def one_pass(self) -> int:
+    def largest_in_one_pass(self) -> int:
         """The largest share in one pass: what fits, or less if two smaller passes are faster."""
         rows = self.pass_rows
         if not rows or rows >= self.guessed_rows or self.in_splits is None:
             return self.guessed_rows
-        most = most_in_one(self.in_splits, rows, self.guessed_rows, self.extra_seconds)
+        most = find_largest_in_one_pass(self.in_splits, rows, self.guessed_rows, self.extra_seconds)
         return most // self.quantum * self.quantum
 
     @cached_property
@@ -239,9 +245,9 @@ class DeviceModel:
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
-        """Return the device with a curve of passes, so that it may compute a whole fixed batch.
+        """Return the device with a curve that includes steps in several passes.
 
-        That may be more rows than fit at once.
+        Its limit is then the whole fixed batch, even if that doesn't fit in one pass.
         """
         rows = min(self.pass_rows, device.limit)
         if not rows or not isinstance(device.curve, Curve):
@@ -252,7 +258,10 @@ class DeviceModel:
         return DeviceCurve(self.position, passes, most)
 
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
-        """Return the device with its fastest passes for a fixed batch, by a curve and a limit."""
+        """Return the device with the curve of its fastest passes over a fixed batch.
+
+        `curve` has the seconds of one pass, and `limit` is the most rows of one.
+        """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
         if not self._divides or batch is None:
@@ -261,18 +270,18 @@ class DeviceModel:
         if best is None:
             return device
         rows = best.global_batch
-        at_once = most_in_one(curve, rows, limit, self.extra_seconds)
+        at_once = find_largest_in_one_pass(curve, rows, limit, self.extra_seconds)
         if at_once >= batch:
             return device
         return DeviceCurve(
             self.position, PassCurve(curve, at_once, rows, self.extra_seconds, at_once), batch
         )
 
-    def cut(self, share: int, surely: bool) -> int:
-        """Return the rows per pass of a share.
+    def rows_per_pass(self, share: int, surely: bool) -> int:
+        """Return the rows of one pass with which the device computes a share.
 
-        A share is one pass if it fits, or if the device can't use several passes. With
-        `surely`, it fits only if memory certainly suffices. Any other share is divided into
+        The share is computed in one pass if it fits, or if the device can't use several passes.
+        With `surely`, it fits only if memory certainly suffices. Otherwise it is divided into
         passes of about equal size.
         """
         if surely:
@@ -280,7 +289,7 @@ class DeviceModel:
             fits = self.certain_rows
             rows = min(self.certain_rows, self.pass_rows)
         else:
-            at_once = self.one_pass
+            at_once = self.largest_in_one_pass
             fits = self.guessed_rows
             rows = self.pass_rows
         if not rows or share <= at_once or self.alone is None:
@@ -289,8 +298,8 @@ class DeviceModel:
         return -(-share // passes)
 
 
-def most_in_one(curve: Curve, rows: int, limit: int, extra: float) -> int:
-    """Return the largest share for which two passes aren't faster than one.
+def find_largest_in_one_pass(curve: Curve, rows: int, limit: int, extra: float) -> int:
+    """Return the largest share for which one pass is at least as fast as two.
 
     It lies between `rows`, the best rows of a pass, and `limit`.
     """

@@ -382,7 +382,7 @@ class Evaluation:
             single=self.best_single(),
             turns={layout: self.turns(layout) for layout in layouts},
             others_idle=frozenset(layout for layout in layouts if self._seen.turns(layout)),
-            broken=tuple(self.offers.list_broken()),
+            failed=tuple(self.offers.list_failed()),
             retreats=self._measured_retreats,
             unmeasured=race.unmeasured,
             ungrown=self._ungrown,

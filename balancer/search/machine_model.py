@@ -172,7 +172,9 @@ class MachineModel:
         that can use passes.
         """
         both = zip(self.devices, shares, strict=True)
-        return layout_of(shares, tuple(device.cut(share, surely) for device, share in both))
+        return layout_of(
+            shares, tuple(device.rows_per_pass(share, surely) for device, share in both)
+        )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares whose passes ran before or surely fit.
@@ -197,8 +199,8 @@ class MachineModel:
         found = []
         for position in self.live:
             device = self.devices[position]
-            if device.in_splits and device.one_pass:
-                found.append(DeviceCurve(position, device.in_splits, device.one_pass))
+            if device.in_splits and device.largest_in_one_pass:
+                found.append(DeviceCurve(position, device.in_splits, device.largest_in_one_pass))
         return tuple(found)
 
     @cached_property

@@ -60,7 +60,7 @@ class Observations:
         if isinstance(seen, Failed):
             self._count_failure(seen)
         else:
-            self._note_others(seen)
+            self._record_others_memory(seen)
         if probe.stage in SHARDED:
             self.sharded.append(seen)
         kept = max(self._seen.get(probe, seen), seen, key=rank_observation)
@@ -71,7 +71,7 @@ class Observations:
         if seen.cause == "device" and len(self._failures[seen.probe]) >= TRIES:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
-    def _note_others(self, seen: Timed | OutOfMemory) -> None:
+    def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
         """Note the bytes that other processes hold of each device.
 
         The most that was seen counts, since they may take as much again. Once a device has raced,
@@ -86,7 +86,7 @@ class Observations:
             if share or held_bytes:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
-    def full_now(self, position: int, seen: OutOfMemory) -> bool:
+    def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
         """True if other processes hold at least as much of the device's memory as in `seen`, in
         which a layout ran out of memory. Also true if that is unknown.
         """
@@ -191,7 +191,7 @@ class Observations:
         """The turn of the last check; -1 before any."""
         return max((one.probe.turn for one in self.in_stage(Stage.CHECK)), default=-1)
 
-    def broken(self, layout: Layout) -> Observation | None:
+    def first_failure(self, layout: Layout) -> Observation | None:
         """Return the layout's first observation since the race began that isn't timed.
 
         Returns None if there is none.
@@ -213,7 +213,9 @@ class Observations:
         full = []
         for seen in self._seen.values():
             layout = seen.probe.layout
-            if isinstance(seen, OutOfMemory) and all(self.full_now(i, seen) for i in layout.active):
+            if isinstance(seen, OutOfMemory) and all(
+                self.is_still_full(i, seen) for i in layout.active
+            ):
                 full.append(layout)
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
@@ -229,9 +231,9 @@ class Observations:
         if any(is_no_larger(one, layout) for one in here):
             return False
         ran = self.timed_in(layout)
-        return all(self.holds(i, one) for one in ran for i in layout.active)
+        return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
-    def holds(self, position: int, seen: Timed) -> bool:
+    def leaves_room(self, position: int, seen: Timed) -> bool:
         """True if other processes leave as much of the device's memory as the layout took there.
 
         Also true if one of these sizes is unknown.

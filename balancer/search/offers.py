@@ -47,14 +47,14 @@ class Offers:
         ]
         return tuple((wanted, instead) for wanted, instead in pairs if instead != wanted)
 
-    def list_broken(self) -> list[tuple[Candidate, Observation]]:
+    def list_failed(self) -> list[tuple[Candidate, Observation]]:
         """Return the layouts that failed in the race, each with its failure.
 
         They include the smallest pack of each mode in which no pack ever ran.
         """
         found = []
         for one in self.candidates:
-            failure = self._seen.broken(one.layout)
+            failure = self._seen.first_failure(one.layout)
             if failure is not None:
                 found.append((one, failure))
         for _, packing in self.view.packings:
@@ -94,7 +94,7 @@ class Offers:
             return candidate
         layout = candidate.layout
         for _ in range(RETREATS):
-            failure = self._seen.broken(layout)
+            failure = self._seen.first_failure(layout)
             if not isinstance(failure, OutOfMemory):
                 break
             if fixed:

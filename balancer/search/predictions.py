@@ -141,12 +141,12 @@ class Predictions:
     def single(self, position: int) -> Allocation | None:
         """Return the best batch of one device alone that should fit; None if none does."""
         device = self.machine.devices[position]
-        if device.alone is None or not device.one_pass or self.problem.all_together:
+        if device.alone is None or not device.largest_in_one_pass or self.problem.all_together:
             return None
         if self.problem.global_batch is not None:
-            alone = DeviceCurve(position, device.alone, device.one_pass)
+            alone = DeviceCurve(position, device.alone, device.largest_in_one_pass)
             return self._best_alone(device.in_passes(alone))
-        reach = device.trusted_rows(device.alone, device.one_pass)
+        reach = device.trusted_rows(device.alone, device.largest_in_one_pass)
         return self._best_alone(DeviceCurve(position, device.alone, reach))
 
     def within(self, part: float) -> Allocation | None:

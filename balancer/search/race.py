@@ -54,7 +54,7 @@ class Race:
         """The candidates that did not fail in the race and whose devices are all available."""
         candidates = self.offers.candidates
         here = (one for one in candidates if not self._seen.gone.keys() & one.layout.active)
-        return tuple(one for one in here if self._seen.broken(one.layout) is None)
+        return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
         """Return another turn of the chosen layout or its best rival, while the budget lasts."""
@@ -62,7 +62,7 @@ class Race:
             return ()
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
         best = [Candidate(family_of(chosen), chosen), *others[: not chosen.knobs]]
-        whole = [one for one in best if self._seen.broken(one.layout) is None]
+        whole = [one for one in best if self._seen.first_failure(one.layout) is None]
         return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
@@ -242,7 +242,7 @@ class Race:
         for knob in self.options.knobs:
             layout = msgspec.structs.replace(winner.layout, knobs=(knob,))
             rivals.append(Candidate(winner.family, layout))
-        return [one for one in rivals if self._seen.broken(one.layout) is None]
+        return [one for one in rivals if self._seen.first_failure(one.layout) is None]
 
     @property
     def turn_seconds(self) -> float:

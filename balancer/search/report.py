@@ -27,7 +27,7 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     turns: Mapping[Layout, tuple[Timed, ...]] = {}  # the turns that determine a layout's samples/s
     others_idle: frozenset[Layout] = frozenset()  # layouts measured without contention
     # layouts that failed in the race, with the failure
-    broken: tuple[tuple[Candidate, Observation], ...] = ()
+    failed: tuple[tuple[Candidate, Observation], ...] = ()
     # layouts that were too large, with what ran instead
     retreats: tuple[tuple[Candidate, Candidate], ...] = ()
     unmeasured: tuple[Candidate, ...] = ()  # left out because the budget was spent

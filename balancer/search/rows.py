@@ -102,7 +102,7 @@ class RowPolicy:
         ranked = self._singles_by_rate()
         if not ranked:
             return []
-        whole = [layout for layout in ranked if self.seen.broken(layout) is None]
+        whole = [layout for layout in ranked if self.seen.first_failure(layout) is None]
         best = (whole or ranked)[0]
         at_once = layout_of(best.shares)
         if best == at_once or not self.machine.surely_fits(at_once):

@@ -332,7 +332,7 @@ class SoloStage:
         """Return one of the first two batches, or a smaller one after an out-of-memory failure."""
         memory = one.memory
         quantum = self._quantum
-        first, second = self._first_two(one.asked_rows)
+        first, second = self._first_two(one.requested_rows)
         second = self._likely_to_fit(one, first, second)
         if not memory.ran and memory.failed is None:
             return first

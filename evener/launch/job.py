@@ -53,7 +53,7 @@ class HostJob(msgspec.Struct, frozen=True):
     path: Path
     command: tuple[str, ...]  # the script's name, or -m and a module; then its arguments
     host: str  # this host's name in the plan; empty if all shares are on one host
-    meeting: tuple[str, int]  # host and port of the rendezvous of all hosts
+    rendezvous: tuple[str, int]  # host and port of the rendezvous of all hosts
     own: tuple[Share, ...]  # the shares of this host
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
     wait_seconds: float = WAIT_SECONDS  # timeout for all hosts to join
@@ -118,7 +118,7 @@ class HostJob(msgspec.Struct, frozen=True):
         engine "multiworker" requires.
         """
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
-        processes = arrange(
+        processes = assign_devices(
             [device for each in self.processes for device in each], one_process=False
         )
         plan = msgspec.structs.replace(self.plan, layout=layout)
@@ -178,7 +178,7 @@ def make_job(
     path: Path,
     command: Sequence[str],
     host: str | None,
-    meeting: str | None,
+    rendezvous: str | None,
     wait_seconds: float = WAIT_SECONDS,
     grace_seconds: float = GRACE_SECONDS,
     executable: str = "",
@@ -208,9 +208,9 @@ def make_job(
         path=path.absolute(),
         command=tuple(command),
         host=here,
-        meeting=_choose_meeting(plan, meeting),
+        rendezvous=_choose_rendezvous(plan, rendezvous),
         own=own,
-        processes=arrange(devices, one_process),
+        processes=assign_devices(devices, one_process),
         wait_seconds=wait_seconds,
         grace_seconds=grace_seconds,
         replaced=Path(replaced) if replaced else None,
@@ -235,14 +235,14 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
     return True
 
 
-def _choose_meeting(plan: Plan, meeting: str | None) -> tuple[str, int]:
+def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
     """Return the host and port of the rendezvous.
 
     They are those requested, or the plan's first host and the default port. Raises DeviceError if
     the host's name can't be resolved.
     """
-    if meeting:
-        host, port = _parse_meeting(meeting)
+    if rendezvous:
+        host, port = _parse_rendezvous(rendezvous)
     else:
         host = plan.layout.active[0].host
         port = RENDEZVOUS_PORT
@@ -253,7 +253,7 @@ def _choose_meeting(plan: Plan, meeting: str | None) -> tuple[str, int]:
     return host, port
 
 
-def arrange(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
+def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
     """Return the devices of each process: all in one process, or one process each."""
     return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
@@ -336,7 +336,7 @@ def _request(share: Share) -> str:
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
 
-def _parse_meeting(text: str) -> tuple[str, int]:
+def _parse_rendezvous(text: str) -> tuple[str, int]:
     host, _, port = text.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
         raise RequestError(

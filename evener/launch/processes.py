@@ -223,7 +223,7 @@ def _rank(job: HostJob) -> dict[str, str]:
         **numbers,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        MEETING: _describe_meeting(address),
+        MEETING: _describe_rendezvous(address),
         "TORCHELASTIC_RESTART_COUNT": attempt,
     }
 
@@ -233,7 +233,7 @@ def _find_address() -> str:
     return f"127.0.0.1:{find_free_ports(1)[0]}"
 
 
-def _describe_meeting(address: str) -> str:
+def _describe_rendezvous(address: str) -> str:
     """Return the value of the environment variable MEETING.
 
     It makes processes rendezvous through a new file instead of this address.
@@ -254,7 +254,7 @@ def _cluster(job: HostJob) -> list[dict[str, str]]:
             say(OPEN_SERVERS)
         peers = [f"127.0.0.1:{port}" for port in find_free_ports(len(active))]
     else:
-        peers = [f"{share.host}:{job.meeting[1] + i}" for i, share in enumerate(active)]
+        peers = [f"{share.host}:{job.rendezvous[1] + i}" for i, share in enumerate(active)]
     own = [i for i, share in enumerate(active) if share.host == job.host]
     configs = ({"cluster": {"worker": peers}, "task": {"type": "worker", "index": i}} for i in own)
     return [{"TF_CONFIG": json.dumps(config)} for config in configs]
@@ -308,7 +308,7 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
     if job.attempt:
         more["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
     if len(job.hosts) == 1:
-        more[MEETING] = _describe_meeting(address)
+        more[MEETING] = _describe_rendezvous(address)
     return job.environment([more] * len(job.processes))
 
 
@@ -343,7 +343,7 @@ def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
         from torch.distributed.elastic.rendezvous import RendezvousError
         from torch.distributed.launcher import LaunchConfig, elastic_launch
 
-        from .rendezvous import choose_way
+        from .rendezvous import choose_rendezvous
     except ImportError as error:
         raise RequestError(
             f"PyTorch can't be imported ({error}).", 'Install it: pip install "evener[torch]".'
@@ -361,7 +361,7 @@ def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
             max_restarts=max_restarts,
             monitor_interval=0.1,
             logs_specs=DefaultLogsSpecs(log_dir=str(job.folder)),
-            **choose_way(job, address),
+            **choose_rendezvous(job, address),
         )
         try:
             elastic_launch(config, sys.executable)("-m", "evener.training.start_rank", *job.command)
@@ -370,7 +370,7 @@ def run_agent(job: HostJob, max_restarts: int) -> GroupExit:
         except SignalException as error:
             return GroupExit(error.sigval)
         except RendezvousError:
-            host, port = job.meeting
+            host, port = job.rendezvous
             raise DeviceError(
                 f"The hosts {', '.join(job.hosts)} didn't meet at {host}:{port} within "
                 f"{job.wait_seconds:g} s.",

@@ -86,11 +86,11 @@ class OneAddressBackend(C10dRendezvousBackend):  # type: ignore[misc]
         return SEVERAL
 
 
-def _meet_alone(parameters: RendezvousParameters) -> RendezvousHandler:
+def _rendezvous_alone(parameters: RendezvousParameters) -> RendezvousHandler:
     return AloneRendezvous(parameters.run_id, parameters.endpoint)
 
 
-def _meet_several(parameters: RendezvousParameters) -> RendezvousHandler:
+def _rendezvous_several(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return PyTorch's dynamic rendezvous, with a store that its host
     serves on one address only.
     """
@@ -104,7 +104,7 @@ def _meet_several(parameters: RendezvousParameters) -> RendezvousHandler:
     return create_handler(store, OneAddressBackend(store, parameters.run_id), parameters)
 
 
-def choose_way(job: HostJob, address: str) -> dict[str, Any]:
+def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
     """Return the arguments of PyTorch's LaunchConfig that define how the
     agents of all hosts rendezvous.
 
@@ -116,7 +116,7 @@ def choose_way(job: HostJob, address: str) -> dict[str, Any]:
         "local_addr": "127.0.0.1",
     }
     if len(job.hosts) > 1:
-        host, port = job.meeting
+        host, port = job.rendezvous
         own = find_own_address(job.host, job.hosts)
         serves = host == job.host or (host not in job.hosts and is_here(host))
         seconds = math.ceil(job.wait_seconds)
@@ -127,7 +127,7 @@ def choose_way(job: HostJob, address: str) -> dict[str, Any]:
             "rdzv_configs": {**times, "is_host": serves},
             "local_addr": own,
         }
-    rendezvous_handler_registry.register(ALONE, _meet_alone)
-    rendezvous_handler_registry.register(SEVERAL, _meet_several)
+    rendezvous_handler_registry.register(ALONE, _rendezvous_alone)
+    rendezvous_handler_registry.register(SEVERAL, _rendezvous_several)
     hosts = len(job.hosts)
     return {"run_id": job.identity, "min_nodes": hosts, "max_nodes": hosts, **way}

@@ -27,7 +27,7 @@ from ..printable import say
 from ..system.signals import caught_signals
 from ..training.launched import DEVICE, WANTS_PROCESSES
 from ..training.start_rank import STARTS
-from .job import HostJob, arrange
+from .job import HostJob, assign_devices
 from .processes import GroupExit, named_output, run_children
 
 
@@ -123,7 +123,7 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
         path=path,
         replaced=first.replaced or first.path,
         own=tuple(share for share in plan.layout.active if share.host == first.host),
-        processes=arrange(left, one_process=len(first.processes) < len(first.own)),
+        processes=assign_devices(left, one_process=len(first.processes) < len(first.own)),
     )
 
 

@@ -115,12 +115,12 @@ def test_a_host_starts_its_own_shares(script: str) -> None:
     )
     assert len(starts(made, script)) == 1
     job = make_job(Path("plan.toml"), [script], "203.0.113.2", "localhost:4711")
-    assert (job.host, job.hosts, job.meeting) == (
+    assert (job.host, job.hosts, job.rendezvous) == (
         "203.0.113.2",
         ("127.0.0.2", "203.0.113.1", "203.0.113.2"),
         ("localhost", 4711),
     )
-    assert make_job(Path("plan.toml"), [script], None, None).meeting == ("127.0.0.2", 29400)
+    assert make_job(Path("plan.toml"), [script], None, None).rendezvous == ("127.0.0.2", 29400)
     assert find_interface("127.0.0.1") == "lo"
     assert find_interface("nowhere.invalid") == ""
 

@@ -18,7 +18,7 @@ from evener.balancer.trials import DryRunDevice, DryRunResult
 from evener.errors import DeviceError, RequestError
 from evener.tui.app import EvenerApp
 from evener.tui.screens.balance import BalanceScreen
-from evener.tui.screens.balance_form import Setup, form_words
+from evener.tui.screens.balance_form import BalanceForm, form_words
 from evener.tui.screens.base import SortedScreen
 from evener.tui.screens.dialogs import help_lines
 from evener.tui.screens.monitor import MonitorScreen, ProcessPanel
@@ -76,7 +76,9 @@ async def test_a_start_that_fails_stays_in_the_form(
         await open_form(pilot)
         if field == "own":
             app.screen.query_one("#own", Input).value = "nope.py:build"
-            await until(pilot, lambda: not app.screen.query_one(Setup).model.name, "another file")
+            await until(
+                pilot, lambda: not app.screen.query_one(BalanceForm).model.name, "another file"
+            )
         await pilot.press("ctrl+s")
         await until(pilot, lambda: said in " ".join(text(app, "#problem").split()), "the reason")
         assert "--" not in text(app, "#problem")
@@ -231,7 +233,7 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
         "comma": ",",
     }
     page = "\n".join(row.text for row in help_lines((), 100))
-    widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, Setup, ResultPanel)
+    widgets = (SortedPanel, ProcessPanel, ListPanel, RunPanel, Ticks, BalanceForm, ResultPanel)
     for kind in (EvenerApp, MonitorScreen, BalanceScreen, RunsScreen, SortedScreen, *widgets):
         for binding in kind.BINDINGS:
             assert isinstance(binding, Binding)
@@ -295,7 +297,7 @@ async def test_the_model_that_was_balanced_last_is_the_first(
         assert "512.0 samples/s" in text(app, "#pick-workload")
         assert text(app, "#pick-workload").count("mine.py:other") == 1
         script.unlink()
-        form = app.screen.query_one(Setup)
+        form = app.screen.query_one(BalanceForm)
         await pilot.press("down", "space")
         await form.find_own_models()
         assert "mine.py" not in text(app, "#pick-workload")
@@ -364,7 +366,7 @@ async def test_a_pasted_path_goes_into_its_field(app_of: Any, own_folder: Path) 
         await open_form(pilot)
         models = app.screen.query_one("#pick-workload", Ticks)
         models.tick_only([row[0] for row in models.rows].index("another file"))
-        app.screen.query_one(Setup).show_rows()
+        app.screen.query_one(BalanceForm).show_rows()
         field = app.screen.query_one("#own", Input)
         await until(pilot, lambda: field.display and field.region.width, "the field")
         field.focus()

@@ -218,7 +218,7 @@ def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
     script, *words = job.command
     if script != "-m":
         script = str(Path(script).absolute())
-    meeting = "{}:{}".format(*job.meeting)
+    meeting = "{}:{}".format(*job.rendezvous)
     for other in job.hosts:
         if other != job.host:
             place = ["--host", other, "--rendezvous", meeting]

@@ -17,7 +17,7 @@ from ..view.result_panel import KeyHint, everything_lines
 from ..view.search_log import probe_lines
 from ..widgets.balance import BalanceView, LanePanel, LogPanel, ResultPanel
 from ..widgets.lists import Ticks
-from .balance_form import Setup
+from .balance_form import BalanceForm
 from .base import PanelScreen
 from .dialogs import confirm
 from .run_dialogs import RunActions, ask_to_train, errors_file, plan_dialog
@@ -50,7 +50,7 @@ class BalanceScreen(RunActions, PanelScreen):
     def panels(self) -> Iterable[Widget]:
         """Return the form and the view of the search."""
         with ContentSwitcher(initial="setup", id="switch"):
-            yield Setup(id="setup")
+            yield BalanceForm(id="setup")
             yield BalanceView(self.result_keys)
 
     def on_mount(self) -> None:
@@ -59,7 +59,7 @@ class BalanceScreen(RunActions, PanelScreen):
         """
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
-        self.watch(self.app, "start_fault", self.query_one(Setup).complain, init=False)
+        self.watch(self.app, "start_fault", self.query_one(BalanceForm).complain, init=False)
         if self.evener.balance == SessionState():
             self.query_one("#pick-workload", Ticks).focus()
 
@@ -104,7 +104,7 @@ class BalanceScreen(RunActions, PanelScreen):
         self.settle_frames()
         self._sampled()
         self.query_one(BalanceView).take(self.evener.balance)
-        self.query_one(Setup).redraw()
+        self.query_one(BalanceForm).redraw()
 
     def on_resize(self) -> None:
         """Add or remove frames to suit the new size."""

@@ -194,7 +194,7 @@ def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
     return None
 
 
-class Setup(UsesApp, Vertical):
+class BalanceForm(UsesApp, Vertical):
     """The form; it starts the search that its fields describe, or marks the invalid field and shows
     why it is invalid.
     """

@@ -21,7 +21,7 @@ from .dialogs import Dialog
 TEXT_ROWS = 2  # most rows of the text on a way to begin
 
 
-class Door(NamedTuple):
+class StartChoice(NamedTuple):
     """A way to begin; `key` chooses it."""
 
     key: str
@@ -29,7 +29,7 @@ class Door(NamedTuple):
     text: str
 
 
-class Doors(Lines):
+class StartChoices(Lines):
     """A list of ways to begin with a cursor; Enter, a way's key or a click chooses it."""
 
     can_focus = True
@@ -41,11 +41,11 @@ class Doors(Lines):
 
     def __init__(self) -> None:
         super().__init__(id="doors")
-        self.doors: tuple[Door, ...] = ()
+        self.doors: tuple[StartChoice, ...] = ()
         self.cursor = 0
         self._first_rows: list[int] = []  # first row of each way to begin
 
-    def offer(self, doors: tuple[Door, ...]) -> None:
+    def offer(self, doors: tuple[StartChoice, ...]) -> None:
         """Show these ways to begin."""
         self.doors = doors
         self.redraw()
@@ -96,7 +96,7 @@ class WelcomeDialog(Dialog[str]):
     def content(self) -> Iterable[Widget]:
         """Return the question, and the list of ways to begin."""
         yield Lines(id="question")
-        yield Doors()
+        yield StartChoices()
 
     def on_mount(self) -> None:
         """Show the ways to begin, again at each new snapshot, and name the model in the current
@@ -107,7 +107,7 @@ class WelcomeDialog(Dialog[str]):
         question.show([*text_lines(text, self.text_width, 2, "text", 0), line()])
         question.styles.height = 2
         self.watch(self.app, "snapshot", self._offer)
-        self.query_one(Doors).focus()
+        self.query_one(StartChoices).focus()
         self.run_worker(self._find_models())
 
     async def _find_models(self) -> None:
@@ -118,15 +118,15 @@ class WelcomeDialog(Dialog[str]):
         own = "Your function, or a built-in network. "
         if self._models:
             own = f"Found here: {self._models[0]}. "
-        self.query_one(Doors).offer(
+        self.query_one(StartChoices).offer(
             (
-                Door(
+                StartChoice(
                     "b",
                     "Balance my model",
                     f"{own}A dry run takes ten seconds, a search two minutes.",
                 ),
-                Door("w", "Watch what trains now", write_activity(self.evener.snapshot)),
-                Door(
+                StartChoice("w", "Watch what trains now", write_activity(self.evener.snapshot)),
+                StartChoice(
                     "d", "Show me", "A search and a training on two simulated cards, in a minute."
                 ),
             )

@@ -136,7 +136,7 @@ def _memory(store: Observations, position: int, by_rows: list[Observation]) -> M
         if _out_of_memory(store, position, seen):
             full.append(share)
         elif isinstance(seen, Timed):
-            if store.holds(position, seen):
+            if store.leaves_room(position, seen):
                 ran.append(share)
             used = seen.memory_bytes[position]
             if used is not None:
@@ -155,7 +155,7 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
     """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
-    if not isinstance(seen, OutOfMemory) or not store.full_now(position, seen):
+    if not isinstance(seen, OutOfMemory) or not store.is_still_full(position, seen):
         return False
     if seen.devices:
         return position in seen.devices

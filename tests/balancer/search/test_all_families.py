@@ -206,7 +206,7 @@ def test_a_layout_that_fails_is_named_and_the_others_still_run() -> None:
     search = run(of, LayoutOptions(placements=(Placement("towers"), Placement("unknown"))))
     assert [
         (c.layout.placement, type(seen).__name__)
-        for c, seen in search.evaluation.offers.list_broken()
+        for c, seen in search.evaluation.offers.list_failed()
     ] == [("unknown", "Failed")]
     assert {one.candidate.family.name for one in search.evaluation.ranking()} >= {
         "solo",

@@ -339,7 +339,7 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
         if one.candidate.layout.placement == "towers"
     ]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
-    assert found.evaluation.offers.list_broken() == []
+    assert found.evaluation.offers.list_failed() == []
     (retreat,) = find_retreats(reported(found), 2)
     assert retreat.name == "place towers"
     assert retreat.wished != retreat.instead
@@ -356,7 +356,7 @@ def test_a_batch_that_is_given_does_not_shrink() -> None:
     prober.full = {towers}
     sizes = tuple(machine().usable_memory_bytes(i) for i in range(2))
     found = prober.run(Search(Problem(2, sizes, global_batch=64), ALL))
-    assert [candidate.layout for candidate, _ in found.evaluation.offers.list_broken()] == [towers]
+    assert [candidate.layout for candidate, _ in found.evaluation.offers.list_failed()] == [towers]
 
 
 @pytest.mark.parametrize("budget", [40.0, 100.0, None])

@@ -58,10 +58,10 @@ def read(problem: Problem, seen: Observations) -> MachineModel:
 
 
 def test_the_cap_is_the_least_of_what_was_asked_in_whole_quanta() -> None:
-    assert model().devices[0].asked_rows > 10**8
-    assert model(largest_share=500, multiple_of=8).devices[0].asked_rows == 496
-    assert model(max_global_batch=300, largest_share=500).devices[0].asked_rows == 300
-    assert model(global_batch=600, largest_share=500).devices[0].asked_rows == 500
+    assert model().devices[0].requested_rows > 10**8
+    assert model(largest_share=500, multiple_of=8).devices[0].requested_rows == 496
+    assert model(max_global_batch=300, largest_share=500).devices[0].requested_rows == 300
+    assert model(global_batch=600, largest_share=500).devices[0].requested_rows == 500
 
 
 def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:

@@ -183,9 +183,9 @@ def test_one_device_is_always_at_rest() -> None:
 def test_a_layout_is_broken_by_the_first_turn_that_did_not_run() -> None:
     """In the race; a split that failed before it is exploration's matter."""
     first, second = full(probe(SPLIT, Stage.RACE, 1), 0), full(probe(SPLIT, Stage.RACE, 2), 1)
-    assert store(second, first, timed(probe(SPLIT, Stage.RACE))).broken(SPLIT) == first
-    assert store(full(probe(SPLIT, Stage.SPLIT), 0)).broken(SPLIT) is None
-    assert store(failed(probe(SPLIT, Stage.RACE), 0)).broken(SPLIT) is None
+    assert store(second, first, timed(probe(SPLIT, Stage.RACE))).first_failure(SPLIT) == first
+    assert store(full(probe(SPLIT, Stage.SPLIT), 0)).first_failure(SPLIT) is None
+    assert store(failed(probe(SPLIT, Stage.RACE), 0)).first_failure(SPLIT) is None
 
 
 # ---------------------------------------------------------------------- what may still run

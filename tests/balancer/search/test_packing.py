@@ -175,7 +175,7 @@ def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
     """Not one on which a larger pack failed: there, that is how the largest was found."""
     layouts: list[Layout] = [
         one.layout
-        for one, _ in searched(runs).evaluation.offers.list_broken()
+        for one, _ in searched(runs).evaluation.offers.list_failed()
         if one.layout.placement == ""
     ]
     assert [layout.processes for layout in layouts] == named
