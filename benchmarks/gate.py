@@ -22,6 +22,7 @@ from queue import Queue
 
 from evener.balancer.store.compared import RunDifference, compare_trainings
 from evener.balancer.store.runs import load_training
+from evener.live.journal import StepsEntry
 
 MOST, SLOWER = 0.05, 0.1
 ROWS, WIDTH = 128, 256
@@ -98,6 +99,16 @@ def compare_pairs(pairs: Sequence[tuple[str, str]]) -> list[RunDifference]:
     return found
 
 
+def describe_windows(run: str, slowdown: float) -> str:
+    """The milliseconds of a step in each window of a training, quick ones and all."""
+    training = load_training(run)
+    assert training is not None
+    windows = [each for each in training.entries if isinstance(each, StepsEntry)]
+    quick = " ".join(f"{1e3 * each.quick_s:.2f}" for each in windows)
+    means = " ".join(f"{1e3 * each.seconds / each.steps:.2f}" for each in windows)
+    return f"{100 * slowdown:.0f} %: quick {quick}; mean {means}"
+
+
 def main() -> int:
     """Run and print."""
     parser = argparse.ArgumentParser()
@@ -122,11 +133,15 @@ def main() -> int:
             slowdowns.insert(place * (every + 1), SLOWER)
         runs = run_all(slowdowns, given.seconds, cores or own)
         slow = [run for run, each in zip(runs, slowdowns, strict=True) if each]
+        for run, slowdown in zip(runs, slowdowns, strict=True):
+            print(describe_windows(run, slowdown))
         found = compare_pairs(choose_pairs([run for run in runs if run not in slow], slow))
     equal, slower = found[:EQUAL_PAIRS], found[EQUAL_PAIRS:]
     false = sum(each.is_beyond(MOST) for each in equal)
     seen = sum(each.is_beyond(MOST) for each in slower)
     for name, each in (("equal", equal), ("slower", slower)):
+        means = ", ".join(f"{100 * one.mean_slowdown:+.0f}" for one in each)
+        print(f"{name}: by the mean of all steps {means}")
         said = ", ".join(f"{100 * one.slowdown:+.1f}" for one in each)
         print(f"{name}: slowdowns in % {said}")
     held = sum(each.low <= SLOWER <= each.high for each in slower)

@@ -1,9 +1,15 @@
 """Compares two runs: the second run's slowdown with its interval, and the part of a step
 that causes it. Pure.
 
-A training's journal has windows of steps. A disturbance such as a busy machine lasts over several
-windows, so they aren't independent. Therefore windows are joined into blocks, and the interval is
-widened by the correlation between consecutive blocks.
+Other programs, on this machine or on other virtual machines of its host, slow the steps of whole
+trainings by tens of per cent, and no two trainings alike. What they don't change is how long a
+quick step takes, that a tenth of the steps undercut: two trainings are compared by those. What
+happens only in some steps, such as checkpoints or late rows, is added by the means of these parts,
+as far as the second training surely takes longer for it.
+
+A training whose journal has no quick steps is compared by the means of its windows. A disturbance
+lasts over several of them, so they aren't independent. Therefore windows are joined into blocks,
+and the interval is widened by the correlation between consecutive blocks.
 """
 
 from __future__ import annotations
@@ -11,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from itertools import pairwise
-from statistics import fmean, variance
+from statistics import fmean, median, variance
 from typing import Literal
 
 import msgspec
@@ -28,6 +34,13 @@ MOST_BLOCKS = 12
 FEWEST_WINDOWS = 5  # without the warm-up
 MOST_ALIKE = 0.8  # a higher correlation of consecutive blocks can't be estimated from so few blocks
 LEAST_ERROR = 1e-3  # relative: clocks are no more precise
+# Relative, half of a 95 % interval: the pace of a training that nothing disturbs differs from one
+# start to the next, as its memory lies elsewhere and the machine's clocks are others.
+START_ERROR = 0.02
+QUICK_WINDOWS = 0.5  # part of the windows, the quickest, whose median counts
+
+# parts of which a step may have much more than another one
+RARE = ("input_s", "files_s", "validation_s", "between_s")
 
 PHASES = {
     "input": "input_s",
@@ -64,6 +77,7 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float  # 0.1: the second takes 10 % longer; below 0 it is faster
     low: float  # 95 % interval
     high: float
+    mean_slowdown: float = 0.0  # by all steps, with what other programs cost in either training
     phases: tuple[PhaseDifference, ...] = ()
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
@@ -79,8 +93,15 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
     windows = [_list_windows(each) for each in (before, after)]
     first, second = windows
     per_sample = [_mean(each, lambda window: window.seconds / window.samples) for each in windows]
-    ratio = per_sample[1].value / per_sample[0].value
+    mean_ratio = per_sample[1].value / per_sample[0].value
     error = max(math.hypot(*(each.error / each.value for each in per_sample)), LEAST_ERROR)
+    ratio, rare = mean_ratio, 0.0
+    if all(window.quick_s for each in windows for window in each):
+        quick = [_find_quick(each) for each in windows]
+        ratio = quick[1].value / quick[0].value
+        error = math.hypot(START_ERROR, *(each.error / each.value for each in quick))
+        rare = _find_rare(first, second) / quick[0].value
+        rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step has some of it
     batches = [_batch(each) for each in windows]
     return RunDifference(
         kind="training",
@@ -88,9 +109,10 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
         after=after.run,
         before_samples_per_second=1 / per_sample[0].value,
         after_samples_per_second=1 / per_sample[1].value,
-        slowdown=ratio - 1,
-        low=ratio * math.exp(-error) - 1,
-        high=ratio * math.exp(error) - 1,
+        slowdown=ratio - 1 + rare,
+        low=ratio * math.exp(-error) - 1 + rare,
+        high=ratio * math.exp(error) - 1 + rare,
+        mean_slowdown=mean_ratio - 1,
         phases=tuple(_compare_phases(first, second)),
         other_batch=not math.isclose(*batches, rel_tol=0.01),
     )
@@ -115,6 +137,7 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
         slowdown=ratio - 1,
         low=ratio * math.exp(-error) - 1,
         high=ratio * math.exp(error) - 1,
+        mean_slowdown=ratio - 1,
         other_batch=one.layout.global_batch != other.layout.global_batch,
     )
 
@@ -161,6 +184,35 @@ def _mean(
     alike = _find_likeness(blocks)
     inflated = spread * (1 + alike) / (1 - alike) / len(blocks)
     return _Mean(value, student(len(blocks) - 1) * math.sqrt(inflated))
+
+
+def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
+    """Return the seconds per sample of a training's quick steps in its quickest windows."""
+    figures = sorted(window.quick_s * window.steps / window.samples for window in windows)
+    kept = figures[: max(1, round(QUICK_WINDOWS * len(figures)))]
+    return _Mean(median(kept), (kept[-1] - kept[0]) / 2)
+
+
+def _find_rare(first: Sequence[StepsEntry], second: Sequence[StepsEntry]) -> float:
+    """Return the seconds per sample that the second training surely takes longer for what isn't in
+    every step: its parts in `RARE`.
+    """
+    if not all(window.sums.steps for windows in (first, second) for window in windows):
+        return 0.0
+    longer = 0.0
+    for field in RARE:
+        part = _part(field)
+        per_sample = [_mean(each, _per_sample(part), 0.0) for each in (first, second)]
+        error = math.hypot(*(each.error for each in per_sample))
+        longer += max(0.0, per_sample[1].value - per_sample[0].value - error)
+    return longer
+
+
+def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], float]:
+    def read(window: StepsEntry) -> float:
+        return part(window) * window.steps / window.samples
+
+    return read
 
 
 def _cut(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:

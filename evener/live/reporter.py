@@ -144,9 +144,9 @@ class Reporter:
     """Counts one training run's samples and reports them to the monitor.
 
     Thread-safe, and safe across forks. `details` returns the details and each device's times, and
-    is called whenever a file is written. `journal` receives what is written, and `sums` returns the
-    sums over the steps so far. If no step ends in time, a thread writes the current batch and
-    activity that `now` returns.
+    is called whenever a file is written. `journal` receives what is written, `sums` returns the
+    sums over the steps so far, and `quick` the seconds of a quick step since its last call. If no
+    step ends in time, a thread writes the current batch and activity that `now` returns.
     """
 
     _serials = iter(range(1 << 29))
@@ -157,11 +157,13 @@ class Reporter:
         journal: TrainingJournal | None = None,
         now: Callable[[], tuple[int, Doing]] | None = None,
         sums: Callable[[], StepSums] = StepSums,
+        quick: Callable[[], float] = lambda: 0.0,
     ) -> None:
         self._serial = next(self._serials)
         self._details = details
         self._now = now
         self._sums = sums
+        self._quick = quick
         self._reset()
         self._journal = journal
         _reporters.add(self)
@@ -219,7 +221,7 @@ class Reporter:
                 self._counted_from = self._count(now)
             self._last_call = ((framework, workload), devices or (), batches)
             if self._journal is not None:
-                self._journal.count(self._step, now, self._sums)
+                self._journal.count(self._step, now, self._sums, self._quick)
             if now >= self._next_write:
                 self._next_write = now + INTERVAL_SECONDS
                 if self._ticks is not None:

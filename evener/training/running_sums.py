@@ -12,6 +12,7 @@ from .step_sums import StepSums
 
 RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums cover
 BIN_SECONDS = 1.0  # length of the bins by which recent sums move on
+MOST_STEPS, QUICK_PART = 4096, 0.1  # steps kept, of which that part is quick
 UNKNOWN_ERROR = 0.5  # of the mean of a training that has run for a few seconds only
 FEWEST_BINS, ERRORS = 4, 2.4  # bins needed for an error, and errors in half an interval
 
@@ -23,6 +24,8 @@ class RunningSums:
         self._now = [0.0] * len(StepSums.__struct_fields__)
         self._ends = deque([StepSums()])  # the sums before each of the last bins
         self._bin_s = 0.0  # seconds in the newest bin
+        self._step_s = 0.0  # of the step that is being added
+        self._last_s: deque[float] = deque(maxlen=MOST_STEPS)  # steps since `take_quick`
 
     @property
     def whole(self) -> StepSums:
@@ -33,12 +36,26 @@ class RunningSums:
         """Add a step, or time that belongs to the next step; `step` has the order of StepSums."""
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
+        self._step_s += seconds
+        if step[0]:
+            self._last_s.append(self._step_s / step[0])
+            self._step_s = 0.0
         if step[0] and self._bin_s >= BIN_SECONDS:
             self._bin_s = 0.0
             whole = self.whole
             self._ends.append(whole)
             while len(self._ends) > 2 and self._is_enough(whole.minus(self._ends[1])):
                 self._ends.popleft()
+
+    def take_quick(self) -> float:
+        """Return the seconds of a quick step since the last call; 0 if there was none.
+
+        A tenth of the steps are as quick: those that neither other programs nor a checkpoint have
+        disturbed.
+        """
+        steps = sorted(self._last_s)
+        self._last_s.clear()
+        return steps[int(QUICK_PART * len(steps))] if steps else 0.0
 
     def recent(self) -> StepSums:
         """Return the sums over the last steps."""

@@ -20,6 +20,11 @@ def difference_lines(found: RunDifference, most: float) -> list[str]:
     ]
     lines = align(rows, 1)
     lines.append(_write_whole(found))
+    if not found.low <= found.mean_slowdown <= found.high:
+        lines.append(
+            f"{_signed(found.mean_slowdown)} by the mean of all steps: what disturbs some of them, "
+            f"such as other programs, isn't counted"
+        )
     if found.other_batch:
         lines.append("their steps have different numbers of rows: times are per sample")
     if found.phases:

@@ -651,7 +651,11 @@ class StepReporter:
         self._lines = 0  # lines of other ranks that the journal has
         self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
-            self._describe, self._journal, timer.now, lambda: self._timer.sums.whole
+            self._describe,
+            self._journal,
+            timer.now,
+            lambda: self._timer.sums.whole,
+            timer.sums.take_quick,
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
