@@ -3,7 +3,7 @@ that causes it. Pure.
 
 Other programs, on this machine or on other virtual machines of its host, slow the steps of whole
 trainings by tens of per cent, and no two trainings alike. What they don't change is how long a
-quick step takes, that a tenth of the steps undercut: two trainings are compared by those. What
+quick step takes, that one in 20 steps undercuts: two trainings are compared by those. What
 happens only in some steps, such as checkpoints or late rows, is added by the means of these parts,
 as far as the second training surely takes longer for it.
 
@@ -37,7 +37,9 @@ LEAST_ERROR = 1e-3  # relative: clocks are no more precise
 # Relative, half of a 95 % interval: the pace of a training that nothing disturbs differs from one
 # start to the next, as its memory lies elsewhere and the machine's clocks are others.
 START_ERROR = 0.02
-QUICK_WINDOWS = 0.5  # part of the windows, the quickest, whose median counts
+# The median of the quickest windows counts: this part of them, and so many at least.
+QUICK_WINDOWS, FEWEST_QUICK = 0.3, 3
+MOST_DISTURBED = 2.0  # mean own work over a quick step, from which other parts' means say nothing
 
 # parts of which a step may have much more than another one
 RARE = ("input_s", "files_s", "validation_s", "between_s")
@@ -100,7 +102,7 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
         quick = [_find_quick(each) for each in windows]
         ratio = quick[1].value / quick[0].value
         error = math.hypot(START_ERROR, *(each.error / each.value for each in quick))
-        rare = _find_rare(first, second) / quick[0].value
+        rare = _find_rare(windows, quick) / quick[0].value
         rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step has some of it
     batches = [_batch(each) for each in windows]
     return RunDifference(
@@ -189,23 +191,38 @@ def _mean(
 def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
     """Return the seconds per sample of a training's quick steps in its quickest windows."""
     figures = sorted(window.quick_s * window.steps / window.samples for window in windows)
-    kept = figures[: max(1, round(QUICK_WINDOWS * len(figures)))]
+    kept = figures[: max(FEWEST_QUICK, round(QUICK_WINDOWS * len(figures)))]
     return _Mean(median(kept), (kept[-1] - kept[0]) / 2)
 
 
-def _find_rare(first: Sequence[StepsEntry], second: Sequence[StepsEntry]) -> float:
+def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
     """Return the seconds per sample that the second training surely takes longer for what isn't in
     every step: its parts in `RARE`.
+
+    Other programs slow these parts as much as own work; 0 if they had most of the time.
     """
-    if not all(window.sums.steps for windows in (first, second) for window in windows):
+    if not all(window.sums.steps for windows in trainings for window in windows):
+        return 0.0
+    disturbed = [_find_disturbed(*each) for each in zip(trainings, quick, strict=True)]
+    if max(disturbed) > MOST_DISTURBED:
         return 0.0
     longer = 0.0
     for field in RARE:
-        part = _part(field)
-        per_sample = [_mean(each, _per_sample(part), 0.0) for each in (first, second)]
-        error = math.hypot(*(each.error for each in per_sample))
-        longer += max(0.0, per_sample[1].value - per_sample[0].value - error)
+        part = _per_sample(_part(field))
+        before, after = [_mean(each, part, 0.0) for each in trainings]
+        error = math.hypot(before.error / disturbed[0], after.error / disturbed[1])
+        longer += max(0.0, after.value / disturbed[1] - before.value / disturbed[0] - error)
     return longer
+
+
+def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
+    """Return how many times as long as in a quick step own work takes on average; 1 or more."""
+
+    def work(window: StepsEntry) -> float:
+        sums: StepSums = window.sums
+        return (sums.seconds - sums.all_between_s + sums.update_s - sums.input_s) / sums.steps
+
+    return max(1.0, _mean(windows, _per_sample(work)).value / quick.value)
 
 
 def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], float]:

@@ -75,7 +75,7 @@ class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
     seconds: Rate  # wall-clock time
     samples: Count  # of all devices
     sums: StepSums = StepSums()  # of the first rank, over the steps that it timed
-    quick_s: Rate = 0.0  # of its steps, a tenth took less; 0: unknown
+    quick_s: Rate = 0.0  # one in 20 of its steps took less; 0: unknown
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):

@@ -12,7 +12,7 @@ from .step_sums import StepSums
 
 RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums cover
 BIN_SECONDS = 1.0  # length of the bins by which recent sums move on
-MOST_STEPS, QUICK_PART = 4096, 0.1  # steps kept, of which that part is quick
+MOST_STEPS, QUICK_PART = 4096, 0.05  # steps kept, of which that part is quick
 UNKNOWN_ERROR = 0.5  # of the mean of a training that has run for a few seconds only
 FEWEST_BINS, ERRORS = 4, 2.4  # bins needed for an error, and errors in half an interval
 
@@ -50,7 +50,7 @@ class RunningSums:
     def take_quick(self) -> float:
         """Return the seconds of a quick step since the last call; 0 if there was none.
 
-        A tenth of the steps are as quick: those that neither other programs nor a checkpoint have
+        One in 20 steps is as quick: those that neither other programs nor a checkpoint have
         disturbed.
         """
         steps = sorted(self._last_s)
