@@ -243,7 +243,7 @@ class Training:
             port = door.getsockname()[1]
         environment = {
             **os.environ,
-            "PYTHONPATH": str(tree),
+            "PYTHONPATH": os.pathsep.join(filter(None, (str(tree), os.getenv("PYTHONPATH")))),
             "MASTER_ADDR": "127.0.0.1",
             "MASTER_PORT": str(port),
             "WORLD_SIZE": str(ranks),

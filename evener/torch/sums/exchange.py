@@ -225,7 +225,7 @@ class Exchange:
 
         They aren't if no parameter has a gradient yet: then a gradient that isn't None has come.
         """
-        if not self._hooks and (self.alone or self._order is not None or self.has_gradients()):
+        if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
@@ -410,7 +410,6 @@ class Exchange:
         """Finish after the backward pass."""
         if self.alone:
             self._armed = False
-            self._note_arrived()
             self.held.merge()
             self.held.close()
 
