@@ -10,9 +10,10 @@ import socket
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from contextlib import contextmanager, suppress
+from contextlib import closing, contextmanager, suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -20,13 +21,16 @@ from typing import Any
 import msgspec
 import pytest
 
+from evener.balancer.probes.child_prober import ChildProber
+from evener.balancer.request import Job, Request
+from evener.balancer.types import Probe, Stage, Timed, layout_of
+from evener.devices.cpu import slices
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import skip_without
 from tests.support.launched_plan import UNEVEN
 from tests.support.listeners import Listener, ListenerLog, list_listeners, list_tree
 from tests.support.python_path import python_path
-from tests.support.quick_probes import QUICK_EVENER
 from tests.support.rank_server import RankServer
 from tests.support.waiting import wait_for
 
@@ -169,28 +173,24 @@ def _ask_store(listener: Listener) -> None:
             raise ConnectionRefusedError
 
 
-SEARCH = ("compare", "--layouts", "even")  # a group of two at once
-SLICES = ("--devices", "cpu/2", "--workload", "torch_mnist", "--framework", "torch")
-
-
 @two_cores
 @pytest.mark.slow
-def test_a_group_that_is_measured_listens_on_loopback_alone(own_folder: Path) -> None:
-    """Until a group of two ranks was there, and then to the search's end."""
+def test_a_group_that_is_measured_listens_on_loopback_alone() -> None:
+    """From the start of its two ranks until they have ended; this process opens no port."""
     skip_without("torch")
-    words = [*QUICK_EVENER, *SEARCH, *SLICES]
-    evener = subprocess.Popen(words, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL)
-    with evener, ListenerLog(evener.pid) as log:
-        end = time.monotonic() + SECONDS
-        while len({each.pid for each in tuple(log.seen)}) < 2 and evener.poll() is None:
-            assert time.monotonic() < end
-            time.sleep(0.05)
-        stores = [listener for listener in tuple(log.seen) if _is_store(listener)]
-        evener.send_signal(signal.SIGINT)
-        evener.wait(SECONDS)
+    of_pytest = list_listeners(os.getpid())
+    prober = ChildProber(Job(Request(), slices(2), "torch_mnist", "torch"))
+    with ListenerLog(os.getpid()) as log, closing(prober):
+        probe = Probe(layout_of((8, 8)), Stage.SPLIT, 0.2)
+        (measured,) = prober.measure((probe,), lambda _: None, threading.Event())
+        opened = wait_for(lambda: log.seen - of_pytest, "the ports of ranks")
+        stores = [listener for listener in opened if _is_store(listener)]
+    opened = log.seen - of_pytest
+    assert isinstance(measured, Timed)
     assert stores == []
-    assert {each.address for each in log.seen} == {"127.0.0.1"}
-    assert evener.pid not in {each.pid for each in log.seen}
+    assert {each.address for each in opened} == {"127.0.0.1"}
+    assert len({each.pid for each in opened} - {os.getpid()}) == 2
+    assert os.getpid() not in {each.pid for each in opened}
 
 
 SERVERS = {

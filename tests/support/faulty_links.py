@@ -1,8 +1,10 @@
 """A rank of a measurement of links that goes wrong as its arguments say: `faulty_links FAULT RANK`.
 
-`silent`: it never joins the others. `late`: its sums never end. `p2p`: its sums don't end unless
-NCCL_P2P_DISABLE is set. `corrupt`: one value of what arrives is another. `crowd`: more than two
-never meet; two answer at once, without PyTorch.
+`silent`: that rank never joins the others. `p2p`: no sum ends unless NCCL_P2P_DISABLE is set.
+`corrupt`: that rank gets one wrong value; with NCCL_P2P_DISABLE no rank starts, so that no cure is
+found. `crowd`: more than two ranks never meet.
+
+PyTorch is imported where it is needed: by both ranks of `corrupt` and the other one of `silent`.
 """
 
 from __future__ import annotations
@@ -20,6 +22,7 @@ from evener.balancer.probes.link_rank import (
     LinkCommand,
     LinkRank,
     LinkReply,
+    Sum,
     Summed,
 )
 
@@ -27,24 +30,15 @@ FAULT, FAULTY = sys.argv[1], int(sys.argv[2])
 
 
 class FaultyRank(LinkRank):
-    """A rank with one fault, if it is the one that has it."""
+    """A rank of PyTorch, which gets a wrong value if it is the faulty one."""
 
     def execute(self, command: LinkCommand) -> LinkReply:
-        faulty = (command.rank if isinstance(command, Join) else self._rank) == FAULTY
-        joins = isinstance(command, Join)
-        if FAULT == "crowd":
-            return _answer_in_pairs(command)
-        if faulty and FAULT == "silent" and joins:
-            time.sleep(3600)
-        hangs = FAULT == "late" or (FAULT == "p2p" and "NCCL_P2P_DISABLE" not in os.environ)
-        if faulty and hangs and not joins:
-            time.sleep(3600)
-        if faulty and FAULT == "corrupt" and not joins:
+        if FAULT == "corrupt" and isinstance(command, Sum) and self._rank == FAULTY:
             return self._sum_wrongly(command)
         return super().execute(command)
 
     def _sum_wrongly(self, command: LinkCommand) -> LinkReply:
-        """Sum as ever, but with one value changed, as a bad riser does."""
+        """Change one value of each sum, as a bad riser does."""
         import torch.distributed as dist
 
         sums = dist.all_reduce
@@ -57,16 +51,35 @@ class FaultyRank(LinkRank):
         return super().execute(command)
 
 
-def _answer_in_pairs(command: LinkCommand) -> LinkReply:
-    if not isinstance(command, Join):
-        return Summed(28e-6, 6e9)
-    if command.world > 2:
-        time.sleep(3600)
-    return Joined()
+class SimulatedRank(LinkRank):
+    """A rank without PyTorch, which answers at once or never."""
 
+    def execute(self, command: LinkCommand) -> LinkReply:
+        hangs = FAULT == "p2p" and "NCCL_P2P_DISABLE" not in os.environ
+        if isinstance(command, Join):
+            hangs = FAULT == "crowd" and command.world > 2
+        if hangs:
+            time.sleep(3600)
+        return Joined() if isinstance(command, Join) else Summed(28e-6, 6e9)
+
+
+class WaitingRank(LinkRank):
+    """A rank that never joins if it is the faulty one, and otherwise waits for that one."""
+
+    def execute(self, command: LinkCommand) -> LinkReply:
+        if isinstance(command, Join) and command.rank == FAULTY:
+            time.sleep(3600)
+        sys.modules.pop(LINK)
+        return super().execute(command)
+
+
+LINK = "evener.torch.sums.link"  # imports PyTorch
+RANKS = {"corrupt": FaultyRank, "silent": WaitingRank}
 
 if __name__ == "__main__":
-    if FAULT == "crowd":
-        sys.modules["evener.torch.sums.link"] = ModuleType("link")  # it would import PyTorch
-    vars(link_rank)["LinkRank"] = FaultyRank
+    if FAULT != "corrupt":
+        sys.modules[LINK] = ModuleType("link")
+    elif "NCCL_P2P_DISABLE" in os.environ:
+        sys.exit("no rank starts")
+    vars(link_rank)["LinkRank"] = RANKS.get(FAULT, SimulatedRank)
     link_rank.main()

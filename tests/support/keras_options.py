@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -14,7 +14,7 @@ from evener.keras import Split, make_logical_cpus
 from tests.support.keras_program_losses import KINDS, VALUES, WEIGHTS, Made, X
 from tests.support.keras_programs import Program
 from tests.support.keras_proofs import make_plan
-from tests.support.keras_twice import trace_faster
+from tests.support.keras_twice import trace_faster, unaudited
 
 ROWS = 17  # two batches and a row
 HELD = (X[:ROWS], VALUES[:ROWS])
@@ -96,20 +96,32 @@ def _with_labels(**words: Any) -> Made:
     return make, (X, KINDS, words)
 
 
-def run_options(_rank: int, engine: str) -> dict[str, Any]:
-    """What became of each option: `exact`, `refused` or `differs`, with what was said."""
+def run_options(_rank: int, engines: Sequence[str]) -> dict[str, dict[str, Any]]:
+    """What became of each option in each engine: `exact`, `refused` or `differs`, with what was
+    said. Towers are audited.
+    """
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
-    if engine != "multiworker":
+    if "multiworker" not in engines:
         make_logical_cpus(2)
-    split = Split(make_plan(6, 2, micros=(2, 2) if engine == "passes" else None))
+    splits = {
+        engine: Split(make_plan(6, 2, micros=(2, 2) if engine == "passes" else None))
+        for engine in engines
+    }
+    for engine in splits.keys() - {"towers"}:
+        unaudited(splits[engine])
     trace_faster()
-    found = {}
+    found: dict[str, dict[str, Any]] = {engine: {} for engine in engines}
     for name, make in options().items():
-        made = make()
-        answer = Program(name, made, ROWS, validated=False).run(split)
-        found[name] = {"said": answer.get("said", ""), "gap": answer.get("gap", 0.0)}
-        trained = answer["verdict"] == "trained"
-        exact = trained and np.nan_to_num(found[name]["gap"], nan=1.0) <= 1e-9
-        found[name]["verdict"] = "exact" if exact else answer["verdict"]
+        program = Program(name, make(), ROWS, validated=False)
+        for engine, split in splits.items():
+            found[engine][name] = _judge(program.run(split))
     return found
+
+
+def _judge(answer: dict[str, Any]) -> dict[str, Any]:
+    """What became of an option in one engine."""
+    gap = answer.get("gap", 0.0)
+    exact = answer["verdict"] == "trained" and np.nan_to_num(gap, nan=1.0) <= 1e-9
+    verdict = "exact" if exact else answer["verdict"]
+    return {"said": answer.get("said", ""), "gap": gap, "verdict": verdict}

@@ -10,7 +10,7 @@ from __future__ import annotations
 import os
 import random
 import warnings
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 os.environ["TF_CPP_MIN_LOG_LEVEL"] = "3"
@@ -48,10 +48,16 @@ def programs() -> dict[str, Made]:
 
 
 def run_all(
-    _rank: int, engines: dict[str, list[str]], tail: str, validated: Sequence[str] | None = None
+    _rank: int,
+    engines: dict[str, list[str]],
+    tail: str,
+    validated: Sequence[str] | None = None,
+    unaudited: Mapping[str, Sequence[str]] | None = None,
 ) -> dict[str, dict[str, Any]]:
-    """What became of each engine's programs, in one process of one or several; `validated`, or all,
-    are validated.
+    """What became of each engine's programs, in one process of one or several.
+
+    The programs in `validated`, or all, are validated. Those of an engine in `unaudited` are
+    trained without audits.
     """
     tf.config.threading.set_inter_op_parallelism_threads(1)
     keras.config.set_floatx("float64")
@@ -68,6 +74,7 @@ def run_all(
         program = Program(name, every[name], TAILS[tail], validated is None or name in validated)
         for engine, split in splits.items():
             if name in (engines[engine] or every):
+                split.audited = name not in (unaudited or {}).get(engine, ())
                 found[engine][name] = program.run(split)
     return found
 
