@@ -440,7 +440,9 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Place, str]]:
-    """Find the connections between hosts that fail: from which host, to which place, and why."""
+    """Find the connections between hosts that fail: from which host, to which address and port, and
+    why.
+    """
     with ExitStack() as stack:
         doors = {
             agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))

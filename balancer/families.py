@@ -54,8 +54,9 @@ class SearchView(Protocol):
 
     @property
     def common_batch(self) -> int | None:
-        """The global batch for layouts without a batch of their own. None before it is known, and
-        where rows are assigned by cost.
+        """The global batch for layouts without a batch of their own.
+
+        None before it is known, and if rows are assigned by cost.
         """
 
     @property
@@ -72,8 +73,9 @@ class SearchView(Protocol):
 
     @property
     def shards(self) -> Sequence[Layout]:
-        """The sharded layouts worth racing; empty if each device holds the whole model, unless
-        shards were requested.
+        """The sharded layouts worth racing.
+
+        Empty if each device can hold the whole model and shards weren't requested.
         """
 
     @property
@@ -110,8 +112,10 @@ class Family(ABC):
 
     @abstractmethod
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return a layout's name for tables. `another`: the layout isn't the family's first one;
-        `devices` is the number of devices.
+        """Return a layout's name for tables.
+
+        With `another`, the name says that the layout isn't the family's first one. `devices` is the
+        number of devices.
         """
 
     @abstractmethod

@@ -131,9 +131,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def pending(self) -> tuple[AskedEntry, tuple[Probe, ...]] | None:
-        """The last request for probes, and those of its probes that have no observation yet. None
-        if all have one.
-        """
+        """The probes of the last request that have no observation yet; None if all have one."""
         answered: set[Probe] = set()
         for entry in reversed(self.entries):
             if isinstance(entry, AskedEntry):

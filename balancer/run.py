@@ -164,8 +164,9 @@ def _choose_budget(
 
 
 def _read_budget(record: JournalContents) -> float | None:
-    """Return the run's own budget: the budget at its last end if it had been raised before, else
-    that of its request.
+    """Return the run's own budget.
+
+    It is the budget at the run's last end, as it may have been raised, else the request's.
     """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None

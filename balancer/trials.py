@@ -236,7 +236,7 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """A device's memory, and the most rows that should fit in it at once; None if unknown."""
+    """A device's memory, and the most rows that should fit in it in one pass; None if unknown."""
 
     label: str
     name: str

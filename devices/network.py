@@ -108,7 +108,7 @@ class Listener:
 
 
 def find_unreachable(places: Sequence[Place]) -> list[tuple[Place, str]]:
-    """Return the places to which this host can't connect, each with the reason."""
+    """Return the addresses and ports to which this host can't connect, each with the reason."""
     with ThreadPoolExecutor(32) as pool:
         faults = list(pool.map(_try_connecting, places))
     return [(place, fault) for place, fault in zip(places, faults, strict=True) if fault]

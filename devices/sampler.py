@@ -74,7 +74,7 @@ class Sampler:
                 self.source.set_load(position, *loads.get(device.id, ()))
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Take the first sample at once and then one every interval.
+        """Take the first sample immediately, and then one every interval.
 
         `subscriber` receives every snapshot from now on. If the sampler has already started, this
         only replaces the subscriber.

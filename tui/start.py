@@ -172,8 +172,10 @@ CODE = 129  # the exit code after SIGHUP
 
 @contextmanager
 def watching_terminal(leave: Callable[[], None], end: Callable[[], None]) -> Iterator[None]:
-    """Watch for a hang-up of the terminal while the app runs: call `leave` at once. If the app
-    still runs after a grace period, call `end` and exit the process.
+    """Return a context in which a hang-up of the terminal ends the app.
+
+    `leave` is called immediately. If the app still runs after a grace period, `end` is called and
+    the process exits.
     """
     if sys.__stdin__ is None or not (sys.__stdin__.isatty() or "TEXTUAL_DRIVER" in os.environ):
         yield

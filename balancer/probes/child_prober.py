@@ -146,8 +146,9 @@ class ChildProber:
         return self._facts
 
     def close(self) -> None:
-        """Kill every child at once. Safe to call twice, from any thread, and
-        while `measure` runs.
+        """Kill every child immediately.
+
+        Can be called twice, from any thread, and while `measure` runs.
         """
         self._closed.set()
         self._hosts.close()

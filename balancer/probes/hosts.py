@@ -104,8 +104,10 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
-        """Return a running fork server whose environment variables that affect the framework's
-        import equal those of `environment`. Starts one if there is none.
+        """Return a running fork server for children with this environment, or start one.
+
+        The variables that affect the framework's import must be equal, since the server has
+        imported it.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -137,7 +139,7 @@ class LocalHost:
         return self.monitor.find_neighbours(positions, own)
 
     def close(self) -> None:
-        """Kill every child at once; safe to call twice."""
+        """Kill every child immediately; safe to call twice."""
         self._closed.set()
         with suppress(RuntimeError):  # it was closed before
             self._starter.submit(self._end_children).result()  # after a child that is being started
@@ -350,7 +352,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _lose(self, error: Exception) -> None:
-        """Record that the host is lost, and tell each of its children's groups."""
+        """Record that the host is lost, and report that to the group of each of its children."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error

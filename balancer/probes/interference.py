@@ -177,8 +177,9 @@ class InterferenceMonitor:
     def _read(
         self, positions: Iterable[int], wait_seconds: float, full: bool = False
     ) -> Mapping[int, Vitals]:
-        """Return the vitals of all positions at once, without waiting for a watch that has hung
-        since an earlier reading.
+        """Return the vitals of all positions, read at the same time.
+
+        Doesn't wait for a watch that has hung since an earlier reading.
         """
         watches = self._find_watches(positions)
         asked = {i: watch.ask(full) for i, watch in watches.items()}

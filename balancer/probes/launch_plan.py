@@ -1,7 +1,7 @@
 """Determines the children that a layout needs, the build command of each child, and which idle
 children to kill to free memory.
 
-PyTorch's children release their cache while they rest, and report what they keep. TensorFlow's
+PyTorch's children release their cache while they are idle, and report what they keep. TensorFlow's
 allocator never releases memory, so an idle child still holds its peak, and somewhat more.
 """
 

@@ -393,7 +393,8 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of the wall time in which a lone process had the cores it wanted.
+        """Return the fraction of the wall time in which a lone process had all the cores it could
+        use.
 
         If the kernel doesn't report this, returns CPU time divided by wall time for a single
         thread, which waits for nothing else. None if that can't show a disturbance either.
@@ -435,7 +436,7 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Convert values in rank order to values by position of the request; None for positions
+        """Sort values in rank order by position in the request; None for positions
         without a rank.
         """
         by_position = dict(zip(self._ranks.positions, values, strict=False))

@@ -62,8 +62,9 @@ class SimulatedProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at once on the virtual clock. Yields observations in the order in which
-        the probes end.
+        """Run all probes at the same time on the virtual clock.
+
+        Yields observations in the order in which the probes end.
         """
         start = self._clock
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}

@@ -329,8 +329,9 @@ def _end_with_parent(parent: int) -> None:
 
 
 def _exit_now() -> None:
-    """Exit at once. If this process leads its own process group, as a forked child does, the
-    whole group is killed.
+    """Exit immediately.
+
+    If this process leads its own process group, as a forked child does, the whole group is killed.
     """
     sys.stderr.flush()
     if os.getpgrp() == os.getpid():

@@ -1,5 +1,5 @@
-"""How the choice of a batch affects learning, beside its samples/s, from a training's noise scale
-if there is one.
+"""Relates the choice of a batch to what the model learns, by the noise scale of an earlier training
+if it is known.
 """
 
 from __future__ import annotations

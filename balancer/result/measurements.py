@@ -50,8 +50,8 @@ def find_doubts(
 
 
 def _weight(doubt: Warned) -> float:
-    """Return how serious a doubt is. A loss that is no longer finite is worse the
-    earlier it happens.
+    """Return how serious a doubt is. A loss that stops being finite is worse the earlier that
+    happens.
     """
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
@@ -205,8 +205,10 @@ Reason = Literal["nothing_ran", "nothing_fits", "failed", "gone"]
 def find_left_out(
     seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout
 ) -> tuple[LeftOut, ...]:
-    """Return the devices on which nothing ran, and those that ran at first and then always failed,
-    with the reason. The latter count if the plan doesn't use them, or if they were lost.
+    """Return the devices that can't be used, with the reason.
+
+    Nothing ran on them, or they ran at first and then always failed. A device of the second kind
+    counts only if the plan doesn't use it, or if it was lost.
     """
     found: dict[int, LeftOut] = {}
     ran: set[int] = set()

@@ -258,8 +258,10 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if a gain over the rival can be stated, or if the rival's samples/s are too uncertain,
-    which can be stated too.
+    """True if the gain over a rival is known, or if the rival's samples/s are known to be too
+    uncertain.
+
+    Both are worth a sentence.
     """
     return rival.gain is not None or not rival.figure.known
 

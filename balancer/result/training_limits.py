@@ -77,8 +77,9 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return the layout's last measurement that includes the closer look: steps on a kept batch, or
-    steps whose kernels were enqueued beforehand.
+    """Return the layout's last measurement in which the causes of its step time were measured too.
+
+    That is, it has steps on a kept batch, or steps whose kernels were enqueued before they began.
     """
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
@@ -157,7 +158,7 @@ class _Measured:
         return self.scale(max(0.0, step.step_seconds - self.closer.enqueued_seconds))
 
     def scale(self, seconds: float) -> float:
-        """Scale seconds from the closer look to the measured step time."""
+        """Scale seconds from the measurement of causes to the measured step time."""
         assert self.closer is not None
         return seconds * self.step_s / self.closer.step_seconds
 

@@ -119,9 +119,9 @@ class Budget:
     ) -> bool:
         """True if the layout's shortest probe can end before the stage `ends_with` has to end.
 
-        `ends_with` is usually the probe's own stage; for a probe without which there would be no
-        result, it is "race", which has the whole budget in its first turn. Later turns have to end
-        at 95 % of it.
+        `ends_with` is usually the probe's own stage. For a probe without which there would be no
+        result it is the race, which may use the whole budget for its first turns; later turns have
+        to end at 95 % of it.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._end(ends_with, turn)
@@ -187,7 +187,7 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return a budget that would have left `missing_seconds` more for first turns.
+        """Return the budget with which first turns of `missing_seconds` would have fitted too.
 
         Exploration's part of the budget is taken into account.
         """
@@ -196,9 +196,9 @@ class Budget:
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return a budget in which packs could have taken `grown_seconds` more.
+        """Return the budget with which packs could have used `grown_seconds` more.
 
-        It is based on what the search spent up to the first turns.
+        It is computed from what the search spent up to the first turns.
         """
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS

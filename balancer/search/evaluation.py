@@ -109,7 +109,7 @@ class Evaluation:
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
         """Return the next batch of every device alone, else the next split.
 
-        Returns an empty tuple if nothing is wanted or affordable.
+        Returns an empty tuple if no measurement is worth its time, or if none fits the budget.
         """
         if self._why_none:
             return ()
@@ -258,7 +258,7 @@ class Evaluation:
 
     @cached_property
     def race(self) -> Race:
-        """The race between the offered layouts."""
+        """The race between the layouts that exploration and the families offer."""
         return Race(self.offers, self.machine, self.budget)
 
     # ------------------------------------------------------------------ who is best
@@ -288,7 +288,7 @@ class Evaluation:
 
         A layout that the race hasn't measured yet counts with its measurements from exploration,
         unless its shares are so close to a raced layout's that no measurement would show the
-        difference. If no measured layout may run any more, the best of those that ran is chosen.
+        difference. If no measured layout may run any more, the best of all that ran is chosen.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
@@ -303,8 +303,8 @@ class Evaluation:
     def _choices(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that may be chosen, all with the requested batch.
 
-        They are the layouts of the race, and others of requested families whose shares differ
-        measurably from those of the race.
+        They are the layouts of the race, and measured layouts of requested families whose shares
+        clearly differ from all of these.
         """
         fit = [one for one in self._ran if self.problem.global_batch in (None, one.global_batch)]
         apart = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
@@ -473,7 +473,8 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return the seconds of exchange by number of hosts, beyond those within one host.
+        """Return how many seconds longer an exchange takes over each number of hosts than within
+        one host.
 
         Returns an empty tuple for a single host.
         """

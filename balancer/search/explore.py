@@ -12,9 +12,10 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """Return the next batches of devices alone, else the next split or device at rest.
+    """Return the next batches of devices alone, else the next split, or one device with the others
+    idle.
 
-    Returns an empty tuple if nothing is wanted or affordable.
+    Returns an empty tuple if no measurement is worth its time, or if none fits the budget.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -22,7 +22,7 @@ RETREATS = 4  # tries with smaller batches: down to a quarter
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
-    """The families of layouts that a search considers, and what the machine offers them."""
+    """The families of layouts that a search considers, and what they may use on this machine."""
 
     families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(FAMILIES))
     placements: tuple[Placement, ...] = ()

@@ -165,11 +165,11 @@ class MachineModel:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """Return a layout of these shares, in passes if they don't fit at once or
-        if passes are faster.
+        """Return a layout of these shares; a share that doesn't fit in one pass, or is faster in
+        several, is divided into passes.
 
-        With `surely`, passes have only as many rows as certainly fit, on devices
-        that can use passes.
+        With `surely`, passes have only as many rows as certainly fit, on devices that can use
+        passes.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(
@@ -195,7 +195,7 @@ class MachineModel:
 
     @cached_property
     def split_curves(self) -> tuple[DeviceCurve, ...]:
-        """The live devices with their curves and limits in splits."""
+        """The curve and the largest share of each live device in a split."""
         found = []
         for position in self.live:
             device = self.devices[position]

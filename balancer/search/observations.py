@@ -72,11 +72,11 @@ class Observations:
             self.gone.update(dict.fromkeys(seen.devices, seen.detail))
 
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
-        """Note the bytes that other processes hold of each device.
+        """Record how many bytes of each device other processes hold.
 
-        The most that was seen counts, since they may take as much again. Once a device has raced,
-        only its last turn counts: what other processes held during exploration may be free again.
-        An observation after a check is as recent as that check, whatever its own turn is.
+        The highest number counts, since those processes may take as much again. Once a device has
+        raced, only its last turn counts: what other processes held during exploration may be free
+        again. An observation after a check is as recent as that check, whatever its own turn is.
         """
         probe = seen.probe
         raced = probe.turn if probe.stage in (Stage.RACE, Stage.KNOBS, Stage.CHECK) else -1
@@ -87,15 +87,17 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes hold at least as much of the device's memory as in `seen`, in
-        which a layout ran out of memory. Also true if that is unknown.
+        """True if other processes still hold at least as many bytes of the device as when the
+        layout of `seen` ran out of memory.
+
+        Also true if that is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 
     # ------------------------------------------------------------------ by probe, stage and layout
 
     def in_stage(self, *stages: Stage) -> list[Observation]:
-        """Return the settled observations of some stages: all but failures that are worth a retry.
+        """Return the final observations of some stages: all but failures that will be retried.
 
         They are listed stage by stage, each in the order of its probes.
         """
@@ -112,9 +114,8 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of some stages, in the order of `in_stage`.
-
-        By default, return those of all stages.
+        """Return the timed observations of some stages, by default of all, in the order of
+        `in_stage`.
         """
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
@@ -234,7 +235,8 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, seen: Timed) -> bool:
-        """True if other processes leave as much of the device's memory as the layout took there.
+        """True if the memory that other processes leave suffices for what the layout of `seen`
+        used.
 
         Also true if one of these sizes is unknown.
         """
@@ -246,10 +248,7 @@ class Observations:
         return used is None or limit is None or used <= limit
 
     def memory_limit(self, position: int) -> int | None:
-        """Return a device's bytes, less those that other processes were seen to hold.
-
-        Returns None if unknown.
-        """
+        """Return how many bytes of a device other processes leave; None if unknown."""
         limit = self._problem.memory_bytes[position]
         if limit is None:
             return None
@@ -298,7 +297,7 @@ class Observations:
     # ------------------------------------------------------------------ by device
 
     def explored(self, position: int) -> list[Observation]:
-        """Return a device's settled observations in exploration, in the order of their probes."""
+        """Return a device's final observations in exploration, in the order of their probes."""
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:

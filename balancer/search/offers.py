@@ -17,7 +17,7 @@ from .texts import TextPolicy
 
 
 class Offers:
-    """The candidates that families offer, given their view of the search."""
+    """The candidates for the race that the families offer."""
 
     def __init__(self, view: FamilyView, policy: RowPolicy | TextPolicy) -> None:
         self.view = view

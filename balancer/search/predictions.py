@@ -131,7 +131,9 @@ class Predictions:
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of one device alone, measured at rest or else predicted."""
+        """The highest samples/s of one device alone, measured with the others idle or else
+        predicted.
+        """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
             for i in {*self.machine.others_idle, *self.machine.live}
@@ -150,9 +152,9 @@ class Predictions:
         return self._best_alone(DeviceCurve(position, device.alone, reach))
 
     def within(self, part: float) -> Allocation | None:
-        """Return the smallest batch within `part` of the tolerance; None for a fixed batch.
+        """Return the smallest batch whose predicted slowdown is at most `part` of the tolerance.
 
-        It is predicted to be slower than the fastest by at most `part` * tolerance.
+        The slowdown is relative to the fastest layout. Returns None for a fixed batch.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:

@@ -173,7 +173,7 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the open turn, or of a new one.
+        """Return the next probe of the current turn or, if that is complete, of a new turn.
 
         With `settled`, all rivals take part, since the winner is known already.
         """
@@ -198,8 +198,10 @@ class Race:
         return self._budget.least_seconds(layout) + knobs
 
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
-        """Return the rivals of a turn: all in the first turn of knobs, later those that aren't
-        settled yet, and none from turn `MOST_TURNS` on.
+        """Return the rivals that take part in a turn.
+
+        All do in the first turn of the knobs stage. In later turns, only those take part whose rank
+        is still undecided. From turn `MOST_TURNS` on, none does.
         """
         if turn == FIRST_TURN and stage == Stage.KNOBS:  # the race's first turn is in `_first_turn`
             return list(rivals)
@@ -231,7 +233,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner as it is and with each requested knob, without those that failed.
+        """The winner as it is, and with each requested knob, except layouts that failed.
 
         Empty if no knobs were requested.
         """

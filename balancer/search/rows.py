@@ -95,9 +95,10 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """Return the best single device at the fixed batch, in passes and at once if both fit.
+        """Return the best single device.
 
-        For a free batch, return the best single device at its best batch.
+        At a fixed batch, return it in several passes and in one pass if both fit. For a free batch,
+        return it at its best batch.
         """
         ranked = self._singles_by_rate()
         if not ranked:
@@ -112,8 +113,9 @@ class RowPolicy:
     def _singles_by_rate(self) -> list[Layout]:
         """Return the devices alone, the fastest first.
 
-        For a fixed batch, these are the devices that safely hold it, at once or in passes. For a
-        free batch, these are all layouts that exploration measured and that still fit.
+        For a fixed batch, these are the devices in which it certainly fits, in one pass or in
+        several. For a free batch, these are all layouts that exploration measured and that still
+        fit.
         """
         batch = self.problem.global_batch
         if batch is None:
@@ -134,7 +136,7 @@ class RowPolicy:
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
         """Return the samples/s of a device alone, measured or else predicted.
 
-        A measurement at rest is preferred to one in the solo stage, which counts only if
+        A measurement with the others idle is preferred. One from the solo stage counts only if
         `contended`. A prediction is the same for indistinguishable devices.
         """
         timed = self.seen.timed_in(layout, Stage.REST)

@@ -44,7 +44,7 @@ class Search:
         self._evaluation = Evaluation(self.problem, self.options, self._seen)
 
     def learn_data(self, facts: Facts) -> None:
-        """Note the facts of the data and the model.
+        """Store the facts about the data and the model that children have reported.
 
         If the global batch is free and no largest one is given, the number of rows limits it so
         that an epoch has at least 20 steps. If row lengths are known, rows are assigned by their

@@ -73,7 +73,7 @@ class Need(msgspec.Struct, frozen=True):
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
-        """Return the time of a step of so many rows."""
+        """Return the seconds of a step with this number of rows."""
         return self.fixed_seconds + self.row_seconds * rows
 
 
@@ -103,7 +103,7 @@ class Sharding:
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the next rows for every device alone, else the next whole step.
 
-        The result is empty if nothing is wanted.
+        Returns an empty tuple if no measurement is worth its time.
         """
         if self.parts is None:
             return ()
@@ -197,7 +197,11 @@ class Sharding:
 
     @cached_property
     def policy(self) -> RowPolicy:
-        """The policy for rows, as if each device held the model in the memory left by its part."""
+        """The policy that chooses rows.
+
+        It treats each device as if it held the whole model, with the memory that its part of the
+        state leaves free.
+        """
         division = self._division or Division((), limits=self._problem.memory_bytes)
         held = [part * at_peak(self._state, division.in_passes) for part in division.parts]
         left = _subtract(division.limits, held) if held else division.limits
@@ -213,7 +217,10 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _as_rows(self, one: Observation) -> Observation:
-        """Return the observation as if each device held the model, without its part's bytes."""
+        """Return the observation in the form of a training without shards.
+
+        Its bytes don't include the device's part of the state.
+        """
         layout = one.probe.layout
         probe = msgspec.structs.replace(
             one.probe,
@@ -242,10 +249,11 @@ class Sharding:
         return tuple(left)
 
     def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
-        """Return the observation, or OutOfMemory if its rows don't fit together with the state.
+        """Return the observation, or OutOfMemory if its rows wouldn't fit together with the
+        device's part of the state.
 
         A device that was measured alone held a small part of the state, and so had more memory for
-        rows than its own part leaves.
+        rows.
         """
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one

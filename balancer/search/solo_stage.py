@@ -386,7 +386,7 @@ def _step(one: DeviceModel, batch: int) -> float:
     """Return the expected seconds of a step of this batch; 0 before any measurement.
 
     If the device has a single point, the result is that point's time for any batch, because a probe
-    of much longer steps ends at once.
+    whose steps turn out much longer ends after one step.
     """
     if one.alone is None:
         return 0.0

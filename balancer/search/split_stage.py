@@ -84,8 +84,8 @@ class SplitStage:
     def _best_rate(self) -> float:
         """The highest samples/s of the plans that ran.
 
-        Splits count with the samples/s that are predicted for them now, devices at rest
-        with those measured.
+        Splits count with the samples/s that are now predicted for them, single devices with those
+        measured while the others were idle.
         """
         splits = [
             self._machine.predicted_rate(one.probe.layout) for one in self._machine.fitting_splits
@@ -130,9 +130,11 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
-        """Return the fastest device alone at a fixed batch, if that leaves time for a split.
+        """Return the fastest device alone at a fixed batch; None if that would leave no time for a
+        split.
 
-        Otherwise, a split that is much slower might be all that was measured.
+        It comes first, because otherwise a much slower split could be all that a short search has
+        measured.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None

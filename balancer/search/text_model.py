@@ -354,7 +354,7 @@ class TextModel(MachineModel):
     def best_split(self) -> Layout | None:
         """The split that should be fastest, with rows assigned by cost.
 
-        It is over all devices, or over those of one host, without any number of the slowest. None
+        It uses the devices of one host or of all, without the slowest ones if that is faster. None
         if there are fewer than two devices, or if they can't hold the longest row.
         """
         able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))

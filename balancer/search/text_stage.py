@@ -49,7 +49,7 @@ class TextStage:
         return probes
 
     def _next_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
-        """Return a probe for each device alone for which a layout is wanted.
+        """Return a probe of each device that has a layout in `wanted`.
 
         Returns an empty tuple unless the budget affords all of them.
         """
@@ -111,10 +111,10 @@ class TextStage:
         return max(1, lengths[int(part * (len(lengths) - 1))])
 
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
-        """True if larger passes are wanted.
+        """True if larger passes are worth a measurement.
 
-        That is, no pass has shown yet what tokens cost, and larger ones may fit and be
-        used in training.
+        That is so if no pass has shown yet what tokens cost, and larger ones may fit and be used in
+        training.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

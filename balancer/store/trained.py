@@ -56,7 +56,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return a training's entries from the times when it trained by this plan."""
+    """Return the entries that a training wrote while it trained by this plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:
@@ -78,8 +78,8 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield what took a training's steps besides computing, and what happened
-    during the training.
+    """Yield the causes of a slow training: parts of its steps that don't compute, and events while
+    it ran.
     """
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (

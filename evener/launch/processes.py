@@ -276,7 +276,8 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
-    """Send a signal to the running processes, and kill those that don't exit in `grace_seconds`.
+    """Send a signal to the running processes, and kill the ones that don't exit within
+    `grace_seconds`.
 
     A Ctrl-C typed on their terminal isn't sent again, as the terminal has already delivered it.
     """

@@ -187,7 +187,7 @@ def _rows_of(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return the most rows that a device surely holds at once; 0 if the plan doesn't tell."""
+    """Return the most rows that a device certainly holds in one pass; 0 if the plan doesn't say."""
     if share.most:
         return share.most
     return share.micro if share.micro < share.batch else 0

@@ -1,4 +1,6 @@
-"""The dialog that shows and changes all settings; each change takes effect at once and is saved."""
+"""The dialog that shows and changes all settings; each change takes effect immediately and is
+saved.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Formats numbers, sentences and tables for people and for programs. Imports no screen."""
+"""Formats numbers, sentences and tables, for people and for programs."""
 
 from __future__ import annotations
 

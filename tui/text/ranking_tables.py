@@ -122,8 +122,10 @@ def against(one: RankedLayout, winner: RankedLayout) -> str:
 
 
 def packing_tables(found: SearchReport) -> list[Table]:
-    """Return a table for each way to run several trainings on one device at once, with a row for
-    each number of trainings: throughput together, seconds of a fixed number of steps, memory.
+    """Return a table for each way to run several trainings on one device at the same time.
+
+    A row for each number of trainings has their combined throughput, the seconds of a fixed number
+    of steps, and the memory.
     """
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = found.packings

@@ -218,7 +218,9 @@ def _caption(one: Graph, width: int) -> tuple[Span, ...]:
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Mark a level in its row of the graph: a dashed line where the graph is empty."""
+    """Draw a level's text in its row of the graph, followed by a dashed line where the graph is
+    empty.
+    """
     spans = []
     for sign in text:
         free = sign in " \u2800"

@@ -99,8 +99,9 @@ class EndedTrainings:
         return (*rows, *reversed(kept))
 
     def _end(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
-        """Return the last metrics of a training, marked as ended. Of its causes only unequal work
-        stays, which other shares could have fixed.
+        """Return an ended training with its last metrics.
+
+        Of its causes it keeps only unequal work, which other shares would have fixed.
         """
         if row.run and not self._summaries.get(row.run):
             self._summaries[row.run] = tuple(self._find_summary(row.run))

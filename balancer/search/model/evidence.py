@@ -57,7 +57,8 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the points measured alone, and those at rest or in splits at larger batches.
+        """Return the points measured alone, and points of larger batches measured in splits or with
+        the others idle.
 
         If only this device is left (`devices` is 1), return all points.
         """
@@ -356,7 +357,9 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Add each position to the last group whose first member is the `same`, or to a new group."""
+    """Add each position to the last group for whose first member `same` is true, or to
+    a new group.
+    """
     groups: list[list[int]] = []
     for position in order:
         for group in reversed(groups):
@@ -382,9 +385,10 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if one device took longer alone for fewer rows than the other for more, beyond noise.
+    """True if one device took longer for fewer rows than the other for more, both alone and beyond
+    noise.
 
-    A single curve for both would contradict that.
+    No single curve can fit both devices then.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)

@@ -113,10 +113,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
-        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`.
+        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`; 0 if nothing
+        can fit.
 
-        Returns 0 if nothing can fit. With `optimistic`, it is the largest that may fit after all,
-        however many tries lie before it, until two tries have failed.
+        With `optimistic`, return the largest batch that isn't ruled out, until two tries have run
+        out of memory.
         """
         narrow = max(quantum, SAME_BATCH * self.ran)
         settled = self.failed is not None and self.failed - self.ran <= narrow
