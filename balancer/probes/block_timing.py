@@ -130,13 +130,14 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """True if the first warm-up step took longer than the whole probe was meant to. The probe
-        then reports that step.
+        """True if the first warm-up step took longer than the whole probe was meant to.
+
+        The probe then reports that step.
         """
         return len(self._windows) == 1 and self._windows == self._blocks
 
     def add(self, block: Block) -> None:
-        """Take the block whose steps `next_steps` returned."""
+        """Add the measured block of the steps that `next_steps` returned."""
         if self._steps:
             self._blocks.append(block)
             return

@@ -135,8 +135,10 @@ class InterferenceMonitor:
         return found
 
     def _round(self, position: int, short: int) -> int:
-        """Return the bytes to report, rounded up to multiples of `STEP`. Repeats the last reported
-        value unless the bytes have exceeded it.
+        """Return the bytes to report, in multiples of `STEP`.
+
+        The last reported value is repeated unless the bytes exceed it, so that small changes aren't
+        reported.
         """
         if short > self._short.get(position, 0):
             step = max(1, int(STEP * (self._devices[position].memory_bytes or 0)))

@@ -404,8 +404,10 @@ def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNot | None:
 
 
 def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> SplitLoss | None:
-    """Return why the best split is slower than one device: synchronization, or time that a smaller
-    share doesn't reduce. If neither explains the loss, returns the known times.
+    """Return why the best split is slower than one device.
+
+    The cause is synchronization, or time that a smaller share doesn't reduce. If neither explains
+    the loss, the known times are returned without a cause.
     """
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):

@@ -1103,7 +1103,7 @@ def _needs_time(finished: Finished) -> bool:
 
 
 def recommends_plan(finished: Finished) -> bool:
-    """True if the verdict recommends training by the plan, and its devices exist."""
+    """True if the verdict recommends training with the plan, and its devices exist."""
     found = finished.found
     if found is None or found.advice is None:
         return True
@@ -1133,7 +1133,7 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Explain how to train by the plan in this file; empty if there is no script to launch."""
+    """Explain how to train with the plan in this file; empty if there is no script to launch."""
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
     where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
@@ -1141,7 +1141,7 @@ def write_training_step(plan: Plan, path: str) -> str:
 
 
 def find_training_command(plan: Plan, path: str) -> str:
-    """Return the command that trains by the plan in this file; empty if there is no
+    """Return the command that trains with the plan in this file; empty if there is no
     script to launch.
     """
     script = plan.workload.rpartition(":")[0]

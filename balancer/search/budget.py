@@ -88,10 +88,10 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return the seconds that the next probe may measure, so that `reserved`
-        seconds remain after it.
+        """Return the seconds that the next probe may measure, so that `reserved` seconds remain
+        after it.
 
-        In exploration, that is at most 1 / `SURPRISE` of what is left, in other stages 1 /
+        In exploration, it is at most 1 / `SURPRISE` of the time left, in other stages 1 /
         `probes_left`, and always enough for two steps. If steps are too slow for that, the result
         is less than one step: the probe then times a lone step. A check confirms the winner's
         samples/s, so it never consists of a lone step.

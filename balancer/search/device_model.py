@@ -155,7 +155,8 @@ class DeviceModel:
         return self._limit_by_time(self.alone, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return the largest batch that is near enough to what ran for the curve to be trusted.
+        """Return the largest batch that isn't too far beyond the largest measured one for the curve
+        to be trusted.
 
         If the global batch is free, the batch must also be quick enough.
         """

@@ -119,10 +119,10 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
 
 
 def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
-    """True if a measurement couldn't tell two layouts apart.
+    """True if a measurement couldn't distinguish two layouts.
 
     They have equally many passes on each device, and their shares differ by at most `near`,
-    relative to the larger.
+    relative to the larger share.
     """
     if one.kind != other.kind or any(one.passes(i) != other.passes(i) for i in one.active):
         return False

@@ -67,7 +67,7 @@ class Offers:
     def _offered_candidates(self) -> tuple[Candidate, ...]:
         """The families' candidates, before any is replaced by a smaller one.
 
-        Splits that a measurement couldn't tell apart from an earlier candidate are left out.
+        A split that a measurement couldn't distinguish from an earlier candidate is left out.
         """
         found = [one for family in self.options.wanted for one in self._candidates_of(family)]
         trades_speed = find_objective(self._problem.objective).trades_speed
@@ -108,9 +108,8 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without splits that a measurement couldn't tell apart.
-
-    Of several such splits, the first is kept.
+    """Return the candidates without repeated splits: of several that a measurement couldn't
+    distinguish, the first is kept.
     """
     kept: list[Candidate] = []
     splits: list[Layout] = []

@@ -69,7 +69,7 @@ class Race:
         """Return another measurement of the chosen layout; empty if none is needed.
 
         A check is repeated if a device was held back in it, or while more turns may narrow a wide
-        interval. No check is needed if nothing else was measured.
+        interval. No check is needed if no other layout was measured.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):

@@ -203,8 +203,8 @@ class SoloStage:
     def _even_share(self, one: DeviceModel) -> int:
         """Return the device's share in an even split of a fixed batch, or 0.
 
-        It is 0 unless it may fit and is larger than what ran. The split is over the devices of
-        the optimistic layout.
+        It is 0 unless it may fit and is larger than all batches that ran. The split is over the
+        devices of the optimistic layout.
         """
         batch = self._problem.global_batch or 0
         even = batch // len(self._in_split) // self._quantum * self._quantum
@@ -278,7 +278,9 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, one: DeviceModel, share: int) -> bool:
-        """True if the share is beyond what ran, or where the device may beat its curve."""
+        """True if the share is larger than all batches that ran, or if the device may be faster
+        there than its curve.
+        """
         if one.alone is None or one.optimistic is None or not self._is_new(one, share):
             return False
         if share > one.memory.ran:
@@ -297,7 +299,7 @@ class SoloStage:
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
         """True if a round may take `seconds` and still leave time for the first split.
 
-        There is no plan without the first split.
+        Without the first split, there is no plan.
         """
         return self._budget.has_time(seconds, self._after, step_seconds)
 

@@ -56,11 +56,12 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None if the budget doesn't allow it,
-        or without an allocation.
+        """Return the probe of an allocation; None if the budget doesn't allow it, or without an
+        allocation.
 
-        The probe must leave `after` seconds for what follows. If only a lone step fits, it is timed
-        if the allocation promises over 50 % more samples/s than what ran.
+        The probe must leave `after` seconds for later probes. If there is time for a lone step
+        only, that is timed if the allocation promises over 50 % more samples/s than all layouts
+        that ran.
         """
         if wanted is None:
             return None

@@ -54,12 +54,12 @@ class TimeLeft:
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
-        """Return the factor by which a step may take longer than predicted, so that two steps
-        still fit a part of the remaining time for exploration. Lone steps may exceed that time
-        by the factor `BOLD`.
+        """Return the factor by which a step may take longer than predicted.
 
-        It limits the next batch on a level curve: such a curve tells nothing about larger batches,
-        so a step may take longer in proportion to the batch. Infinite if `step_seconds` is 0.
+        Two such steps still fit a part of the time left for exploration; lone steps may exceed that
+        by the factor `BOLD`. The factor limits the next batch on a level curve, which shows nothing
+        about larger batches: a step may take longer in proportion to the batch. Infinite if
+        `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -80,11 +80,11 @@ class TimeLeft:
         return min(longest, left / (fewest + self.tuning_steps))
 
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
-        """True if a probe should time a lone step, because showing its noise would take more than
-        `part` of the time left.
+        """True if the next probe should time a lone step.
 
-        With such slow steps, knowing the time of several batches to 3 % is worth more than knowing
-        the time of a few batches exactly.
+        That is so if measuring its noise would take more than `part` of the time left. With such
+        slow steps, knowing the time of several batches to 3 % is worth more than knowing the time
+        of a few batches exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -135,5 +135,7 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return what a probe took besides its start and its timed steps: tracing and warm-up."""
+    """Return the seconds of a probe for tracing and warm-up: without its start and its
+    timed steps.
+    """
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)

@@ -243,7 +243,7 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return what trainings by this run's plan have reached; None if no such training
+    """Return what trainings with this run's plan have reached; None if no such training
     has reported a speed.
     """
     trainings = []
@@ -337,8 +337,10 @@ Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the
 
 
 def _summarize(run: str, trainings: Trainings) -> RunSummary:
-    """Return a run's line in the list. A training by a plan is also added to `trainings`, in which
-    the line of the plan's search looks it up.
+    """Return a run's line in the list.
+
+    A training with a plan is also added to `trainings`, because the line of the plan's search shows
+    what its trainings reached.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"

@@ -1,4 +1,4 @@
-"""What trainings by a plan have reached, from their journals, and what slowed them down."""
+"""What trainings with a plan have reached, from their journals, and what slowed them down."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The trainings by a plan that kept a journal. Speeds are of the last training."""
+    """The trainings with a plan that kept a journal. Speeds are of the last training."""
 
     trainings: int
     samples_per_second: float  # median
@@ -43,8 +43,9 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return what trainings by this plan have reached; `trainings` has the last one first. None if
-    no training by the plan has reported a speed.
+    """Return what trainings with this plan have reached. `trainings` has the last one first.
+
+    None if no training with the plan has reported a speed.
     """
     parts = [_by_plan(plan, each) for each in trainings]
     parts = list(filter(_speeds, parts))
@@ -56,7 +57,7 @@ def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained |
 
 
 def _by_plan(plan: Plan, training: RecordedTraining) -> list[TrainingEntry]:
-    """Return the entries that a training wrote while it trained by this plan."""
+    """Return the entries that a training wrote while it trained with this plan."""
     entries: list[TrainingEntry] = []
     follows = False
     for entry in training.entries:

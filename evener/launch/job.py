@@ -1,4 +1,4 @@
-"""This host's part of a training run by a plan: shares, devices and rendezvous."""
+"""This host's part of a training run with a plan: shares, devices and rendezvous."""
 
 from __future__ import annotations
 
@@ -259,7 +259,7 @@ def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
-    """Raise an error if processes can't train by the plan, or there is no script to run.
+    """Raise an error if processes can't train with the plan, or there is no script to run.
 
     Raises PlanError if the plan places a model's parts in one process or packs several training
     runs onto one device. Raises RequestError if the script doesn't exist or -m names no module.

@@ -74,8 +74,8 @@ class GroupExit(msgspec.Struct, frozen=True):
 def _order(code: int) -> int:
     """Return a sort key that puts likely causes first.
 
-    A killed process makes others abort or raise exceptions, and those failures
-    cause the rest to get SIGTERM.
+    A killed process makes others abort or raise exceptions; these failures make the launcher send
+    SIGTERM to all others.
     """
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 

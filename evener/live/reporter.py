@@ -47,9 +47,8 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """A device's times in a step: compute time (own work) and waiting.
-
-    The fields are those of LiveDevice.
+    """A device's times in a step: compute time (own work) and waiting. LiveDevice describes the
+    fields.
     """
 
     own_work_s: float = 0.0

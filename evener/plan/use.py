@@ -42,7 +42,7 @@ _SAME = {"pytorch_lightning": "lightning", "tensorflow": "keras", "trl": "transf
 
 
 def note_use() -> None:
-    """Tell the launcher that this process trains by a plan."""
+    """Tell the launcher that this process trains with a plan."""
     path = os.environ.get(PLAN_USED)
     if path:
         with suppress(OSError), open(path, "ab") as stream:  # the launcher may have ended

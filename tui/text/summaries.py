@@ -200,9 +200,10 @@ def summary_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """Return what ran, the tables of shares and rivals, the table of batch sizes with their worth
-    in learning if it is known, then the verdict with the next `steps`, remarks and warnings.
+    """Return the whole result of a search as lines.
 
+    They are: what ran, the tables of shares and rivals, the table of batch sizes with their worth
+    in learning if it is known, then the verdict with the next `steps`, remarks and warnings.
     `labels` are the devices' short names, in the plan's order. `width` is the terminal's width: if
     given, sentences are wrapped to it.
     """

@@ -228,8 +228,10 @@ def _reading(
     full: float = 0.0,
     most: int = 0,
 ) -> Column[Any]:
-    """Return a column for a reading, with as much of its limit, unit and bar as fits; `figures` is
-    the number of cells without a bar.
+    """Return a column for a reading.
+
+    A cell has as much of the reading's limit, unit and bar as fits; `figures` is the number of
+    cells without a bar.
     """
 
     def cell(row: DeviceRow, width: int) -> tuple[Span, ...]:

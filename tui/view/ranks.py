@@ -96,8 +96,9 @@ class RankOnDevice(NamedTuple):
 def place_ranks(
     report: Training, samples: SamplesByDevice, at_seconds: float
 ) -> Iterator[RankOnDevice]:
-    """Yield a row for each device of a process; a process that reports no device has one row
-    without a device.
+    """Yield a row for each device of a process.
+
+    A process that reports no device has one row without a device.
     """
     silent_s = silent_seconds(report, at_seconds)
     for live in report.devices or (LiveDevice("", -1, 0, report.samples_per_second),):

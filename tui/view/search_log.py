@@ -35,7 +35,7 @@ REASONS: dict[Stage, str] = {
 
 
 class LogRow(msgspec.Struct, frozen=True):
-    """A measurement, and what it adds to the measurements before it."""
+    """A measurement, and what is new in it compared with the measurements before it."""
 
     number: int  # number of the measurement, from 1, in the order in which measurements ended
     entry: ObservationEntry
@@ -69,8 +69,7 @@ def log_rows(state: SessionState) -> list[LogRow]:
 
 
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
-    """Return the doubts about a measurement or, if there are none, what it adds to the earlier
-    measurements.
+    """Return the doubts about a measurement or, if there are none, what is new in it.
 
     For one device that is the gain over the next smaller batch measured on it; for several devices,
     that no measurement was faster so far. Otherwise return an empty string.

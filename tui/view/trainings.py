@@ -84,8 +84,8 @@ class EndedTrainings:
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """Return the running trainings, followed by the newest `MOST_KEPT` of those that ended
-        within the last `KEPT_SECONDS`.
+        """Return the running trainings, followed by trainings that ended within the last
+        `KEPT_SECONDS`, at most `MOST_KEPT` of them.
         """
         running = {row.key for row in rows}
         ended = [

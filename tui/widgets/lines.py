@@ -38,7 +38,7 @@ _BOLD = ("strong", "headline", "bad", "key", "tab")
 
 
 class _Drawn(NamedTuple):
-    """The result of a widget's last drawing, which is reused."""
+    """The result of a widget's last drawing, kept so that unchanged rows are reused."""
 
     crop: Region
     rows: list[Strip]  # frame included

@@ -89,7 +89,7 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 
 
 class _ByUse(msgspec.Struct):
-    """A device's observations, grouped by what it did in them.
+    """A device's observations, grouped by what the device did.
 
     It ran alone in one pass while others computed (`rounds`) or were idle (`others_idle`), alone in
     several passes, or computed its share of a split.
@@ -152,7 +152,8 @@ def _memory(store: Observations, position: int, by_rows: list[Observation]) -> M
 def _out_of_memory(store: Observations, position: int, seen: Observation) -> bool:
     """True if this device is the one that ran out of memory.
 
-    Either the observation names it, or it had the largest share relative to what it ran alone.
+    Either the observation names it, or its share was the largest relative to the batch that it ran
+    alone.
     """
     if isinstance(seen, Failed):
         return _too_large(store, position, seen)
@@ -183,8 +184,9 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
     """Return why the device is left out; empty if it isn't.
 
-    A device is left out if it has gone, at any stage, or if it failed for good, alone or named by a
-    split of 3 or more devices; a failure in a pair is attributed to the pair.
+    A device is left out if it has gone, at any stage, or if it failed for good. Only failures alone
+    and failures that name it in a split of 3 or more devices count; a failure in a pair may be due
+    to either device.
     """
     if position in store.gone:
         return store.gone[position]

@@ -137,8 +137,8 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
         """Return the largest batch worth trying in a split.
 
-        It is what ran if bytes are unknown and `bold` is False, or if two out-of-memory failures
-        have refuted the memory line. Otherwise it is the next guess.
+        It is the largest batch that ran if bytes are unknown and `bold` is False, or if two
+        out-of-memory failures have refuted the memory line. Otherwise it is the next guess.
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
@@ -154,9 +154,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return guess is None or self.failed is None or guess >= self.failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
-        """Return the largest batch up to `cap` that safely fits.
+        """Return the largest batch up to `cap` that certainly fits.
 
-        It is what ran, or a little more if that is far below the limit.
+        It is the largest that ran, or a little more if that took far less than the limit.
         """
         safe = self.ran
         guess = self.predict_largest()
