@@ -140,7 +140,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._shares = shares = self._planned.ranks  # the plan's shares
         passes = shares.passes[shares.rank]
         self.args = copy.copy(self.args)  # the user's own arguments stay unchanged
-        self.args.per_device_train_batch_size = -(-shares.batches[shares.rank] // passes)
+        own = max(1, shares.batches[shares.rank])  # a rank without rows has a filler row
+        self.args.per_device_train_batch_size = -(-own // passes)
         self._train_batch_size = self.args.per_device_train_batch_size
         self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
         self._to_come: deque[tuple[int, float]] = (

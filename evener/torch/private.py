@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 import torch.distributed as dist
+import torch.utils._pytree as pytree
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
@@ -41,6 +42,16 @@ def unwrap_compiled(model: Any) -> Any:
 def leave_uncompiled(function: Any) -> None:
     """Exclude a function from torch.compile."""
     vars(function)["_torchdynamo_disable"] = True
+
+
+def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
+    """Return what is in nested outputs, also of transformers' classes, and a function that puts
+    such a list together in the same way.
+
+    Objects that PyTorch doesn't know how to take apart are items of the list.
+    """
+    leaves, spec = pytree.tree_flatten(outputs)
+    return leaves, lambda items: pytree.tree_unflatten(items, spec)
 
 
 def forward_pre_hooks(model: Any) -> list[Any]:

@@ -46,6 +46,7 @@ NAMES = (
     "tokens, FSDP2",
     "bf16",
     "the best, in shards",
+    "a rank without rows, in shards",
     "bf16, in shards",
     "LoRA, in shards",
     "LoRA and a whole layer, the best, in shards",

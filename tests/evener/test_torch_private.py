@@ -70,6 +70,9 @@ def test_modules_and_hooks_are_found() -> None:
     assert private.unwrap_compiled(model) is model
     hook = model.register_forward_pre_hook(print)
     assert private.forward_pre_hooks(model) == [print]
+    found, put_together = private.take_apart({"loss": 1, "hidden": (2, [3])})
+    assert sorted(found) == [1, 2, 3]
+    assert put_together(found) == {"loss": 1, "hidden": (2, [3])}
     hook.remove()
     own = model.weight.register_hook(print)
     late = model.weight.register_post_accumulate_grad_hook(print)

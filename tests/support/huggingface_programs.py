@@ -52,6 +52,7 @@ class Program(msgspec.Struct, frozen=True):
     three_ranks: bool = False  # also in passes by three
     sharded: bool = False
     by_memory: bool = False  # a plan in shards
+    without_rows: bool = False  # the first rank only holds state
     by_cost: bool = False
     adapters: dict[str, Any] = {}  # options of PEFT's LoRA
     rebalance: bool = False
@@ -115,6 +116,12 @@ PROGRAMS = {
         rows=29, arguments={**ADAM, **TWICE}, resume_after=6, three_ranks=True, by_memory=True
     ),
     "the best, in shards": Program(arguments=BEST, by_memory=True),
+    "a rank without rows, in shards": Program(
+        rows=37,
+        arguments={**ADAM, "gradient_accumulation_steps": 2},
+        by_memory=True,
+        without_rows=True,
+    ),
     "bf16, in shards": Program(
         "float32", 21, {**ADAM, "optim": "sgd", "bf16": True}, by_memory=True
     ),
@@ -279,7 +286,7 @@ def plan_by_cost(plan: Plan) -> Plan:
 
 def plan_by_memory(plan: Plan) -> Plan:
     """Its rows, on devices that hold more of the model the fewer rows they have."""
-    held = [1 / share.batch for share in plan.layout.share]
+    held = [1 / max(1, share.batch) for share in plan.layout.share]
     shares = tuple(
         msgspec.structs.replace(share, state=each / sum(held))
         for share, each in zip(plan.layout.share, held, strict=True)
@@ -456,6 +463,8 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
     """By the adapter; if it stops on the way, the rest is trained by `resumed_by`, unless a
     checkpoint is there.
     """
+    if program.without_rows:
+        plan = make_plan([0] * (len(plan.batches) - 1) + [GLOBAL_BATCH])
     if program.by_memory:
         plan, resumed_by = plan_by_memory(plan), plan_by_memory(resumed_by)
     chosen, path = plan_by_cost(plan) if program.by_cost else plan, str(folder)

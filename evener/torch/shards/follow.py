@@ -16,7 +16,8 @@ from typing import Any
 
 import torch
 
-from ..rows.structure import each_tensor, tensors_in
+from ..private import take_apart
+from ..rows.structure import tensors_in
 from .unit import Unit
 
 Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradients are summed
@@ -34,7 +35,8 @@ class PassRecord:
         self.forward: list[Meeting] = []
         self.backward: list[Meeting] = []
         self.unsent: list[Unit] = []
-        self.outputs: Any = None  # of the model, without their graph
+        self.outputs: list[Any] = []  # of the model: what is in them, without their graph
+        self.put_together: Callable[[list[Any]], Any] = list  # makes such outputs again
         self.trained: list[bool] = []  # whether each tensor of the outputs has a gradient
 
     def is_like(self, other: PassRecord | None) -> bool:
@@ -86,8 +88,9 @@ class Follower:
         self._meetings = record.forward
         outputs = compute()
         self._meetings = record.backward
-        record.trained = [each.requires_grad for each in tensors_in(outputs)]
-        record.outputs = each_tensor(lambda each: each.detach(), outputs)
+        found, record.put_together = take_apart(outputs)
+        record.trained = [each.requires_grad for each in found if torch.is_tensor(each)]
+        record.outputs = [each.detach() if torch.is_tensor(each) else each for each in found]
         return outputs
 
     def begin_pass(self) -> None:
@@ -111,10 +114,12 @@ class Follower:
             _gather(unit)
         for unit in self._units:
             unit.free()  # also what was gathered ahead
-        seen = tensors_in(record.outputs)
+        seen = filter(torch.is_tensor, record.outputs)
         start = torch.zeros((), device=self._device, requires_grad=True)
         made = iter(_Repeated.apply(self, record, start, *seen))
-        return each_tensor(lambda _: next(made), record.outputs)
+        return record.put_together(
+            [next(made) if torch.is_tensor(each) else each for each in record.outputs]
+        )
 
     def repeat_backward(self, record: PassRecord) -> None:
         """Take part in the gathers and sums of a backward pass, with gradients of 0."""
