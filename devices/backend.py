@@ -135,7 +135,7 @@ class Vitals(msgspec.Struct, frozen=True):
     held_seconds: float | None = None
     braked_seconds: float | None = None  # throttled by a power brake
     capped_seconds: float | None = None  # throttled by the power limit
-    # current clock of the multiprocessors as a fraction of the highest
+    # current clock of the multiprocessors as a fraction of the highest that it reached
     clock_part: float | None = None
     used_bytes: int | None = None  # in total; only full readings update this and the next three
     processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports

@@ -85,6 +85,9 @@ HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
 # bits of the reasons' mask, for chips without the counters
 HELD_BITS = 0x08 | 0x20 | 0x40 | 0x80
 CAPPED_BITS = 0x04
+# Part of the driver's highest clock from which a device's own highest one counts: GeForce cards
+# stay 5 to 20 % below the driver's, and at a third of it a device is idle.
+REACHED = 0.75
 SPOKEN_SHARE = 0.5  # least percentage of a tick for a reason to be named
 
 
@@ -129,6 +132,7 @@ class GpuReader:
         self._used_since = 0  # the driver's time up to which it has the use of each process
         # seconds throttled and at the power cap, as last read
         self._slowed_before: tuple[float | None, float | None] = (None, None)
+        self._reached_mhz = 0.0  # the highest clock that was read
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
@@ -182,6 +186,7 @@ class GpuReader:
         held, capped = self._slowed(now, counters)
         is_slowed = (held, capped) != self._slowed_before
         self._slowed_before = held, capped
+        self._note_clock(self._metrics["clock, seldom"].read_one(now))
         if full:
             self._full = self._read_full(now)
         return msgspec.structs.replace(
@@ -197,12 +202,25 @@ class GpuReader:
     def _clock_part(self, now: float) -> float | None:
         """Return the current clock as a fraction of the highest.
 
-        Return None if the driver doesn't report either of them.
+        That is the highest clock that this device has reached itself, as many never come to the
+        one that the driver names; but the driver's while only low clocks were seen, as of a device
+        that was idle or has been throttled all along. Return None if the driver doesn't report
+        either of them.
         """
-        clock, highest = (
-            self._metrics[name].read_one(now).current for name in ("clock", "clock_max")
-        )
-        return min(1.0, clock / highest) if clock is not None and highest else None
+        clock = self._note_clock(self._metrics["clock"].read_one(now))
+        highest = self._metrics["clock_max"].read_one(now).current
+        if clock is None or not highest:
+            return None
+        if self._reached_mhz >= REACHED * highest:
+            highest = self._reached_mhz
+        return min(1.0, clock / highest)
+
+    def _note_clock(self, read: Reading) -> float | None:
+        """Return a clock that was read, in MHz, after noting whether it is the highest so far."""
+        clock = read.current
+        if clock is not None:
+            self._reached_mhz = max(self._reached_mhz, clock)
+        return clock
 
     def _used_joules(self, now: float, counted: Reading) -> float | None:
         """Return the energy used, in joules, from the driver's counter.
@@ -292,7 +310,8 @@ class GpuReader:
                 lambda: nvml.nvmlDeviceGetTemperature(handle, nvml.NVML_TEMPERATURE_GPU),
                 CALM_SECONDS,
             ),
-            ("clock", lambda: nvml.nvmlDeviceGetClockInfo(handle, nvml.NVML_CLOCK_SM), 0.0),
+            ("clock", self._read_clock, 0.0),
+            ("clock, seldom", self._read_clock, SLOW_SECONDS),
             ("fan", lambda: nvml.nvmlDeviceGetFanSpeed(handle), SLOW_SECONDS),
             (
                 "temperature_limit",
@@ -312,6 +331,9 @@ class GpuReader:
             ),
             ("reasons", lambda: nvml.nvmlDeviceGetCurrentClocksEventReasons(handle), 0.0),
         ]
+
+    def _read_clock(self) -> float:
+        return float(self.nvml.nvmlDeviceGetClockInfo(self.handle, self.nvml.NVML_CLOCK_SM))
 
     def _used_bytes(self) -> float:
         _, used = memory(self.nvml, self.handle)
@@ -385,8 +407,8 @@ class GpuReader:
         return found
 
 
-# read only if the fields have no value
-_FALLBACKS = frozenset({"power", "power_limit", "reasons"})
+# read only if the fields have no value, or for a probe
+_FALLBACKS = frozenset({"power", "power_limit", "reasons", "clock, seldom"})
 _TRAFFIC = {
     PCIE_RECEIVE_BYTES: ("pcie_receive_bytes_per_second", PCIE_RECEIVE, 1),
     PCIE_SEND_BYTES: ("pcie_send_bytes_per_second", PCIE_SEND, 1),
