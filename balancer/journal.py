@@ -256,7 +256,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
     return JournalContents(header, entries, len(content) - len(incomplete))
 
 
-def _say_cut(line: str, foreign: bool) -> str:
+def _explain_broken_line(line: str, foreign: bool) -> str:
     """Explain what to do about a broken line."""
     return (
         "Copy the file again."
@@ -266,7 +266,7 @@ def _say_cut(line: str, foreign: bool) -> str:
 
 
 def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
-    remedy = _say_cut(f"line {number}", foreign)
+    remedy = _explain_broken_line(f"line {number}", foreign)
     if len(text) > LONGEST_LINE_BYTES:
         raise RequestError(f"{path}: line {number} is longer than any entry.", remedy)
     if number == 1:
@@ -291,7 +291,7 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
     return entry
 
 
-class _Stamp(msgspec.Struct):
+class _SchemaOnly(msgspec.Struct):
     schema: int = 0
 
 
@@ -300,7 +300,7 @@ def _check_schema(text: bytes, path: Path) -> None:
     else it contains.
     """
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
-        schema = msgspec.json.decode(text, type=_Stamp).schema
+        schema = msgspec.json.decode(text, type=_SchemaOnly).schema
         if schema > SCHEMA:
             message = f"{path} has schema {schema}; this evener reads up to {SCHEMA}."
             raise RequestError(message, "Update evener on this machine.")
@@ -311,10 +311,12 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
     been measured on the header's devices.
     """
     if isinstance(entry, Header):
-        raise RequestError(f"{where} is a second header.", _say_cut("that line", foreign))
+        raise RequestError(
+            f"{where} is a second header.", _explain_broken_line("that line", foreign)
+        )
     if not _is_sound(entry, header):
         raise RequestError(
-            f"{where} doesn't fit the run's devices.", _say_cut("that line", foreign)
+            f"{where} doesn't fit the run's devices.", _explain_broken_line("that line", foreign)
         )
     return entry
 

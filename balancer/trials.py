@@ -33,6 +33,7 @@ from .types import (
     Failed,
     Interval,
     Layout,
+    MeasurementDoubt,
     Observation,
     OutOfMemory,
     Power,
@@ -40,7 +41,6 @@ from .types import (
     Problem,
     Stage,
     Timed,
-    Warned,
     layout_of,
 )
 
@@ -74,7 +74,7 @@ class ProbeRepeat(msgspec.Struct, frozen=True):
     steps: int  # timed steps in this run
     # peak of each device in this run; None: unknown or unused
     memory_bytes: tuple[int | None, ...]
-    warnings: tuple[Warned, ...]  # doubts about this run
+    warnings: tuple[MeasurementDoubt, ...]  # doubts about this run
     this_run: Interval  # samples/s of this run alone
     power: Power | None = None  # in this run; None: a device doesn't report its power
     samples_per_joule: float | None = None  # in this run, over all devices of the request

@@ -176,7 +176,7 @@ Doubt = Literal[  # in the order in which they are reported
 ]
 
 
-class Warned(msgspec.Struct, frozen=True):
+class MeasurementDoubt(msgspec.Struct, frozen=True):
     """A doubt about a measurement, as data. `evener.balancer.result` writes its text and remedy.
 
     "changed" is about several measurements of one layout, which differ.
@@ -257,7 +257,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     device_seconds: tuple[Amount | None, ...]
     first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
     elapsed_seconds: Amount  # of the whole probe, including its start and warm-up
-    warnings: tuple[Warned, ...] = ()
+    warnings: tuple[MeasurementDoubt, ...] = ()
     # included in it: starting and building new children, which later probes don't repeat
     start_seconds: float = 0.0
     import_seconds: float = 0.0  # included in that: imports, which no later child repeats

@@ -46,7 +46,7 @@ RivalKind = (
         "knobs"  # the plan's layout with other knobs, or none
     ]
 )
-WhyNot = Literal[  # a layout with more samples/s isn't the plan
+WhyNotChosen = Literal[  # a layout with more samples/s isn't the plan
     "tolerance",  # it needs a larger batch, and the plan is within --tolerance of it
     "tie",  # the difference is within the error, and the plan is simpler
     "in_turn",  # measured in alternating turns, the plan was faster
@@ -55,7 +55,7 @@ WhyNot = Literal[  # a layout with more samples/s isn't the plan
 ]
 
 
-class Figure(msgspec.Struct, frozen=True):
+class MeasuredRate(msgspec.Struct, frozen=True):
     """Samples/s with their 95 % interval; not `known` if the interval is too
     wide for comparisons.
     """
@@ -127,14 +127,14 @@ class Rival(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     batches: tuple[int, ...]
     global_batch: int
-    figure: Figure
+    figure: MeasuredRate
     gain: float | None = None  # of the plan over this rival; None: they aren't compared
     tie: bool = False  # neither is surely faster
     unclear: bool = False  # a tie that may hide a large difference
     paired: bool = False  # the gain was measured in turns; the two rates give another
     trainings: int = 1
     knobs: tuple[str, ...] = ()
-    why_not: WhyNot | None = None  # set if its samples/s exceed the plan's
+    why_not: WhyNotChosen | None = None  # set if its samples/s exceed the plan's
     # earlier samples/s of one device at this batch, if they exceed those of `figure`
     earlier: float = 0.0
     difference: RateGap | None = None  # None: they aren't compared
@@ -178,7 +178,7 @@ class UnequalTwins(msgspec.Struct, frozen=True):
     times: float
 
 
-class DoubtFound(msgspec.Struct, frozen=True):
+class VerdictDoubt(msgspec.Struct, frozen=True):
     """A doubt about the measurements of the plan."""
 
     code: Doubt
@@ -326,7 +326,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search."""
 
     chosen: Chosen
-    figure: Figure
+    figure: MeasuredRate
     advice: Recommendation | None = None  # None: a verdict of an older version
     equal_shares: bool = False  # equal shares are right: plain data parallelism is as fast
     simulated: bool = False
@@ -336,7 +336,7 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     tolerance: float = 0.0
     framework: str = "none"
     batch_given: bool = False  # the user set the batch
-    doubts: tuple[DoubtFound, ...] = ()
+    doubts: tuple[VerdictDoubt, ...] = ()
     on_gpus: bool = False  # GPUs may be throttled by heat
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()  # about the devices and the request

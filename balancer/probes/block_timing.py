@@ -20,7 +20,7 @@ from statistics import fmean, median
 import msgspec
 
 from ..statistics import NORMAL_95, lone_error, relative_half_width, student
-from ..types import Interval, PartSeconds, Warned
+from ..types import Interval, MeasurementDoubt, PartSeconds
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
 TOO_IMPRECISE_FROM = 0.5  # the fraction of the time after which a probe also ends
@@ -88,7 +88,7 @@ class StepTiming(msgspec.Struct, frozen=True):
     step: Interval  # seconds
     steps: int
     own_seconds: tuple[float | None, ...]  # per step
-    warnings: tuple[Warned, ...]
+    warnings: tuple[MeasurementDoubt, ...]
     parts: tuple[PartSeconds, ...] = ()  # per step, of each rank
 
 
@@ -114,7 +114,7 @@ class BlockTimer:
         self._steps = 0  # of each timed block; 0 while warming up
         self._slow_start = 0.0
         # warnings of the first round, after its end
-        self._unsteady: tuple[Warned, ...] | None = None
+        self._unsteady: tuple[MeasurementDoubt, ...] | None = None
 
     @property
     def phase(self) -> str:
@@ -260,7 +260,7 @@ class BlockTimer:
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
-    def _warnings(self, clean: Sequence[Block], step: Interval) -> tuple[Warned, ...]:
+    def _warnings(self, clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, ...]:
         means = [block.step_seconds for block in clean]
         spent = sum(block.wall_seconds for block in clean)
         disturbed = sum(block.disturbed for block in self._blocks) / len(self._blocks)
@@ -269,15 +269,18 @@ class BlockTimer:
         drift, drifts = _drift(means)
         longest = max(means) / median(means)
         judged = (
-            (Warned("slow_start", self._slow_start), self._slow_start > 0),
-            (Warned("too_short", spent), len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS),
-            (Warned("noisy", half), half > NOISY),
-            (Warned("drift", drift), drifts),
-            _judge_throttling(clean, step),
-            (Warned("capped", capped), capped > CAPPED),
-            (Warned("stalled", longest), longest > STALLED),
+            (MeasurementDoubt("slow_start", self._slow_start), self._slow_start > 0),
             (
-                Warned("disturbed", disturbed, taken=self._taken_by_others()),
+                MeasurementDoubt("too_short", spent),
+                len(clean) < FEWEST_BLOCKS or spent < TOO_SHORT_SECONDS,
+            ),
+            (MeasurementDoubt("noisy", half), half > NOISY),
+            (MeasurementDoubt("drift", drift), drifts),
+            _judge_throttling(clean, step),
+            (MeasurementDoubt("capped", capped), capped > CAPPED),
+            (MeasurementDoubt("stalled", longest), longest > STALLED),
+            (
+                MeasurementDoubt("disturbed", disturbed, taken=self._taken_by_others()),
                 disturbed > DISTURBED_SHARE,
             ),
         )
@@ -287,7 +290,7 @@ class BlockTimer:
         return (*found, *before)
 
 
-def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Warned, bool]:
+def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
     """Return a warning about throttling, and whether it is worth showing. Its value is the larger
     of the throttled time that devices report and the gap between the mean and the median block. The
     warning names the device if devices reported it.
@@ -299,7 +302,7 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Warned, b
     reported = slowed > THROTTLED
     device = max(clean, key=lambda block: block.slowed).slowest if reported else -1
     holds = reported or (gap > THROTTLED and len(clean) >= ENOUGH_BLOCKS)
-    return Warned("throttled", max(slowed, gap), device), holds
+    return MeasurementDoubt("throttled", max(slowed, gap), device), holds
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:

@@ -19,7 +19,7 @@ from evener.training.limits import LEAST_SHARE
 
 from ..events import ProbeProgress, Report
 from ..statistics import relative_half_width
-from ..types import KeptBatch, Layout, PartSeconds, Probe, Timed, Warned
+from ..types import KeptBatch, Layout, MeasurementDoubt, PartSeconds, Probe, Timed
 from .block_timing import Block, BlockTimer, StepTiming, has_grown
 from .children import ChildGroup
 from .failures import GroupError, RankFailure, StoppedError
@@ -141,7 +141,7 @@ class Measurement:
         self._memory_bytes: Sequence[
             int | None
         ] = ()  # the peak of each rank or device of the group
-        self._not_finite: tuple[Warned, ...] = ()
+        self._not_finite: tuple[MeasurementDoubt, ...] = ()
         self._closer = closer
         self._kept: KeptBatch | None = None
         self._enqueued_seconds: float | None = None
@@ -303,7 +303,7 @@ class Measurement:
         )
         return msgspec.structs.replace(timing, parts=parts)
 
-    def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[Warned, ...]:
+    def _find_not_finite(self, ran: Sequence[Ran]) -> tuple[MeasurementDoubt, ...]:
         """Return a warning for the rank whose loss was NaN or infinite first."""
         found = [
             (reply.not_finite_step, rank) for rank, reply in enumerate(ran) if reply.not_finite_step
@@ -311,7 +311,7 @@ class Measurement:
         if not found:
             return ()
         step, rank = min(found)
-        return (Warned("not_finite", float(step), self._ranks.positions[rank]),)
+        return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
         """Return the command to run `steps` steps. The trainings of a pack run for the same time

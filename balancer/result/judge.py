@@ -24,9 +24,9 @@ from ..statistics import is_known
 from ..types import End, Failed, Interval, Layout, Observation, Result, Stage, Stop, Timed
 from ..verdict import (
     Chosen,
-    Figure,
     LayoutKind,
     LeftOut,
+    MeasuredRate,
     ObjectiveReached,
     ReplacedLayout,
     Rival,
@@ -37,7 +37,7 @@ from ..verdict import (
     SumLoss,
     Unfinished,
     Verdict,
-    WhyNot,
+    WhyNotChosen,
 )
 from . import measurements
 from .advice import advise
@@ -178,9 +178,9 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
     return "equal_shares" if family.equal_shares else "other_shares"
 
 
-def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> Figure:
+def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> MeasuredRate:
     """Return the samples/s of a layout, and its tokens/s if rows have lengths."""
-    plain = Figure(figure.value, figure.low, figure.high, is_known(figure))
+    plain = MeasuredRate(figure.value, figure.low, figure.high, is_known(figure))
     if not report.mean_length:
         return plain
     padding = padding_share(report.turns_of(layout))
@@ -384,7 +384,7 @@ def _describe_rival(
     )
 
 
-def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNot | None:
+def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
     """Return why a layout with more samples/s than the plan isn't the plan. None for a slower
     layout, and for one whose samples/s are too uncertain.
     """

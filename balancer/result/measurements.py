@@ -12,15 +12,15 @@ from typing import Literal, get_args
 from evener.devices.types import Device
 
 from ..search.ranking import ROUGH
-from ..types import Doubt, Failed, Layout, Observation, OutOfMemory, Stage, Timed, Warned
+from ..types import Doubt, Failed, Layout, MeasurementDoubt, Observation, OutOfMemory, Stage, Timed
 from ..verdict import (
     CodeLimit,
-    DoubtFound,
     FewSteps,
     LeftOut,
     PassStatistics,
     TakenMemory,
     UnequalTwins,
+    VerdictDoubt,
 )
 
 ORDER = get_args(Doubt)
@@ -32,31 +32,31 @@ CHANGED = 0.1  # relative difference of two measurements of one layout
 
 def find_doubts(
     seen: Sequence[Observation], chosen: Layout, error: float | None = None
-) -> tuple[Warned, ...]:
+) -> tuple[MeasurementDoubt, ...]:
     """Return doubts about the chosen layout's own measurements, the worst of each kind.
 
     A loss that wasn't finite and measurements that differ are reported for any layout. `error`, the
     relative error over all measurements, decides whether the measurements were too noisy.
     """
-    worst: dict[str, Warned] = {}
+    worst: dict[str, MeasurementDoubt] = {}
     for doubt in chain(_doubts_about(seen, chosen), _compare_repeats(seen)):
         if doubt.code not in worst or _weight(doubt) > _weight(worst[doubt.code]):
             worst[doubt.code] = doubt
     if error is not None and "noisy" in worst:
-        worst["noisy"] = Warned("noisy", error)
+        worst["noisy"] = MeasurementDoubt("noisy", error)
         if error <= ROUGH:  # the search required no greater precision
             del worst["noisy"]
     return tuple(worst[code] for code in ORDER if code in worst)
 
 
-def _weight(doubt: Warned) -> float:
+def _weight(doubt: MeasurementDoubt) -> float:
     """Return how serious a doubt is. A loss that stops being finite is worse the earlier that
     happens.
     """
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
-def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warned]:
+def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
     """Yield the layout's own doubts, and losses of any layout that weren't finite. For several
     devices, also a rival's disturbance by other work in the race, if most of the rival's
     blocks were disturbed.
@@ -74,7 +74,7 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Warne
             )
 
 
-def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
+def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
     """Yield a warning for two measurements of one layout that differ by over 10 % and beyond their
     intervals, with the gain of the faster one.
 
@@ -89,13 +89,15 @@ def _compare_repeats(seen: Iterable[Observation]) -> Iterator[Warned]:
         change = fast.samples_per_second / slow.samples_per_second - 1
         at_once = slow.probe.stage == Stage.SOLO != fast.probe.stage
         if change > CHANGED and slow.throughput.high < fast.throughput.low and not at_once:
-            yield Warned("changed", change)
+            yield MeasurementDoubt("changed", change)
 
 
-def describe_doubts(doubts: Iterable[Warned], devices: Sequence[Device]) -> tuple[DoubtFound, ...]:
+def describe_doubts(
+    doubts: Iterable[MeasurementDoubt], devices: Sequence[Device]
+) -> tuple[VerdictDoubt, ...]:
     """Return the doubts with their devices' labels."""
     return tuple(
-        DoubtFound(
+        VerdictDoubt(
             one.code,
             devices[one.device].label if 0 <= one.device < len(devices) else "",
             one.value,

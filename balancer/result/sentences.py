@@ -34,15 +34,15 @@ from ..objectives import find_objective
 from ..search.layouts import TIE
 from ..types import Interval
 from ..verdict import (
-    DoubtFound,
-    Figure,
     LayoutKind,
     LeftOut,
+    MeasuredRate,
     RateGap,
     Rival,
     SumLoss,
     Unfinished,
     Verdict,
+    VerdictDoubt,
 )
 from .advice import find_single
 from .rivals import KNOBS, is_rough, printed_gain
@@ -165,7 +165,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 # ---------------------------------------------------------------------- the headline
 
 
-def write_error(figure: Figure) -> str:
+def write_error(figure: MeasuredRate) -> str:
     """Format the error of samples/s, with their interval: ± 0.4 %."""
     return f"± {half_width(figure.samples_per_second, figure.low, figure.high)}"
 
@@ -266,7 +266,7 @@ def _can_be_stated(rival: Rival) -> bool:
     return rival.gain is not None or not rival.figure.known
 
 
-def _interval(figure: Figure) -> Interval:
+def _interval(figure: MeasuredRate) -> Interval:
     return Interval(figure.samples_per_second, figure.low, figure.high)
 
 
@@ -689,7 +689,7 @@ def _say_workers(verdict: Verdict) -> Iterator[str]:
     yield f"Loader workers, in samples/s: {', '.join(rates)}. {advice}"
 
 
-def _write_rate(figure: Figure) -> str:
+def _write_rate(figure: MeasuredRate) -> str:
     speed = rate(figure.samples_per_second)
     return speed if figure.known else f"{speed} {write_error(figure)}"
 
@@ -937,7 +937,7 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def write_doubt(doubt: DoubtFound, on_gpus: bool, longer: str = "a longer --budget") -> str:
+def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
     """Describe a doubt about a measurement, with a remedy. `longer` says how to
     measure for longer.
     """

@@ -23,10 +23,10 @@ from evener.balancer.result.sentences import write_doubt
 from evener.balancer.types import (
     Failed,
     Layout,
+    MeasurementDoubt,
     Probe,
     Stage,
     Timed,
-    Warned,
     layout_of,
     solo,
 )
@@ -35,12 +35,12 @@ from evener.devices.types import Device
 from evener.tui.text.summaries import DOUBTS
 
 DEVICES = (Device("a", 0, "GTX 1080 Ti", "gpu", None), Device("b", 1, "GTX 1080", "gpu", None))
-EVERY = [msgspec.convert({"code": code, "value": 0.1}, Warned) for code in ORDER]
+EVERY = [msgspec.convert({"code": code, "value": 0.1}, MeasurementDoubt) for code in ORDER]
 SPLIT, EVEN = layout_of((820, 568)), layout_of((694, 694))
 
 
 def timed(
-    *doubts: Warned,
+    *doubts: MeasurementDoubt,
     layout: Layout = SPLIT,
     stage: Stage = Stage.RACE,
     short: tuple[int, ...] = (),
@@ -52,7 +52,7 @@ def timed(
 
 
 def explain_doubts(
-    doubts: Iterable[Warned], devices: Sequence[Device], *longer: str
+    doubts: Iterable[MeasurementDoubt], devices: Sequence[Device], *longer: str
 ) -> tuple[str, ...]:
     """Each doubt as a sentence."""
     on_gpus = any(not device.on_cpu for device in devices)
@@ -71,7 +71,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
     """In a fixed order, with the device and what helps."""
     seen = [
         *map(timed, EVERY),
-        timed(Warned("drift", -0.3, 1)),
+        timed(MeasurementDoubt("drift", -0.3, 1)),
         timed(layout=EVEN, step=2.0),
         timed(layout=EVEN),
     ]
@@ -84,7 +84,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
         "GPU:1: Steps got 30.0 % faster while they were timed; measure again with a longer "
         "--budget."
     ) in sentences
-    (slower,) = explain_doubts([Warned("drift", 0.05)], DEVICES, "more steps")
+    (slower,) = explain_doubts([MeasurementDoubt("drift", 0.05)], DEVICES, "more steps")
     assert slower == "Steps got 5.0 % slower while they were timed; measure again with more steps."
 
 
@@ -92,7 +92,8 @@ def test_a_busy_cpu_is_not_to_be_cooled() -> None:
     """A GPU that is held back may be hot."""
     slices = [Device(f"cpu-{i}-of-2", i, "EPYC", "cpu", None) for i in range(2)]
     (busy,), (hot,) = (
-        explain_doubts([Warned("throttled", 0.1, 0)], devices) for devices in (slices, DEVICES)
+        explain_doubts([MeasurementDoubt("throttled", 0.1, 0)], devices)
+        for devices in (slices, DEVICES)
     )
     assert "other work" in busy
     assert "heat" in hot
@@ -103,11 +104,11 @@ def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
     """But other work that a rival saw in its turns, for most of its blocks, was there in this one's
     too.
     """
-    assert not find_doubts([timed(Warned("drift", 0.1))], EVEN)
-    assert find_doubts([timed(Warned("disturbed", 0.9))], EVEN)
-    assert not find_doubts([timed(Warned("disturbed", 0.4))], EVEN)
-    assert not find_doubts([timed(Warned("disturbed", 0.9), stage=Stage.SOLO)], EVEN)
-    assert not find_doubts([timed(Warned("disturbed", 0.9))], solo(2, 0, 8)), (
+    assert not find_doubts([timed(MeasurementDoubt("drift", 0.1))], EVEN)
+    assert find_doubts([timed(MeasurementDoubt("disturbed", 0.9))], EVEN)
+    assert not find_doubts([timed(MeasurementDoubt("disturbed", 0.4))], EVEN)
+    assert not find_doubts([timed(MeasurementDoubt("disturbed", 0.9), stage=Stage.SOLO)], EVEN)
+    assert not find_doubts([timed(MeasurementDoubt("disturbed", 0.9))], solo(2, 0, 8)), (
         "one device sees other work itself"
     )
 
@@ -116,9 +117,9 @@ def test_a_figure_is_rough_only_where_the_search_would_have_measured_on() -> Non
     """Of all turns together, whatever one measurement alone said: a longer budget would change
     nothing.
     """
-    noisy = [timed(Warned("noisy", 0.12))]
+    noisy = [timed(MeasurementDoubt("noisy", 0.12))]
     assert find_doubts(noisy, SPLIT, 0.049) == ()
-    assert find_doubts(noisy, SPLIT, 0.051) == (Warned("noisy", 0.051),)
+    assert find_doubts(noisy, SPLIT, 0.051) == (MeasurementDoubt("noisy", 0.051),)
 
 
 def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
@@ -147,20 +148,20 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
 def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
     """Also of a layout that wasn't chosen: the model is the same."""
     seen = [
-        timed(Warned("not_finite", 57.0, 1), layout=EVEN),
-        timed(Warned("not_finite", 3.0, 0), layout=EVEN),
+        timed(MeasurementDoubt("not_finite", 57.0, 1), layout=EVEN),
+        timed(MeasurementDoubt("not_finite", 3.0, 0), layout=EVEN),
     ]
     doubts = find_doubts(seen, SPLIT)
-    assert doubts == (Warned("not_finite", 3.0, 0),)
+    assert doubts == (MeasurementDoubt("not_finite", 3.0, 0),)
     (sentence,) = explain_doubts(doubts, DEVICES)
     assert sentence.startswith("GPU:0: The loss was NaN or infinite at step 3, ")
 
 
 def test_noise_is_that_of_the_figure_over_all_turns() -> None:
     """One figure has one error: a rough first turn is no doubt once the others have settled it."""
-    seen = [timed(Warned("noisy", 0.8)), timed()]
+    seen = [timed(MeasurementDoubt("noisy", 0.8)), timed()]
     assert find_doubts(seen, SPLIT, error=0.02) == ()
-    assert find_doubts(seen, SPLIT, error=0.09) == (Warned("noisy", 0.09),)
+    assert find_doubts(seen, SPLIT, error=0.09) == (MeasurementDoubt("noisy", 0.09),)
 
 
 def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:

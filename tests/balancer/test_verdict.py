@@ -38,13 +38,13 @@ from evener.balancer.types import (
     Facts,
     Interval,
     Layout,
+    MeasurementDoubt,
     Stop,
     Timed,
-    Warned,
     layout_of,
     solo,
 )
-from evener.balancer.verdict import Figure, RateGap, Rival, Verdict
+from evener.balancer.verdict import MeasuredRate, RateGap, Rival, Verdict
 from evener.plan.file import Plan
 from evener.plan.layout import Share
 from tests.support.search_outcomes import draw_outcome
@@ -192,7 +192,7 @@ def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
         ("GPU:0", "GPU:1"),
         (128, 128),
         256,
-        figure=Figure(500.0, 500 * (1 - error), 500 * (1 + error)),
+        figure=MeasuredRate(500.0, 500 * (1 - error), 500 * (1 + error)),
         gain=1.0,
         difference=RateGap(1.0, 0.25 if error == 0.3 else -0.2, 1.0 + 4 * error),
     )
@@ -251,7 +251,9 @@ def test_the_advice_of_one_device_has_its_command() -> None:
 
 
 def test_a_loss_that_is_not_finite_is_mended_before_anything_else() -> None:
-    one = msgspec.structs.replace(disturbed_turn(1.0), warnings=(Warned("not_finite", 3.0),))
+    one = msgspec.structs.replace(
+        disturbed_turn(1.0), warnings=(MeasurementDoubt("not_finite", 3.0),)
+    )
     assert said(result(SPLIT, 1000), seen=[one]).advice.startswith("Fix your code or data first")
 
 
@@ -486,7 +488,7 @@ def test_every_field_is_in_the_docs() -> None:
     assert len(structs) > 12
     fields = {name for one in structs for name in one.__struct_fields__}
     assert fields - written == set()
-    words = [verdict.StopCode, verdict.LayoutKind, verdict.WhyNot, Doubt]
+    words = [verdict.StopCode, verdict.LayoutKind, verdict.WhyNotChosen, Doubt]
     assert {word for one in words for word in get_args(one)} - written == set()
     assert {stop.name.lower() for stop in Stop} == set(get_args(verdict.StopCode))
 

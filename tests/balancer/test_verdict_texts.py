@@ -20,12 +20,12 @@ from evener.balancer.types import (
     Failed,
     Interval,
     Layout,
+    MeasurementDoubt,
     Probe,
     Problem,
     Stage,
     Stop,
     Timed,
-    Warned,
     layout_of,
     solo,
 )
@@ -378,7 +378,9 @@ def other_work_disturbed_everything() -> Verdict:
 
 @verdict
 def a_loss_that_is_not_finite() -> Verdict:
-    one = msgspec.structs.replace(disturbed_turn(1.0), warnings=(Warned("not_finite", 3.0),))
+    one = msgspec.structs.replace(
+        disturbed_turn(1.0), warnings=(MeasurementDoubt("not_finite", 3.0),)
+    )
     return uneven(seen=[one])
 
 

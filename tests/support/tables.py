@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from evener.tui.view.devices import DEVICES, PanelRow
-from evener.tui.view.lanes import LANES, lane_rows
+from evener.tui.view.search_devices import SEARCH_DEVICES, search_device_rows
 from evener.tui.view.table import table_lines
 from evener.tui.view.training_lines import TRAININGS, rank_grid
 from evener.tui.view.trainings import TrainingRow
@@ -19,7 +19,7 @@ def device_lines(rows: Sequence[PanelRow], width: int, height: int, *position: A
 
 
 def lane_lines(state: Any, width: int, height: int, samples: Any = ()) -> Table:
-    return table_lines(LANES, lane_rows(state, samples), width, height)
+    return table_lines(SEARCH_DEVICES, search_device_rows(state, samples), width, height)
 
 
 def training_table(rows: Sequence[TrainingRow], width: int, height: int, *position: Any) -> Table:

@@ -20,6 +20,7 @@ from evener.balancer.types import (
     Facts,
     Interval,
     Layout,
+    MeasurementDoubt,
     Observation,
     Probe,
     Problem,
@@ -27,7 +28,6 @@ from evener.balancer.types import (
     Stage,
     Stop,
     Timed,
-    Warned,
     solo,
 )
 from evener.balancer.verdict import Verdict
@@ -117,4 +117,6 @@ def turn(layout: Layout, step: float, own: tuple[float | None, ...]) -> Timed:
 def disturbed_turn(part: float, taken: float = 0.0) -> Timed:
     """A turn of SPLIT of whose blocks other work disturbed a part."""
     one = turn(SPLIT.layout, 0.256, (0.2, 0.2))
-    return msgspec.structs.replace(one, warnings=(Warned("disturbed", part, taken=taken),))
+    return msgspec.structs.replace(
+        one, warnings=(MeasurementDoubt("disturbed", part, taken=taken),)
+    )

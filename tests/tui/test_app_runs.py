@@ -173,8 +173,10 @@ async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
     async with app.run_test(size=(120, 36)) as pilot:
         await open_runs(pilot, 1)
         await pilot.press("r")
-        await until(pilot, lambda: app.screen.query("#lanes") and app.balance.ended, "its end")
-        await until(pilot, lambda: "✗ failed" in text(app, "#lanes"), "how it ended")
+        await until(
+            pilot, lambda: app.screen.query("#search-devices") and app.balance.ended, "its end"
+        )
+        await until(pilot, lambda: "✗ failed" in text(app, "#search-devices"), "how it ended")
         assert "Nothing could be measured." in text(app, "#story")
         await pilot.press("t")
         await _dialog(pilot, DetailsDialog)

@@ -14,7 +14,7 @@ import pytest
 from textual.pilot import Pilot
 
 from evener.balancer.events import Event, Finished
-from evener.balancer.verdict import Chosen, Figure, Rival, Verdict
+from evener.balancer.verdict import Chosen, MeasuredRate, Rival, Verdict
 from tests.support.pilots import open_form, text, until
 from tests.tui.test_pictures import pytestmark as made_with
 
@@ -36,12 +36,14 @@ def _with_verdict(events: Sequence[Event]) -> list[Event]:
     """The scripted search, whose end has a verdict with fields."""
     labels = ("SIM:0", "SIM:1")
     even = Rival(
-        "equal_shares", "even split", labels, (710, 710), 1420, Figure(1801, 1792, 1810), 0.18
+        "equal_shares", "even split", labels, (710, 710), 1420, MeasuredRate(1801, 1792, 1810), 0.18
     )
     chosen = Chosen(
         "split", "other_shares", "820 + 568 on SIM:0 + SIM:1", labels, (820, 568), (820, 568), 1388
     )
-    found = Verdict(chosen=chosen, figure=Figure(2127, 2118, 2136), simulated=True, rivals=(even,))
+    found = Verdict(
+        chosen=chosen, figure=MeasuredRate(2127, 2118, 2136), simulated=True, rivals=(even,)
+    )
     *before, end = events
     assert isinstance(end, Finished)
     return [*before, msgspec.structs.replace(end, found=found)]

@@ -23,7 +23,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.balancer.verdict import Figure
+from evener.balancer.verdict import MeasuredRate
 from evener.plan.file import (
     Evidence,
     EvidenceKind,
@@ -193,7 +193,7 @@ def test_a_figure_has_the_same_error_in_every_place() -> None:
         PLAN, throughput=Throughput(figure.value, figure.low, figure.high)
     )
     assert "± 120.0 %" in "\n".join(summary_lines(plan, LABELS))
-    shown = Figure(figure.value, figure.low, figure.high, known=False)
+    shown = MeasuredRate(figure.value, figure.low, figure.high, known=False)
     assert write_error(shown) == "± 120.0 %"
 
 

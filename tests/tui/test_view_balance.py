@@ -91,7 +91,7 @@ def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> 
 
 
 def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
-    """In the lanes as far as they are wide; the wall stays where both don't fit."""
+    """In rows of devices that are wide enough; narrow ones have only the batch that failed."""
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), Stage.SOLO, 1.0), (0,), "full", 1.0)
     belief = Belief((PredictedCurve(0, (), 410, 512),), "")
@@ -394,7 +394,7 @@ def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
 
 
 def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
-    """In the search's own words, and in the lanes that are wide enough."""
+    """In the search's own words, and in the rows of devices that are wide enough."""
     running = tuple(
         ProbeProgress(
             Probe(solo(2, device, 8), Stage.SOLO, 10.0), "building", None, None, 0.0, seconds

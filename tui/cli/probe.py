@@ -16,7 +16,7 @@ from evener.balancer.request import Job, Request
 from evener.balancer.result.measurements import describe_doubts
 from evener.balancer.result.sentences import write_doubt
 from evener.balancer.trials import ProbeLength, ProbeRepeat, choose_layout, repeat_probe
-from evener.balancer.types import Layout, Power, Warned
+from evener.balancer.types import Layout, MeasurementDoubt, Power
 from evener.devices.types import Device
 from evener.errors import RequestError
 from evener.printable import say
@@ -155,7 +155,7 @@ def _print_run(
 
 
 def _write_doubts(
-    doubts: Sequence[Warned], devices: Sequence[Device], length: ProbeLength
+    doubts: Sequence[MeasurementDoubt], devices: Sequence[Device], length: ProbeLength
 ) -> list[str]:
     """Describe the doubts about a run, with the option that makes the run longer."""
     on_gpus = any(not device.on_cpu for device in devices)

@@ -25,14 +25,14 @@ from ..text.formatting import json_text
 from ..text.summaries import event_line
 from ..view.balance_lines import rival_lines, search_lines
 from ..view.cells import Line
-from ..view.lanes import LANES, lane_rows
+from ..view.search_devices import SEARCH_DEVICES, search_device_rows
 from ..view.table import whole_table
 from .output import ReaderGoneError, report_fault
 
 if TYPE_CHECKING:
     from rich.live import Live
 
-MOST_LANES = 20  # devices that are shown
+MOST_DEVICES = 20  # devices that are shown
 PRESSED_TWICE_SECONDS = 1.0  # in which a second signal is taken for the first one
 
 
@@ -225,7 +225,7 @@ def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
     """Return the lines of a running search on a terminal: the devices, the best layout so far, what
     is being measured, and the time left.
     """
-    lanes = whole_table(LANES, lane_rows(state)[:MOST_LANES], width)
+    lanes = whole_table(SEARCH_DEVICES, search_device_rows(state)[:MOST_DEVICES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 
 

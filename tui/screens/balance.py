@@ -15,7 +15,7 @@ from evener.balancer.session_state import SessionState
 from ..view.cells import Line
 from ..view.result_panel import KeyHint, everything_lines
 from ..view.search_log import probe_lines
-from ..widgets.balance import BalanceView, LanePanel, LogPanel, ResultPanel
+from ..widgets.balance import BalanceView, LogPanel, ResultPanel, SearchDevicePanel
 from ..widgets.lists import Ticks
 from .balance_form import BalanceForm
 from .base import PanelScreen
@@ -97,7 +97,7 @@ class BalanceScreen(RunActions, PanelScreen):
     def _sampled(self) -> None:
         """Update only the device rows."""
         if self.is_current and self.evener.balance != SessionState():
-            self.query_one(LanePanel).take(samples=self.evener.session_samples())
+            self.query_one(SearchDevicePanel).take(samples=self.evener.session_samples())
 
     def redraw(self) -> None:
         """Draw the current state of the session, and the form."""

@@ -26,8 +26,8 @@ from ..view.balance_lines import (
 )
 from ..view.cells import Mark
 from ..view.curves import curve_chart
-from ..view.lanes import LANES, Lane, lane_rows
 from ..view.result_panel import KeyHint, count_rows, result_lines
+from ..view.search_devices import SEARCH_DEVICES, SearchDeviceRow, search_device_rows
 from ..view.search_log import LOG, LogRow, log_rows
 from ..view.search_story import best_chart, story_lines
 from ..view.table import Grid
@@ -42,17 +42,17 @@ LEAST_RESULT = 15  # rows of a result that leave the rest to charts
 LEAST_LOG = 3  # rows of the log, its heading among them
 
 
-class LanePanel(ListPanel[Lane]):
+class SearchDevicePanel(ListPanel[SearchDeviceRow]):
     """A panel with a row for each device, which scrolls if the rows don't fit."""
 
     def __init__(self) -> None:
-        super().__init__(id="lanes")
+        super().__init__(id="search-devices")
         self._state = SessionState()
         self._samples: Sequence[DeviceSample | None] = ()
 
-    def grid(self) -> Grid[Lane]:
+    def grid(self) -> Grid[SearchDeviceRow]:
         """Return the table of the device rows."""
-        return LANES
+        return SEARCH_DEVICES
 
     def take(
         self,
@@ -62,7 +62,7 @@ class LanePanel(ListPanel[Lane]):
         """Show this state and the newest samples of its devices; None keeps what is shown."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
-        self.rows = lane_rows(state, self._samples)
+        self.rows = search_device_rows(state, self._samples)
         title = plain(state.workload, 60) or "Devices"
         mark = f"{Mark.SIMULATED} simulated: " if is_simulated(state.devices) else ""
         run = f"run {plain(state.run)}" if state.run and state.finished is None else ""
@@ -142,7 +142,7 @@ class BalanceView(UsesApp, Widget):
         """
         yield Lines("Search", id="story", classes="panel")
         yield ResultPanel()
-        yield LanePanel()
+        yield SearchDevicePanel()
         with Horizontal(id="charts"):
             yield ChartPanel("Samples/s of each device alone", id="curves")
             yield ChartPanel("Fastest measurement so far", id="best")
@@ -169,7 +169,7 @@ class BalanceView(UsesApp, Widget):
         with self.app.batch_update():
             self._place_panels()
             self.query_one(ResultPanel).take(state, self._keys())
-            self.query_one(LanePanel).take(state)
+            self.query_one(SearchDevicePanel).take(state)
             story = self.query_one("#story", Lines)
             notes = [] if state.ended else warning_lines(state.notes, story.size.width, 2)
             story.show((*story_lines(state, story.size.width), *notes))
@@ -197,7 +197,7 @@ class BalanceView(UsesApp, Widget):
         self.query_one("#result").display = self.shows_result
         self.query_one("#story").styles.height = top
         self.query_one("#result").styles.height = top
-        self.query_one("#lanes").styles.height = lanes
+        self.query_one("#search-devices").styles.height = lanes
         self.query_one("#charts").display = charts > 0
         self.query_one("#charts").styles.height = charts
         self.query_one("#best").display = not narrow

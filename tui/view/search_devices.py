@@ -29,7 +29,7 @@ LEAST_BAR = 8
 LONG_SECONDS = 2.0  # seconds after which a phase shows how long it has lasted
 
 
-class Lane:
+class SearchDeviceRow:
     """A device's row: its state, its name, and its newest sample if there is one."""
 
     def __init__(
@@ -43,35 +43,35 @@ class Lane:
         )
 
 
-def _name(lane: Lane, width: int) -> tuple[Span, ...]:
-    label = lane.state.devices[lane.device]
-    given = lane.state.names[lane.device] if lane.device < len(lane.state.names) else ""
+def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
+    label = row.state.devices[row.device]
+    given = row.state.names[row.device] if row.device < len(row.state.names) else ""
     room = width - cells(label) - 3
     name = short_name(given)
     if cells(name) > room:
         name = name.removeprefix("GTX ").removeprefix("RTX ")
     return (
-        Span(f"{Mark.BLOCK} ", device_tone(lane.device)),
+        Span(f"{Mark.BLOCK} ", device_tone(row.device)),
         Span(label, "strong"),
         Span(f" {cut(name, max(0, room))}" if room > 3 else "", "dim"),
     )
 
 
-def _goes_on(lane: Lane) -> bool:
+def _goes_on(row: SearchDeviceRow) -> bool:
     """True while the search runs and after it failed: a finished search has no running probe, so
     its columns are hidden.
     """
-    return bool(lane.state.fault) or not lane.state.ended
+    return bool(row.state.fault) or not row.state.ended
 
 
-def _is_sampled(lane: Lane) -> bool:
-    return lane.sample is not None and _goes_on(lane)
+def _is_sampled(row: SearchDeviceRow) -> bool:
+    return row.sample is not None and _goes_on(row)
 
 
-def _doing(lane: Lane, width: int) -> tuple[Span, ...]:
-    running = lane.running
+def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
+    running = row.running
     if running is None:
-        words = f"{Mark.FAILED} failed" if lane.state.fault else f"{Mark.WAITING} waits"
+        words = f"{Mark.FAILED} failed" if row.state.fault else f"{Mark.WAITING} waits"
         return (Span(words, "dim"),)
     since = f" {duration(running.phase_seconds)}" if running.phase_seconds >= LONG_SECONDS else ""
     stage = STAGE_WORDS[running.probe.stage]
@@ -80,26 +80,26 @@ def _doing(lane: Lane, width: int) -> tuple[Span, ...]:
     return Span(f"{Mark.RUNNING} ", "speed"), Span(words)
 
 
-def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[Lane]:
+def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
     """Return the Monitor screen's column for the same metric; hidden in a replay, which
     has no samples.
     """
 
-    def draw(lane: Lane, width: int) -> tuple[Span, ...]:
+    def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
         return (
             (Span(Mark.NONE, "dim"),)
-            if lane.sample is None
-            else column.draw(DeviceRow(lane.sample), width)
+            if row.sample is None
+            else column.draw(DeviceRow(row.sample), width)
         )
 
     column = next(column for column in DEVICE_COLUMNS if column.key == key)
     return Column(key, column.titles, widths, draw, needs=needs, there=_is_sampled)
 
 
-def _batch(lane: Lane, width: int) -> tuple[Span, ...]:
-    if lane.running is None:
+def _batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
+    if row.running is None:
         return (Span(""),)
-    layout, device = lane.running.probe.layout, lane.device
+    layout, device = row.running.probe.layout, row.device
     share = str(layout.shares[device])
     passes = (
         f"{layout.passes(device)}×{layout.pass_rows[device]}"
@@ -109,15 +109,15 @@ def _batch(lane: Lane, width: int) -> tuple[Span, ...]:
     return (Span(passes if cells(passes) <= width else share),)
 
 
-def _speed(lane: Lane, _width: int) -> tuple[Span, ...]:
-    running = lane.running
+def _speed(row: SearchDeviceRow, _width: int) -> tuple[Span, ...]:
+    running = row.running
     if running is None or running.samples_per_second is None:
         return (Span(""),)
-    return (Span(rate(own_speed(running, lane.device)), "speed"),)
+    return (Span(rate(own_speed(running, row.device)), "speed"),)
 
 
-def _interval(lane: Lane, width: int) -> tuple[Span, ...]:
-    running = lane.running
+def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
+    running = row.running
     if running is None or running.relative_interval is None:
         return (Span(""),)
     settled: Tone = "good" if running.relative_interval <= 0.01 else "text"
@@ -127,22 +127,22 @@ def _interval(lane: Lane, width: int) -> tuple[Span, ...]:
     return (Span(text if cells(text) <= width else rounder, settled),)
 
 
-def _alone(lane: Lane, width: int) -> tuple[Span, ...]:
+def _alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw a device's best solo throughput, with a bar if there is room, scaled to
     the fastest device.
     """
-    spans = _alone_spans(lane.state, lane.device)
+    spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
         return spans[:1]
-    every = range(len(lane.state.devices))
-    widest = max(span_cells(_alone_spans(lane.state, device)) for device in every)
+    every = range(len(row.state.devices))
+    widest = max(span_cells(_alone_spans(row.state, device)) for device in every)
     room = width - max(widest, ALONE_CELLS) - 1
-    solo = best_solo(lane.state, lane.device)
+    solo = best_solo(row.state, row.device)
     if room < LEAST_BAR or solo is None:
         return spans
-    found = [best_solo(lane.state, device) for device in every]
+    found = [best_solo(row.state, device) for device in every]
     top = max(each.samples_per_second for each in found if each is not None)
-    drawn = bar(solo.samples_per_second / top, room, device_tone(lane.device))
+    drawn = bar(solo.samples_per_second / top, room, device_tone(row.device))
     return (*drawn, *pad(spans, width - room, "right"))
 
 
@@ -155,27 +155,27 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
     return Span(rate(solo.samples_per_second), "strong"), Span(f" at {share}", "dim")
 
 
-def _fits(lane: Lane, width: int) -> tuple[Span, ...]:
+def _fits(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory (~ if predicted) and the smallest that ran out;
     neither is ever truncated.
 
     If the chosen layout splits the device's share into several passes, the share and the number of
     passes are drawn too if they fit.
     """
-    forms = _memory_forms(_largest_that_fits(lane), smallest_out_of_memory(lane.state, lane.device))
-    chosen = chosen_layout(lane.state)
-    if chosen is not None and chosen.passes(lane.device) > 1:
-        passes = f"{chosen.shares[lane.device]} in {chosen.passes(lane.device)} passes"
+    forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
+    chosen = chosen_layout(row.state)
+    if chosen is not None and chosen.passes(row.device) > 1:
+        passes = f"{chosen.shares[row.device]} in {chosen.passes(row.device)} passes"
         with_passes = [(*form, Span(f", {passes}")) for form in forms]
         forms = [*with_passes, (Span(passes),), *forms]
     return next((form for form in forms if span_cells(form) <= width), forms[-1])
 
 
-def _largest_that_fits(lane: Lane) -> str:
+def _largest_that_fits(row: SearchDeviceRow) -> str:
     """Return the largest batch that fits in memory, with ~ if it is predicted; empty if unknown."""
-    ran = largest_run(lane.state, lane.device)
-    curves = lane.state.belief.curves if lane.state.belief else ()
-    sketch = next((each for each in curves if each.device == lane.device), None)
+    ran = largest_run(row.state, row.device)
+    curves = row.state.belief.curves if row.state.belief else ()
+    sketch = next((each for each in curves if each.device == row.device), None)
     if sketch is None or sketch.largest_batch is None or not ran:
         return ""
     predicted = "~" if sketch.largest_batch > ran else ""
@@ -193,7 +193,7 @@ def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
     return [(fits, Span(f"{wall} not", "bad")), (Span(largest), walled), (walled,)]
 
 
-LANES: Grid[Lane] = Grid(
+SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(
     (
         Column("device", ("device",), (8, 8, 15, 22), _name, "left", most=34),
         Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69, there=_goes_on),
@@ -209,10 +209,13 @@ LANES: Grid[Lane] = Grid(
 )
 
 
-def lane_rows(state: SessionState, samples: Sequence[DeviceSample | None] = ()) -> list[Lane]:
+def search_device_rows(
+    state: SessionState, samples: Sequence[DeviceSample | None] = ()
+) -> list[SearchDeviceRow]:
     """Return a row for each device; `samples` has the newest sample of each device, none
     in a replay.
     """
     return [
-        Lane(state, device, *samples[device : device + 1]) for device in range(len(state.devices))
+        SearchDeviceRow(state, device, *samples[device : device + 1])
+        for device in range(len(state.devices))
     ]
