@@ -241,7 +241,9 @@ def _list_solos(state: SessionState) -> list[Timed]:
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement used a way to train other than the best so far."""
+    """True if a measurement's layout isn't the best one so far, nor that layout with another batch
+    on one device.
+    """
     return best is None or not _same_way(seen.probe.layout, best.layout)
 
 
@@ -251,7 +253,7 @@ def _is_even_on_all(seen: Timed) -> bool:
 
 
 def _same_way(one: Layout, other: Layout) -> bool:
-    """True if both are the same layout, or the same device at two batches."""
+    """True if both are the same layout, or the same device with different batches."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 

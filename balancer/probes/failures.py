@@ -228,7 +228,7 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Cut the text after the last whole word that fits in `longest` characters; a single longer
-    word is cut within.
+    """Cut the text to `longest` characters, after the last whole word that fits. A longer first
+    word is truncated.
     """
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

@@ -112,7 +112,9 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _explain_state(state: ModelState, memory_bytes: int) -> str:
-    """Explain that the state doesn't fit in the memory of all devices together either."""
+    """Explain that the model can't be sharded either, if its state exceeds the memory of all
+    devices together.
+    """
     return (
         f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices have "
         f"{size(memory_bytes)} in all, for that and, on each, {size(state.gathered_bytes)} of "

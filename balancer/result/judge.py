@@ -385,8 +385,9 @@ def _describe_rival(
 
 
 def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
-    """Return why a layout with more samples/s than the plan isn't the plan. None for a slower
-    layout, and for one whose samples/s are too uncertain.
+    """Return why a layout with more samples/s than the plan isn't the plan.
+
+    None for a slower layout, and for a layout whose samples/s are too uncertain.
     """
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
@@ -428,7 +429,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
 
 
 def _is_surely_slower(split: ComparedLayout) -> bool:
-    """True if the chosen layout is surely faster than the split."""
+    """True if the chosen layout is certainly faster than the split."""
     return not split.tie and split.gain >= 0
 
 

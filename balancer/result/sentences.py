@@ -62,7 +62,7 @@ PLAIN_PARALLEL = {
 
 
 class VerdictText(msgspec.Struct, frozen=True):
-    """A verdict as text. The answer begins with a mark if devices were simulated."""
+    """A verdict as text. If devices were simulated, the answer begins with a mark that says so."""
 
     answer: str
     figure: str

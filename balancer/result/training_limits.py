@@ -231,8 +231,9 @@ def _spare_by_twice(step_s: float, waits_s: float) -> float:
 
 
 def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the exchange: the time that the slowest device, which the others wait
-    for, itself waits.
+    """Yield the time that the exchange takes from a step.
+
+    It is the waiting time of the slowest device, which waits for no other device.
     """
     layout = measured.layout
     if len(layout.active) < 2 or not layout.traits.together:
@@ -380,8 +381,10 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 
 
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
-    """Return the limit of unequal devices if the plan's shares remove it: the plan's gain over
-    equal shares of the same devices and batch.
+    """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
+
+    It is computed from a measured split with equal shares of the same devices and batch; empty
+    without one.
     """
     chosen = report.chosen
     layout = chosen.layout

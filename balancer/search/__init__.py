@@ -29,7 +29,7 @@ from t_i and c_k (`evener.shares.waterfill`): exactly for up to 32 devices, by a
    trainings grow while they gain (`packing`). A candidate gets another turn while it may still gain more than 0.2 %; a
    tie that the rest of the budget can't resolve remains a tie.
 4. The rest of the budget may be spent on more exploration, and on racing what that finds. Finally, the chosen layout is
-   measured again (stage `check`): the reported samples/s had no part in choosing it. If they are surely lower than in
+   measured again (stage `check`): the reported samples/s had no part in choosing it. If they are certainly lower than in
    all turns before, the machine has changed, and other layouts may win. The step times of the check and of the race are
    added to the devices' curves; layouts that gain by that are raced too. Measurements of throttled devices get little
    weight.

@@ -484,7 +484,7 @@ class Evaluation:
         return tuple(costs[-1] - exchange[1][-1] for costs in exchange)
 
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a split of rows, and the rows of one pass that surely fit.
+        """Return each device's curve in a split of rows, and the rows of a pass that certainly fit.
 
         For other layouts, the curves are empty and the rows are 0.
         """

@@ -79,7 +79,9 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best pack in each mode, or the smallest if none was measured yet."""
+        """The best pack in each mode; before any was measured, the one with the fewest
+        trainings.
+        """
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:

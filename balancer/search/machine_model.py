@@ -177,7 +177,7 @@ class MachineModel:
         )
 
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
-        """Return a layout of these shares whose passes ran before or surely fit.
+        """Return a layout of these shares whose passes ran before or certainly fit.
 
         Returns None if that is impossible.
         """

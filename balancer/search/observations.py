@@ -155,7 +155,7 @@ class Observations:
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a layout's checks and its turns since the first check, if the machine has changed.
 
-        That is the case if they are surely slower than all turns before; otherwise the
+        That is the case if they are certainly slower than all turns before; otherwise the
         result is empty.
         """
         checks = self._valid_checks(timed)

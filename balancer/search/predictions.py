@@ -115,7 +115,7 @@ class Predictions:
 
     @cached_property
     def _reachable(self) -> tuple[DeviceCurve, ...]:
-        """The devices, limited to batches for which their curves can be trusted."""
+        """The devices, each limited to the batches for which its curve can be trusted."""
         found = []
         for one in self.machine.split_curves:
             limit = self.machine.devices[one.position].trusted_rows(one.curve, one.limit)
@@ -170,7 +170,9 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the smallest batch with that rate, split over the hosts of the fastest split."""
+        """Return the smallest batch that reaches `rate` samples/s, split over the hosts of the
+        fastest split.
+        """
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
         near = [
@@ -183,7 +185,7 @@ class Predictions:
         )
 
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
-        """Return each device's smallest batch with that rate alone.
+        """Return the smallest batch with which each device alone reaches `rate` samples/s.
 
         Returns None for a device that doesn't reach it.
         """

@@ -1,10 +1,10 @@
 """The last stage: candidates run in turns A B C A B C until no measurement should change the plan.
 
 In the first turn (0) every candidate is measured once, starting with the highest expected samples/s
-per second of the probe. A split or rest measurement from exploration counts as turn 0. Then packs
-grow while they gain, later turns settle which layout is fastest, and the winner is measured with
-other knobs, if any were requested. Last, the winner is checked: the highest of several noisy values
-is biased upwards, so its samples/s are measured again.
+per second of the probe. A split, or a device measured with the others idle, has its turn 0 from
+exploration. Then packs grow while they gain, later turns decide which layout is fastest, and the
+winner is measured with other knobs, if any were requested. Last, the winner is checked: the highest
+of several noisy values is biased upwards, so its samples/s are measured again.
 """
 
 from __future__ import annotations
@@ -191,8 +191,10 @@ class Race:
         return ()
 
     def _reserved(self, layout: Layout, stage: Stage) -> float:
-        """Return the seconds that a probe of a turn must leave: for another such probe and, in the
-        race stage, for a turn of the winner with each knob.
+        """Return the seconds that must remain after a probe of a turn.
+
+        They suffice for another such probe and, in the race stage, for a turn of the winner with
+        each knob.
         """
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         return self._budget.least_seconds(layout) + knobs

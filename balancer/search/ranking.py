@@ -90,7 +90,9 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def unclear(self) -> bool:
-        """True for a tie whose measured gap is above 3 %: it may be 0, and may be large."""
+        """True for a tie whose measured gap is above 3 %: the gap may be 0, but it may also be
+        large.
+        """
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 
     @property
@@ -242,7 +244,7 @@ def widen(figure: Interval, error: float) -> Interval:
 
 
 def overlap(one: Interval, other: Interval) -> bool:
-    """True if two 95 % intervals overlap, so that neither layout is surely faster."""
+    """True if two 95 % intervals overlap, so that neither layout is certainly faster."""
     return one.low <= other.high and other.low <= one.high
 
 

@@ -66,7 +66,7 @@ class RowPolicy:
         return max(seconds, default=None)
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve in a split, and the rows of one pass that surely fit.
+        """Return each device's curve in a split, and the rows of one pass that certainly fit.
 
         For other layouts, the curves are empty and the rows are 0.
         """
@@ -311,7 +311,7 @@ class RowPolicy:
 
         A fixed batch is taken in passes if necessary. For a free batch, each device gets as many
         rows as the preferred split has per device, else the fewest rows of the devices' best
-        batches alone. If that doesn't fit, each device gets as many rows as surely fit; with
+        batches alone. If that doesn't fit, each device gets as many rows as certainly fit; with
         `whole`, a fixed batch isn't reduced.
         """
         count = len(positions)

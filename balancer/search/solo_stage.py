@@ -349,11 +349,11 @@ class SoloStage:
         return max(quantum, retreat // quantum * quantum)
 
     def _likely_to_fit(self, one: DeviceModel, first: int, second: int) -> int:
-        """Return the second batch, reduced if running out of memory would be expensive.
+        """Return the second batch, or a smaller one if running out of memory would be expensive.
 
-        If it would cost a slow step, the reduced batch is at most twice the first, or as large as
-        surely fits. If it would restart a child process, it is only a quarter larger than the
-        first, or as large as surely fits.
+        If it would cost a slow step, the batch is at most twice the first. If it would restart a
+        child process, the batch is at most a quarter larger than the first. Either limit is raised
+        to what certainly fits.
         """
         surely = one.memory.largest_in_proportion()
         if surely is None:

@@ -209,8 +209,8 @@ class TextModel(MachineModel):
     def costs(self) -> tuple[StepCost | None, ...]:
         """Each device's cost in splits.
 
-        It is the cost alone, multiplied by the ratio of compute time (own work) in splits
-        to that alone.
+        It is the cost alone, multiplied by the ratio of the compute time (own work) in splits to
+        the predicted compute time alone.
         """
         return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
@@ -334,11 +334,11 @@ class TextModel(MachineModel):
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return a layout's samples/s with rows assigned by cost; 0 if costs are unknown.
+        """Return a layout's samples/s, predicted as if its rows were assigned by cost; 0 if costs
+        are unknown.
 
-        Rows are taken as assigned by cost even if the layout doesn't assign them so. Passes over
-        rows of one length are predicted in proportion to the largest pass so far, since a cost
-        fitted to small passes is too low.
+        Passes over rows of one length are predicted in proportion to the largest pass so far, since
+        a cost fitted to small passes is too low.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}

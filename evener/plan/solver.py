@@ -81,7 +81,9 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], walls: Sequence[int]) -> tuple[int, ...]:
-    """Return the most rows per pass for each share: all rows if they fit, else the wall."""
+    """Return the most rows per pass for each share: all of its rows if they fit in one pass, else
+    the limit of a pass.
+    """
     pairs = zip(shares, walls, strict=True)
     return tuple(min(share, wall) if wall else share for share, wall in pairs)
 

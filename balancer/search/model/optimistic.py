@@ -86,7 +86,7 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
 
 
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
-    """Return the slope with which time may continue into the gap before a point.
+    """Return the slope with which time may continue in the gap that ends at point number `right`.
 
     `own` is the gap's own slope. It is returned for the first gap, unless the next gap rises
     clearly more steeply: then the first batches may have been level.

@@ -332,9 +332,9 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
 
 
 def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
-    """Return the stairs with these points on these levels.
+    """Return the stairs for which each point is on its level.
 
-    Returns None if their times or batches contradict that.
+    Returns None if the points' times or batches contradict that.
     """
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
@@ -347,7 +347,7 @@ def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
 
 
 def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, float, float], ...]:
-    """Return the places of stairs that put these batches on these levels.
+    """Return the places of stairs for which each batch is on its level.
 
     If stairs whose width is a power of two (tiles) are possible, only their place is returned.
     """
@@ -378,7 +378,7 @@ def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, 
 
 
 def _shifts(batches: Sequence[int], levels: Sequence[int], each: float) -> tuple[float, float]:
-    """Return the lowest and the highest shift with which stairs put these batches on these levels.
+    """Return the lowest and the highest shift of stairs for which each batch is on its level.
 
     `each` is the number of levels per sample.
     """
