@@ -337,6 +337,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     elapsed_seconds: Amount
     # bytes of each device that other processes held then; empty: unknown
     short_bytes: tuple[Count, ...] = ()
+    goes_on: bool = False  # its children have recovered, and needn't start again
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):

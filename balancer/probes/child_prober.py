@@ -425,7 +425,9 @@ class ChildProber:
             short_bytes: tuple[int, ...] = ()
             with suppress(HostLostError):
                 short_bytes = self._measure_short(key, True)
-            return OutOfMemory(probe, devices, failure.detail, elapsed_seconds, short_bytes)
+            return OutOfMemory(
+                probe, devices, failure.detail, elapsed_seconds, short_bytes, key in self._idle
+            )
         devices = devices or key.active
         detail = f"{', '.join(self._devices[i].label for i in devices)}, {phase}: {failure.detail}"
         if failure.output.strip() and self._save_output(detail, failure.output):

@@ -242,10 +242,13 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if a device can't hold the model even though no other process uses its memory."""
+        """True if a device ran nothing but ran out of memory, although no other process uses its
+        memory.
+        """
         for position, device in enumerate(self.model.devices):
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
-            if device.out_of_use and not device.lost and all_its_own:
+            holds_nothing = device.memory.failed is not None and not device.memory.ran
+            if holds_nothing and not device.lost and all_its_own:
                 return True
         return False
 

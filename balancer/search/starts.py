@@ -34,7 +34,7 @@ class Starts:
         """
         own = self._of_children.get(layout.children)
         if not own:
-            return self._of_new(layout)
+            return 0.0 if layout.children in self._recovered else self._of_new(layout)
         paid = [seconds for seconds in own if seconds]
         ends = self._ends[layout.children] if self.after_out_of_memory else 0
         start_each_time = len(paid) > 1 + ends
@@ -73,11 +73,17 @@ class Starts:
         return dict(starts)
 
     @cached_property
+    def _recovered(self) -> set[Layout]:
+        """The groups of child processes that ran out of memory, and run still."""
+        seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
+        return {one.probe.layout.children for one in seen if one.goes_on} - self._ends.keys()
+
+    @cached_property
     def _ends(self) -> defaultdict[Layout, int]:
-        """How often a probe of each group of child processes ran out of memory."""
+        """How often each group of child processes ended because it ran out of memory."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
-            if isinstance(seen, OutOfMemory):
+            if isinstance(seen, OutOfMemory) and not seen.goes_on:
                 ends[seen.probe.layout.children] += 1
         return ends
 

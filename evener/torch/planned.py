@@ -23,6 +23,7 @@ from .rows.loader import LoaderStates
 from .rows.sampler import LengthSampler, UnevenBatchSampler
 from .step.checks import OPTIMIZER_CHECK
 from .step.part import OfPart, Part
+from .step.recovery import free_before_update
 from .step.step import Passes, take_parts, train_batch
 from .step.weights import BatchWeights, Weigh
 from .step.wrapped import (
@@ -84,6 +85,7 @@ class PlannedTraining:
             LoaderStates(),
         )
         self.passes = Passes(self.rank, self.device, self.reporter.note_retreat)
+        free_before_update(self.device)
         self.listeners: list[Callable[[tuple[int, ...]], None]] = []
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
         self.audits = TrainingAudits(self)

@@ -140,6 +140,7 @@ def test_a_group_goes_on_after_one_rank_ran_out_of_memory(
         seen = group("forward", *shares)
         assert isinstance(seen, OutOfMemory), seen
         assert seen.devices == (1,)
+        assert seen.goes_on
         assert seen.elapsed_seconds < 60, "the rank ended the step in smaller passes"
         ran = group("forward", 4, 5)
         assert isinstance(ran, Timed), ran
@@ -151,6 +152,7 @@ def test_a_group_ends_where_the_optimizer_ran_out_of_memory(
 ) -> None:
     seen = group("optimizer", 4, 9)
     assert isinstance(seen, OutOfMemory), seen
+    assert not seen.goes_on
     ran = group("optimizer", 4, 5)
     assert isinstance(ran, Timed), ran
     assert ran.start_seconds > 0, "by new children"

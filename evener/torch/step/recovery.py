@@ -14,8 +14,10 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
+from typing import Any
 
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import DeviceError, RequestError
 from ...training.passes import PassLimit
@@ -51,6 +53,23 @@ def free_memory(device: torch.device) -> None:
     gc.collect()
     if device.type == "cuda":
         torch.cuda.empty_cache()
+
+
+def free_before_update(device: torch.device) -> None:
+    """Return the allocator's unused memory to the device before the next step of an optimizer.
+
+    In its first step an optimizer makes its state. Without this, that would lie in blocks which
+    activations have left, and what remains of each block would stay in fragments: a plan whose
+    memory was nearly full would run out of memory in its second step.
+    """
+    if device.type != "cuda":
+        return
+
+    def free(*_: Any) -> None:
+        handle.remove()
+        torch.cuda.empty_cache()
+
+    handle = register_optimizer_step_pre_hook(free)
 
 
 def held_by_others(device: torch.device) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from evener.balancer.search.observations import Observations
@@ -62,6 +63,16 @@ def test_children_that_go_on_after_running_out_of_memory_cost_no_start() -> None
     assert starts(*seen, full(48, 3)).seconds(NEXT) == 0.0
     other = (full(64, 1, position=1),)
     assert starts(*seen, *other).seconds(solo(2, 1, 16)) == 0.0
+
+
+def test_a_child_that_says_that_it_goes_on_costs_no_start_although_it_never_ran() -> None:
+    """Else a card that doesn't hold a first batch is left out, as smaller ones seem too dear."""
+    only = (FIRST[0],)
+    ended, recovered = full(8, 0, position=1), full(8, 0, position=1)
+    recovered = msgspec.structs.replace(recovered, goes_on=True)
+    assert starts(*only, ended).seconds(solo(2, 1, 4)) == LOAD_SECONDS
+    assert starts(*only, recovered).seconds(solo(2, 1, 4)) == 0.0
+    assert starts(*FIRST, recovered).seconds(solo(2, 1, 4)) == 0.0
 
 
 def test_children_that_end_cost_a_start_on_each_device() -> None:
