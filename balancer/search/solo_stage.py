@@ -187,7 +187,7 @@ class SoloStage:
         return self._round(self._with_the_others(wanted), self._turn)
 
     def _gap_at_best(self, one: DeviceModel) -> int:
-        """Return the middle of the wider gap next to the first of the best batches.
+        """Return a batch in the middle of the wider of the two gaps beside the best batch.
 
         Returns 0 if that gap can't hide a peak.
         """

@@ -57,9 +57,10 @@ class TextPolicy:
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))
 
     def even_splits(self, splits: Sequence[Layout], scaling: bool) -> list[Layout]:
-        """Return the even split of rows over the best split's devices, in the order of the data.
+        """Return the even split of rows over the best split's devices.
 
-        Its passes can hold the longest rows. A training without a plan does the same.
+        Rows are assigned in the order of the data, and passes can hold the longest rows, as in a
+        training without a plan.
         """
         if not splits:
             return []

@@ -138,7 +138,9 @@ class _LineNames:
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """End a thread that copies from a pipe, after all that was written to the pipe is copied."""
+    """Stop a thread that copies from a pipe, once everything that was written to the pipe is
+    copied.
+    """
     with suppress(OSError):
         os.write(write, end)
     thread.join()

@@ -10,9 +10,9 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the sums over a device's last steps.
 
-    The result is one step made of the medians if the process reports no sums, or if it has
-    several devices and this one reports its own compute time (own work). It is empty if
-    there are no medians either.
+    Without reported sums, the result is a single step made of the medians. It is so too if the
+    process has several devices and this one reports its own compute time (own work). Empty if there
+    are no medians either.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent

@@ -187,9 +187,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     def shares(self, global_batch: int | None = None) -> tuple[int, ...]:
         """Return the samples of each device at `global_batch`; they sum to it exactly.
 
-        The default is the plan's own global batch. If the plan's shares are of cost, rows are
-        divided in the same proportions, which suits a training run that doesn't specify how long
-        its rows are.
+        The default is the plan's own global batch. If the plan's shares are fractions of a batch's
+        cost, rows are divided in the same proportions; that suits a training run that doesn't
+        specify how long its rows are.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:

@@ -193,8 +193,8 @@ class Lines(UsesApp, Widget):
         self.refresh()
 
     def on_resize(self) -> None:
-        """Redraw in the new size at once, so that no row stays empty, and report the new size, so
-        that the screen rebuilds the lines.
+        """Redraw immediately in the new size, so that no row stays empty, and report the new size,
+        so that the screen rebuilds the lines.
         """
         self.redraw()
         self.post_message(self.Resized())
