@@ -116,7 +116,7 @@ def allows_passes(request: Request, framework: str) -> bool:
     return request.micro == "auto" and not (request.xla or from_device)
 
 
-def deals_by_cost(request: Request, framework: str) -> bool:
+def assigns_by_cost(request: Request, framework: str) -> bool:
     """True if rows of unequal length are assigned by their cost. That needs passes, PyTorch's
     loader, and an objective that uses lengths.
     """

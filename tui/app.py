@@ -135,7 +135,7 @@ class EvenerApp(BaseApp):
         if self._first_start:
             self.action_welcome()
         if not gc.isenabled():  # started on a terminal, not within a test
-            self.call_after_refresh(_settle_memory)
+            self.call_after_refresh(_tune_garbage_collection)
 
     def switch_mode(self, mode: str) -> AwaitMount:
         """Switch to a screen; a screen that doesn't exist yet is styled when it is created."""
@@ -301,7 +301,7 @@ class EvenerApp(BaseApp):
         self._exit_renderables.clear()
 
 
-def _settle_memory() -> None:
+def _tune_garbage_collection() -> None:
     """Enable garbage collection again, but make it rare and exclude the objects made at the start,
     because scanning them takes 40 ms.
     """

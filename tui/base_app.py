@@ -260,10 +260,10 @@ class BaseApp(App[int]):
     def on_sampled(self, message: Sampled) -> None:
         """Store the newest snapshot, which screens watch, and show new alerts."""
         for alert in self.alert_watch.see(message.snapshot):
-            self._tell_alert(alert)
+            self._show_alert(alert)
         self.snapshot = message.snapshot
 
-    def _tell_alert(self, alert: Alert) -> None:
+    def _show_alert(self, alert: Alert) -> None:
         self.alerts.append(alert)
         self.unread_alerts += 1
         wanted = self.settings.alerts
@@ -401,9 +401,9 @@ class BaseApp(App[int]):
             self.start_fault = fault
         shown = self.current_mode == "balance" and (begun or in_form)
         if not self.replays and not shown:
-            self._tell_end(fault)
+            self._show_end(fault)
 
-    def _tell_end(self, fault: str) -> None:
+    def _show_end(self, fault: str) -> None:
         """Show a message, on a screen other than the session's, that the session has ended."""
         if fault:
             self.say(fault, severity="error")

@@ -62,13 +62,13 @@ class DemoApp(EvenerApp):
             return
         if self._plan is None:
             self._plan = finished.plan
-            self._tell(RESULT)
-            self.set_timer(RESULT_SECONDS, self._tell_story)
+            self._show_caption(RESULT)
+            self.set_timer(RESULT_SECONDS, self._replay_search)
         elif self.replays and not self._trains:
             self._trains = True
             self.set_timer(READING_SECONDS, self._train)
 
-    def _tell_story(self) -> None:
+    def _replay_search(self) -> None:
         """Replay the search, unless the user has started a new search."""
         try:
             record = read_run(self.last_run)
@@ -76,16 +76,16 @@ class DemoApp(EvenerApp):
             return
         if not self.searches:
             self.replay(record, REPLAY_SPEED)
-            self._tell(STORY)
+            self._show_caption(STORY)
 
     def _train(self) -> None:
         if self._plan is not None:
             self._cards.train(self._plan)
             self.action_show("trainings")
-            self._tell(TRAINING)
-            self.set_timer(HOT_FROM, lambda: self._tell(HOT))
-            self.set_timer(HOT_UNTIL, lambda: self._tell(COOL))
+            self._show_caption(TRAINING)
+            self.set_timer(HOT_FROM, lambda: self._show_caption(HOT))
+            self.set_timer(HOT_UNTIL, lambda: self._show_caption(COOL))
 
-    def _tell(self, text: str) -> None:
+    def _show_caption(self, text: str) -> None:
         """Show the caption of a part of the demo."""
         self.notify(text, title="Demo: all keys work, q quits", timeout=7.0, markup=False)

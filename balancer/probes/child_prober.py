@@ -29,7 +29,7 @@ from evener.devices.types import Device
 from evener.errors import DeviceError
 
 from ..events import Report
-from ..request import Job, deals_by_cost
+from ..request import Job, assigns_by_cost
 from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Stage, Timed
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
@@ -495,7 +495,7 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
     own = found.get("digest") or blake2b(msgspec.json.encode(parts), digest_size=8).hexdigest()
-    by_cost = deals_by_cost(resolved.request, resolved.framework)
+    by_cost = assigns_by_cost(resolved.request, resolved.framework)
     return Facts(
         versions=before.versions | {name: found[name] for name in names if name in found},
         driver=before.driver,

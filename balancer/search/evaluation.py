@@ -173,9 +173,9 @@ class Evaluation:
             return End(Stop.TIED if best_is_known and is_known(*leaders) else Stop.UNCERTAIN)
         if len(self.race.ranking) == 1:
             return End(Stop.ONLY_ONE)
-        return self._settled() if best_is_known else End(Stop.BUDGET)
+        return self._end_when_settled() if best_is_known else End(Stop.BUDGET)
 
-    def _settled(self) -> End:
+    def _end_when_settled(self) -> End:
         """Return the end of a search that has nothing left to measure.
 
         It includes a doubt about the plan, if there is one.

@@ -38,7 +38,7 @@ class Observations:
         self._by_layout: defaultdict[Layout, dict[Probe, Observation]] = defaultdict(dict)
         # the seconds of each failed try
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)
-        self._settled: dict[Stage, list[Observation]] = {}
+        self._final_by_stage: dict[Stage, list[Observation]] = {}
         # by device: (turn of the race or of the check before it, or -1; bytes that other processes
         # held in that turn)
         self._held: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
@@ -56,7 +56,7 @@ class Observations:
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
             return
-        self._settled.pop(probe.stage, None)
+        self._final_by_stage.pop(probe.stage, None)
         if isinstance(seen, Failed):
             self._count_failure(seen)
         else:
@@ -103,9 +103,9 @@ class Observations:
         """
         found: list[Observation] = []
         for stage in stages:
-            if stage not in self._settled:
-                self._settled[stage] = self._read_stage(stage)
-            found += self._settled[stage]
+            if stage not in self._final_by_stage:
+                self._final_by_stage[stage] = self._read_stage(stage)
+            found += self._final_by_stage[stage]
         return found
 
     def _read_stage(self, stage: Stage) -> list[Observation]:

@@ -224,7 +224,7 @@ class Race:
             taken = self._seen.turns(one.layout, stage)
             turns[one.layout] = {turn: seen for turn, seen in taken.items() if turn < before}
         ran = [one for one in rivals if turns[one.layout]]
-        held = [one for one in ran if _was_held_back_in_its_only(turns[one.layout])]
+        held = [one for one in ran if _was_held_back_in_only_turn(turns[one.layout])]
         if held:
             return held, False
         ran.sort(key=lambda one: -throughput(turns[one.layout]).value)
@@ -263,6 +263,6 @@ class Race:
         return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
 
-def _was_held_back_in_its_only(turns: Turns) -> bool:
+def _was_held_back_in_only_turn(turns: Turns) -> bool:
     """True if there is exactly one turn, and a device was held back in it."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

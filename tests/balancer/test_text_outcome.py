@@ -12,7 +12,7 @@ import msgspec
 import pytest
 
 from evener.balancer.journal import FactsEntry, Header, JournalContents, ObservationEntry
-from evener.balancer.request import Request, deals_by_cost
+from evener.balancer.request import Request, assigns_by_cost
 from evener.balancer.run import open_run
 from evener.balancer.search.layouts import LayoutOptions
 from evener.balancer.session import Session
@@ -116,7 +116,7 @@ def test_a_journal_gives_back_what_was_seen(record: JournalContents) -> None:
     ],
 )
 def test_when_rows_are_dealt_by_cost(asked: dict[str, Any], framework: str, by_cost: bool) -> None:
-    assert deals_by_cost(Request(**asked), framework) is by_cost
+    assert assigns_by_cost(Request(**asked), framework) is by_cost
 
 
 @pytest.mark.usefixtures("own_folder")

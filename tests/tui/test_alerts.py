@@ -61,7 +61,7 @@ def test_what_ended_is_told_again_when_it_comes_back(script: Any) -> None:
         at_seconds = script.snapshot().at_seconds + second
         told += len(watch.see(script.snapshot(devices=(sample,), at_seconds=at_seconds)))
     assert told == 2
-    assert watch.told == frozenset()
+    assert watch.reported == frozenset()
 
 
 def test_a_device_that_a_training_waits_on_is_told(script: Any) -> None:

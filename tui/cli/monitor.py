@@ -157,7 +157,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
     """
     from evener.devices.sampler import stale
 
-    last = _settle(source)
+    last = _read_first(source)
     read_at = due = time.monotonic()
     while True:
         try:
@@ -175,7 +175,7 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
         time.sleep(max(0.0, due - time.monotonic()))
 
 
-def _settle(source: Source) -> Snapshot:
+def _read_first(source: Source) -> Snapshot:
     """Return the first reading, after waiting until the next one has rates. Raises DeviceError if
     it fails.
     """

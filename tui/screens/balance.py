@@ -89,7 +89,7 @@ class BalanceScreen(RunActions, PanelScreen):
                 self.query_one(LogPanel).focus()
                 self._sampled()
         if shows_search and self.is_current:
-            self.query_one(BalanceView).take(state)
+            self.query_one(BalanceView).set_data(state)
         if state.finished is not None and before.finished is None:
             self.query_one(ResultPanel).focus()
         self.refresh_bindings()
@@ -97,13 +97,13 @@ class BalanceScreen(RunActions, PanelScreen):
     def _sampled(self) -> None:
         """Update only the device rows."""
         if self.is_current and self.evener.balance != SessionState():
-            self.query_one(SearchDevicePanel).take(samples=self.evener.session_samples())
+            self.query_one(SearchDevicePanel).set_data(samples=self.evener.session_samples())
 
     def redraw(self) -> None:
         """Draw the current state of the session, and the form."""
-        self.settle_frames()
+        self.fit_frames()
         self._sampled()
-        self.query_one(BalanceView).take(self.evener.balance)
+        self.query_one(BalanceView).set_data(self.evener.balance)
         self.query_one(BalanceForm).redraw()
 
     def on_resize(self) -> None:

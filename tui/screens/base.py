@@ -56,7 +56,7 @@ class PanelScreen(UsesApp, Screen[None]):
         """Rebuild every panel's lines."""
         raise NotImplementedError
 
-    def settle_frames(self) -> int:
+    def fit_frames(self) -> int:
         """Give the panels frames if there is room, and stack them on a narrow terminal. Return the
         rows that a frame takes.
         """

@@ -168,10 +168,10 @@ class FieldDialog(Dialog[bool]):
 
     def on_mount(self) -> None:
         """Focus the field."""
-        self.tell(self._hint)
+        self.show_message(self._hint)
         self._field.focus()
 
-    def tell(self, text: str, *, bad: bool = False) -> None:
+    def show_message(self, text: str, *, bad: bool = False) -> None:
         """Show this text below the field."""
         rows = wrap(plain(text), self.text_width, 8)
         self.query_one("#hint", Text).show(
@@ -182,14 +182,14 @@ class FieldDialog(Dialog[bool]):
         """Take the typed line, or show why it is refused."""
         event.stop()
         try:
-            done = await self.take(event.value.strip())
+            done = await self.submit(event.value.strip())
         except EvenerError as fault:
-            self.tell(str(fault), bad=True)
+            self.show_message(str(fault), bad=True)
         else:
             if done:
                 self.dismiss(True)
 
-    async def take(self, text: str) -> bool:
+    async def submit(self, text: str) -> bool:
         """Act on the line; return True if the dialog is finished. Raises EvenerError that says what
         is wrong with the line.
         """

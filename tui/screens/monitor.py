@@ -97,7 +97,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             arrange(
                 width,
                 height - _BARS - len(shown) - filtering,
-                self.settle_frames(),
+                self.fit_frames(),
                 devices,
                 len(snapshot.processes),
             )
@@ -123,7 +123,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         devices, graphs = self.query_one(DevicePanel), self.query_one(TimelinePanel)
         snapshot = self.shown
         if snapshot is not None and graphs.display:
-            graphs.take(snapshot.devices, devices.sample)
+            graphs.set_data(snapshot.devices, devices.sample)
 
     def action_alerts(self) -> None:
         """Show every alert since the start, the newest first, and mark all alerts as read."""
@@ -258,7 +258,7 @@ class DevicePanel(ListPanel[PanelRow]):
         publisher = self.evener.publisher
         self.place_rows(
             group_rows(
-                device_rows(snapshot, publisher.history, self.evener.alert_watch.told),
+                device_rows(snapshot, publisher.history, self.evener.alert_watch.reported),
                 self.folded,
             )
         )
@@ -309,7 +309,9 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         }
         self._seen = kept | {identity(each): (each, now) for each in snapshot.processes}
         self._nothing = nothing_there(snapshot.devices)
-        self.take(process_rows(snapshot, [each for each, at in self._seen.values() if at != now]))
+        self.set_data(
+            process_rows(snapshot, [each for each, at in self._seen.values() if at != now])
+        )
 
     def grid(self) -> Grid[ProcessRow]:
         """Return the table of the processes."""

@@ -55,7 +55,7 @@ class ContinueDialog(FieldDialog):
         super().__init__("Continue the run", Input(more, id="line", compact=True), hint)
         self._run = run
 
-    async def take(self, text: str) -> bool:
+    async def submit(self, text: str) -> bool:
         """Start the session that resumes the run."""
         header, kept = self._run.header, self._run.record.seen
         more = parse_duration(text, "The time")
@@ -154,7 +154,7 @@ class SaveDialog(FieldDialog):
         self._save = save
         self._next_step = next_step
 
-    async def take(self, text: str) -> bool:
+    async def submit(self, text: str) -> bool:
         """Write the file, or ask first if it exists."""
         path = Path(os.path.expanduser(text))  # ~name of an unknown user stays as it is
         self._check(path)
@@ -178,11 +178,11 @@ class SaveDialog(FieldDialog):
             self.dismiss(True)
 
     async def _write(self, path: Path) -> bool:
-        self.tell("Writing it.")
+        self.show_message("Writing it.")
         try:
             await asyncio.to_thread(self._save, path)
         except EvenerError as fault:
-            self.tell(str(fault), bad=True)
+            self.show_message(str(fault), bad=True)
             return False
         then = self._next_step(str(path))
         self.evener.say(f"The {self._what} was written to {path}{then and f'; {then}'}.")
@@ -219,7 +219,7 @@ class TrainDialog(FieldDialog):
         self._path = path
         self._written = written
 
-    async def take(self, text: str) -> bool:
+    async def submit(self, text: str) -> bool:
         """Write the plan and start the training."""
         arguments = read_command(text)
         if not self._written and self._path in arguments:

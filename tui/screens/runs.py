@@ -50,10 +50,10 @@ class RunPanel(SortedPanel[RunSummary]):
         """Return the text of a row that the filter searches."""
         return run_words(row)
 
-    def take(self, found: Sequence[RunSummary]) -> None:
+    def set_data(self, found: Sequence[RunSummary]) -> None:
         """Show these runs; runs that have disappeared lose their marks."""
         self.tagged &= {each.run for each in found}
-        super().take(found)
+        super().set_data(found)
 
     def grid(self) -> Grid[RunSummary]:
         """Return the table of the runs."""
@@ -126,12 +126,12 @@ class RunsScreen(RunActions, SortedScreen):
         with self.evener.saying_faults():
             found = await asyncio.to_thread(runs.list_runs)
             self._plans.clear()
-            self.query_one(RunPanel).take(found)
+            self.query_one(RunPanel).set_data(found)
             self.redraw()
 
     def redraw(self) -> None:
         """Draw the list and the plans."""
-        self.settle_frames()
+        self.fit_frames()
         panel = self.query_one(RunPanel)
         around = 2 if self.has_class("-bare") else 4
         room = self.app.size.height - 2

@@ -64,7 +64,7 @@ class TrainingsScreen(SnapshotScreen):
         if (snapshot := self.shown) is not None:
             with self.app.batch_update():
                 rows = self._ended.add_ended(join_trainings(snapshot), snapshot.at_seconds)
-                self.query_one(TrainingPanel).take(rows, self.state)
+                self.query_one(TrainingPanel).set_data(rows, self.state)
                 self._show_chosen(snapshot)
 
     def on_list_panel_moved(self) -> None:
@@ -76,7 +76,7 @@ class TrainingsScreen(SnapshotScreen):
         row = self.query_one(TrainingPanel).chosen
         self._place(row, snapshot)
         self._show_log()
-        self.query_one(RankPanel).take(row)
+        self.query_one(RankPanel).set_data(row)
         for name in ("#causes", "#last-steps", "#shares", "#training-graphs"):
             panel = self.query_one(name, Lines)
             shown = row is not None and panel.display
@@ -84,7 +84,7 @@ class TrainingsScreen(SnapshotScreen):
 
     def _place(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
         """Set the height of each panel."""
-        frame = self.settle_frames()
+        frame = self.fit_frames()
         size = self.evener.size
         height = size.height - _BARS
         log = self._log_rows(height, shares_rows=row is not None)
@@ -187,7 +187,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
         super().__init__("Trainings", id="trainings")
         self.state = ""
 
-    def take(self, rows: Sequence[TrainingRow], state: str) -> None:
+    def set_data(self, rows: Sequence[TrainingRow], state: str) -> None:
         """Show these trainings; `state` is written in the heading."""
         self.state = state
         self.place_rows(rows)
@@ -213,7 +213,7 @@ class RankPanel(ListPanel[RankRow]):
     def __init__(self) -> None:
         super().__init__(id="ranks")
 
-    def take(self, row: TrainingRow | None) -> None:
+    def set_data(self, row: TrainingRow | None) -> None:
         """Show the ranks of this training."""
         self.place_rows(row.ranks if row is not None else ())
         if row is not None:

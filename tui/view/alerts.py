@@ -53,25 +53,25 @@ class AlertWatch:
     def __init__(self, rules: AlertRules) -> None:
         self.rules = rules
         self._since: dict[tuple[str, str], float] = {}
-        self._told: set[tuple[str, str]] = set()
+        self._reported: set[tuple[str, str]] = set()
 
     def see(self, snapshot: Snapshot) -> tuple[Alert, ...]:
         """Return the alerts that are new with this snapshot."""
         now = snapshot.at_seconds
         found = {(one.kind, one.about): one for one in find_alerts(snapshot, self.rules)}
         self._since = {key: self._since.get(key, now) for key in found}
-        self._told &= found.keys()
+        self._reported &= found.keys()
         new = []
         for key, alert in found.items():
-            if key not in self._told and now - self._since[key] >= SECONDS[alert.kind]:
-                self._told.add(key)
+            if key not in self._reported and now - self._since[key] >= SECONDS[alert.kind]:
+                self._reported.add(key)
                 new.append(alert._replace(at_seconds=now))
         return tuple(new)
 
     @property
-    def told(self) -> frozenset[str]:
+    def reported(self) -> frozenset[str]:
         """The devices and trainings whose alerts were reported and still last."""
-        return frozenset(about for _, about in self._told)
+        return frozenset(about for _, about in self._reported)
 
 
 def find_alerts(snapshot: Snapshot, rules: AlertRules) -> Iterator[Alert]:

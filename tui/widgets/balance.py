@@ -54,7 +54,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         """Return the table of the device rows."""
         return SEARCH_DEVICES
 
-    def take(
+    def set_data(
         self,
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
@@ -89,7 +89,7 @@ class LogPanel(ListPanel[LogRow]):
         """Return the number of the measurement."""
         return row.number
 
-    def take(self, state: SessionState) -> None:
+    def set_data(self, state: SessionState) -> None:
         """Show the measurements of this state; the cursor stays on its measurement,
         or on the newest.
         """
@@ -117,7 +117,7 @@ class ResultPanel(Lines):
     def __init__(self) -> None:
         super().__init__(id="result", classes="panel")
 
-    def take(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
+    def set_data(self, state: SessionState, keys: Sequence[KeyHint]) -> None:
         """Show the verdict of this state."""
         self.entitle("Result", f"run {plain(state.run)}" if state.run else "")
         self.show(result_lines(state, *self.size, keys))
@@ -151,7 +151,7 @@ class BalanceView(UsesApp, Widget):
             yield Lines("Throughput", id="rivals", classes="panel")
         yield LogPanel()
 
-    def take(self, state: SessionState) -> None:
+    def set_data(self, state: SessionState) -> None:
         """Draw this state."""
         self.state = state
         self.redraw()
@@ -168,17 +168,17 @@ class BalanceView(UsesApp, Widget):
         state = self.state
         with self.app.batch_update():
             self._place_panels()
-            self.query_one(ResultPanel).take(state, self._keys())
-            self.query_one(SearchDevicePanel).take(state)
+            self.query_one(ResultPanel).set_data(state, self._keys())
+            self.query_one(SearchDevicePanel).set_data(state)
             story = self.query_one("#story", Lines)
             notes = [] if state.ended else warning_lines(state.notes, story.size.width, 2)
             story.show((*story_lines(state, story.size.width), *notes))
             for name, draw in (("shares", share_lines), ("rivals", rival_lines)):
                 panel = self.query_one(f"#{name}", Lines)
                 panel.show(draw(state, *panel.size))
-            self.query_one("#curves", ChartPanel).take(curve_chart(state))
-            self.query_one("#best", ChartPanel).take(best_chart(state))
-            self.query_one(LogPanel).take(state)
+            self.query_one("#curves", ChartPanel).set_data(curve_chart(state))
+            self.query_one("#best", ChartPanel).set_data(best_chart(state))
+            self.query_one(LogPanel).set_data(state)
 
     def _place_panels(self) -> None:
         """Distribute the rows: the story or the result, every device, then charts and log."""

@@ -181,7 +181,7 @@ class SortedPanel(ListPanel[RowT]):
         """Return the text of a row that the filter searches."""
         raise NotImplementedError
 
-    def take(self, found: Sequence[RowT]) -> None:
+    def set_data(self, found: Sequence[RowT]) -> None:
         """Show these rows, sorted and filtered."""
         self.found = found
         self.redraw()

@@ -50,7 +50,7 @@ class ChartPanel(Lines):
         """True if the settings ask for log2 axes."""
         return self.evener.settings.log_axes
 
-    def take(self, chart: Chart) -> None:
+    def set_data(self, chart: Chart) -> None:
         """Draw this chart; the panel keeps its own scale and cursor."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
         self.chart = chart._replace(cursor=cursor)

@@ -36,7 +36,7 @@ class TimelinePanel(Lines):
         plan = self._plan
         return self.display and plan is not None and len(plan.devices) == len(self._samples)
 
-    def take(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
+    def set_data(self, samples: Sequence[DeviceSample], chosen: DeviceSample | None) -> None:
         """Draw the graphs of these devices; the app's sampler stores their history."""
         self._samples, self._chosen = samples, chosen
         self.redraw()
@@ -49,14 +49,14 @@ class TimelinePanel(Lines):
         if self._plan is None:
             self.show(())
             return
-        self._settle_scale(self._plan)
+        self._choose_scale(self._plan)
         common = self.evener.settings.common_scale
         per_dot, stretch = self._scale
         view = TimeView(per_dot, self.cursor, common, chosen, stretch)
         self.show(draw_timelines(self._plan, self.evener.publisher, view, width))
         self._entitle(self._plan)
 
-    def _settle_scale(self, plan: GraphPlan) -> None:
+    def _choose_scale(self, plan: GraphPlan) -> None:
         """Choose the time scale; a change hides the cursor, because a cell stands
         for another time.
         """
