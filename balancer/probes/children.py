@@ -55,6 +55,8 @@ STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # for the answer to a signal
 _READ_BYTES = 64 << 10
 TICK_SECONDS = 0.05
 GRACE_SECONDS = 1.0  # for the other ranks to report why they stopped, once one has failed
+# the same where that rank has recovered: the others have ended the same step, and go on
+RECOVERED_SECONDS = 20.0
 
 
 Inbox = queue.Queue[tuple[int, Message]]
@@ -246,8 +248,9 @@ class ChildGroup:
         """Return one reply of the expected type from every rank, in rank order. Raises GroupError
         if a rank fails or doesn't reply within `seconds`, and StoppedError if `stop` is set.
 
-        Once a rank has failed, the others get `GRACE_SECONDS` to reply. A rank that is silent until
-        then doesn't count as failed, unless its host was lost.
+        Once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS` if
+        it goes on. A rank that is silent until then doesn't count as failed, unless its host was
+        lost.
         """
         replies, failures = self._collect(expected, seconds, stop)
         silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
@@ -279,7 +282,8 @@ class ChildGroup:
             elif rank not in failures:
                 replies.pop(rank, None)
                 failures[rank] = self._failure(rank, message)
-                deadline = min(deadline, time.monotonic() + GRACE_SECONDS)
+                grace = RECOVERED_SECONDS if failures[rank].recovered else GRACE_SECONDS
+                deadline = min(deadline, time.monotonic() + grace)
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:

@@ -141,7 +141,7 @@ def test_a_group_goes_on_after_one_rank_ran_out_of_memory(
         assert isinstance(seen, OutOfMemory), seen
         assert seen.devices == (1,)
         assert seen.goes_on
-        assert seen.elapsed_seconds < 60, "the rank ended the step in smaller passes"
+        assert seen.elapsed_seconds < 300, "the rank ended the step in smaller passes"
         ran = group("forward", 4, 5)
         assert isinstance(ran, Timed), ran
         assert ran.start_seconds == 0
