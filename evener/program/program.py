@@ -294,7 +294,7 @@ class Program:
         if self.training is None:
             self._rates = 0
             self._begin_rates()
-        if self._guard is None and self._looks_at(loop) and sharded.can_be_checked(self.models):
+        if self._guard is None and self._looks_at(loop):
             self._guard = self._make_guard(loop)
         if self.training is not None:
             self._begin_step(loop, self.training)

@@ -10,15 +10,21 @@ from __future__ import annotations
 import inspect
 from collections.abc import Iterable
 from functools import cache
+from math import prod
 from typing import Any
 
 import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
+from ..torch.private import ignores_parameters
 from ..torch.step import loose
 from ..torch.step.weights import Weigh
 from ..torch.step.wrapped import is_sharded
 
+SEVERAL = "several ranks compute one row, by tensor, pipeline or sequence parallelism"
+# optimizers of DeepSpeed whose errors of compression each rank keeps for itself
+COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
+IGNORED = "a part of its model isn't sharded, so its gradients are each rank's own"
 _LIBRARIES = {"FullyShardedDataParallel": "FSDP1", "DeepSpeedEngine": "DeepSpeed"}
 
 
@@ -28,14 +34,6 @@ def find_library(model: Any) -> str:
         return "FSDP2"
     names = {kind.__name__ for kind in type(model).__mro__}
     return next((library for name, library in _LIBRARIES.items() if name in names), "")
-
-
-def can_be_checked(models: Iterable[Any]) -> bool:
-    """True if the losses of these models may be computed again.
-
-    They may not with FSDP1, which holds on to weights that a recomputation would move.
-    """
-    return all(find_library(each) != "FSDP1" for each in models)
 
 
 def has_copies(models: Iterable[Any]) -> bool:
@@ -76,19 +74,37 @@ def find_fault(model: Any) -> str:
         case "FSDP2":
             return _find_fsdp2_fault(model)
         case "FSDP1":
-            return "FSDP1 takes weights that a check moves for the program's own change"
+            return _find_fsdp1_fault(model)
         case _:
-            return "with DeepSpeed it isn't shown that shares change nothing"
+            return _find_deepspeed_fault(model)
 
 
 def _find_fsdp2_fault(model: Any) -> str:
     kept = [each for each in model.parameters() if isinstance(each, DTensor)]
     if len(kept) < len(list(model.parameters())):
-        return "a part of its model isn't sharded, so its gradients are each rank's own"
+        return IGNORED
     for each in kept:
         shards = [place for place in each.placements if not place.is_replicate()]
         if len(shards) > 1 or each.device_mesh.size() != dist.get_world_size():
-            return "several ranks compute one row, by tensor parallelism"
+            return SEVERAL
+    return ""
+
+
+def _find_fsdp1_fault(model: Any) -> str:
+    groups = model.process_group
+    ranks = [dist.get_world_size(each) for each in _as_list(groups)]
+    if prod(ranks) != dist.get_world_size():
+        return "its model is trained by some of the processes only"
+    return IGNORED if ignores_parameters(model) else ""
+
+
+def _find_deepspeed_fault(engine: Any) -> str:
+    if engine.dp_world_size != dist.get_world_size():
+        return SEVERAL
+    if engine.has_moe_layers:
+        return "its experts compute rows of other ranks"
+    if engine.optimizer_name() in COMPRESSED:
+        return "its optimizer compresses each rank's gradients before they are averaged"
     return ""
 
 

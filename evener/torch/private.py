@@ -6,7 +6,8 @@ it fails first if a new version of PyTorch has changed one. The audits have a fi
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import sys
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from typing import Any
 
@@ -86,6 +87,32 @@ def joins_unevenly(ddp: Any) -> bool:
 def ignored_names(module: Any) -> set[str]:
     """Return the parameter and buffer names that DistributedDataParallel was told to ignore."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
+
+
+# -- FSDP
+
+
+def free_gathered(models: Iterable[Any]) -> None:
+    """Free the weights that FSDP has gathered for forward passes without a backward pass.
+
+    Both FSDP1 and FSDP2 keep those of the outermost module until a backward pass ends, and would
+    compute with them after an optimizer's step, too.
+    """
+    if "torch.distributed.fsdp" not in sys.modules:
+        return
+    for part in (module for model in models for module in model.modules()):
+        names = {kind.__name__ for kind in type(part).__mro__}
+        if "FSDPModule" in names:
+            part.reshard()
+        elif "FullyShardedDataParallel" in names:
+            handle = part._handle
+            if handle is not None and handle.uses_sharded_strategy and not handle.needs_unshard():
+                handle.reshard(True)
+
+
+def ignores_parameters(model: Any) -> bool:
+    """True if FSDP1 was told to leave out some of a model's parameters."""
+    return any(bool(getattr(part, "_ignored_params", ())) for part in model.modules())
 
 
 # -- process groups

@@ -33,6 +33,7 @@ EXACT = [
     ("sharded", "sharded and replicated"),
     ("sharded", "sharded and accumulated"),
     ("sharded", "sharded with the loss inside"),
+    ("sharded", "accumulated in fsdp1"),
 ]
 OTHER = [
     ("losses", "a sum", "it is a sum, not a mean over rows"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -20,14 +21,14 @@ PROGRAMS: Programs = {}
 program = naming(PROGRAMS)
 
 
-def layers(mesh: Any = None) -> Any:
-    """A network of which each layer is sharded, and the whole."""
+def layers(mesh: Any = None, own: int = 0) -> Any:
+    """A network of which each layer is sharded, but for the `own` last ones, and the whole."""
     model = nn.Sequential(
         nn.Sequential(nn.Linear(6, 16), nn.Tanh()),
         nn.Sequential(nn.Linear(16, 16), nn.Tanh()),
         nn.Linear(16, 3),
     )
-    for layer in model:
+    for layer in list(model)[: len(model) - own]:
         fsdp.fully_shard(layer, mesh=mesh)
     return fsdp.fully_shard(model, mesh=mesh)
 
@@ -59,7 +60,8 @@ def sharded() -> Any:
 
 @program
 def sharded_and_clipped() -> Any:
-    return train(layers(), clipped=True)
+    """The outermost module has a layer of its own."""
+    return train(layers(own=1), clipped=True)
 
 
 @program
@@ -146,6 +148,26 @@ def in_fsdp1_with_its_own_parameters() -> Any:
 def gradients_alone_in_fsdp1() -> Any:
     model = wrapped(sharding_strategy=fsdp.ShardingStrategy.SHARD_GRAD_OP)
     train(model)
+    return gathered(model)
+
+
+@program
+def accumulated_in_fsdp1() -> Any:
+    model = wrapped()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=0.01)
+    for number, (x, classes, _) in enumerate(epochs(load(drop_last=True)), 1):
+        with nullcontext() if number % 2 == 0 else model.no_sync():
+            (F.cross_entropy(model(x), classes) / 2).backward()
+        if number % 2 == 0:
+            optimizer.step()
+            optimizer.zero_grad()
+    return gathered(model)
+
+
+@program
+def a_sum_in_fsdp1() -> Any:
+    model = wrapped()
+    train(model, lambda out, classes: F.cross_entropy(out, classes, reduction="sum"))
     return gathered(model)
 
 

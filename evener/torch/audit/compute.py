@@ -19,6 +19,7 @@ from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ...training.audit import Sketch
+from ..private import free_gathered
 from .closures import keep_closure
 from .precision import full_precision
 from .quick import KnownPasses, QuickPass
@@ -101,6 +102,7 @@ class Bench:
             warnings.simplefilter("ignore")
             for each in self._around:
                 stack.enter_context(each())
+            stack.callback(free_gathered, self._models)
             stack.callback(RandomState().restore)
             stack.enter_context(full_precision())
             stack.enter_context(torch.enable_grad())

@@ -19,6 +19,7 @@ from torch.overrides import TorchFunctionMode, _get_current_function_mode
 
 import evener
 
+from ..private import free_gathered
 from ..rows.structure import address, tensors_in
 from .nested_values import is_arithmetic, leaves_in, map_nested, nested_tensors
 from .randomness import RandomState
@@ -461,8 +462,11 @@ class LossRecord:
             if each.is_floating_point()
         }
         near = max((_AGAIN.get(kind, HALF_AGAIN) for kind in kinds), default=0.0)
-        with kept_state([torch.nn.ModuleList(self.models)]):
-            again = self._compute_again()
+        try:
+            with kept_state([torch.nn.ModuleList(self.models)]):
+                again = self._compute_again()
+        finally:
+            free_gathered(self.models)
         first = self._value
         if abs(again - first) <= near * max(abs(first), 1e-30):
             return ""

@@ -14,6 +14,7 @@ from typing import Any
 import msgspec
 import torch
 
+from ..rows.structure import address
 from .randomness import RandomState
 
 MOST_ITEMS = 10_000  # of a list or dict that is inspected; longer ones are data, not counters
@@ -143,8 +144,13 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return a tensor's version and a copy, or None if the tensor is trained or too large."""
+    """Return a tensor's version and a copy, or None if the tensor is trained or too large.
+
+    Also None if its memory was freed, as FSDP1 does with weights that it has gathered.
+    """
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
+        return None
+    if value.numel() and address(value) == 0:
         return None
     if value.nbytes > most_bytes:
         return None
