@@ -3,26 +3,32 @@ that move.
 
 `python -m benchmarks.installed_programs --environments FOLDER --inputs FOLDER NAME...` wants each
 program's environment (with evener beside it) as FOLDER/ENVIRONMENT, its script as FOLDER/src/...,
-and what benchmarks/installed_inputs.py has written. It prints a row of docs/run.md for each:
-versions, evener's first words, and how far the weights are from those of the program's own
-launcher, in parts of the norm of their change. Two CPU slices train, without a network.
+and what `python -m benchmarks.installed.inputs` has written. It prints what became of each: how far
+the weights are from those by the program's own launcher, relative to how far training moved them,
+or why shares stayed even. Results are kept in FOLDER/results, and `--table` prints them as the
+table in docs/run.md. Two CPU slices train, without a network.
 """
 
 from __future__ import annotations
 
 import argparse
+import datetime
 import math
 import os
 import re
 import shutil
 import signal
 import subprocess
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import msgspec
 
-SECONDS = 150  # of a start, which else hangs
+from .installed_table import PROGRAMS, Program
+
+SECONDS = 240  # of a start, which else hangs
+NEAR = 1e-5  # how far weights may be away in float32, relative to how far training moved them
 PLAN = """
 [[layout.share]]
 device = "cpu-0-of-2"
@@ -31,169 +37,22 @@ batch = 3
 device = "cpu-1-of-2"
 batch = 1
 """
-TRAINING = (
-    "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_train_epochs 3 "
-    "--report_to none"
-    " --logging_steps 5 --save_strategy no --output_dir out --seed 7"
-)
-SFT = (
-    "--model_name_or_path {inputs}/llama --dataset_name {inputs}/chat --max_length 64 "
-    "--use_cpu --bf16 False"
-    " --lr_scheduler_type linear"
-)
-FACTORY = """
-stage: sft
-do_train: true
-model_name_or_path: {inputs}/llama
-dataset_dir: {inputs}
-dataset: tiny
-template: default
-finetuning_type: full
-cutoff_len: 64
-output_dir: out
-per_device_train_batch_size: 4
-gradient_accumulation_steps: 2
-num_train_epochs: 3
-logging_steps: 5
-save_strategy: "no"
-report_to: none
-use_cpu: true
-learning_rate: {rate}
-optim: {optimizer}
-lr_scheduler_type: linear
-"""
-AXOLOTL = """
-base_model: {inputs}/llama
-datasets:
-  - path: {inputs}/alpaca.jsonl
-    ds_type: json
-    type: alpaca
-sequence_len: 128
-output_dir: out
-micro_batch_size: 4
-gradient_accumulation_steps: 2
-num_epochs: 3
-learning_rate: {rate}
-optimizer: {optimizer}
-lr_scheduler: linear
-logging_steps: 5
-save_strategy: "no"
-val_set_size: 0
-bf16: false
-tf32: false
-use_cpu: true
-"""
 
 
-class Program(msgspec.Struct, frozen=True):
-    """A program: its environment, what is run there, the packages whose versions count, and how it
-    starts itself.
-    """
+class Result(msgspec.Struct, frozen=True):
+    """What became of a program by one optimizer."""
 
-    environment: str
-    words: str  # after python; {inputs}, {src}, {rate} and {optimizer} are filled in
-    packages: tuple[str, ...]
-    settings: str = ""  # a file x.yaml in the working folder
-    own: str = "torchrun --nproc-per-node 2 {words}"
-    variables: tuple[tuple[str, str], ...] = ()  # of the program's own launcher
-    optimizers: tuple[tuple[str, str], ...] = (("sgd", "0.05"), ("adamw_torch", "1e-3"))
-
-
-TRAINERS = ("transformers", "accelerate")
-PROGRAMS = {
-    "trl": Program(
-        "hf",
-        f"-m trl.scripts.sft {SFT} {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
-        ("trl", *TRAINERS),
-    ),
-    "run_clm": Program(
-        "hf",
-        "{src}/run_clm.py --model_name_or_path {inputs}/llama --train_file {inputs}/text.txt "
-        "--do_train"
-        " --block_size 32 --max_train_samples 128"
-        f" --use_cpu {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
-        TRAINERS,
-    ),
-    "run_clm64": Program(
-        "hf",
-        "{src}/run_clm.py --model_name_or_path {inputs}/llama64 --dtype auto --train_file "
-        "{inputs}/text.txt --do_train"
-        f" --block_size 32 --max_train_samples 128 --use_cpu {TRAINING} --optim {{optimizer}} "
-        f"--learning_rate {{rate}}",
-        TRAINERS,
-    ),
-    "nlp_example": Program(
-        "hf",
-        "{src}/accelerate/examples/nlp_example.py --cpu",
-        ("accelerate",),
-        optimizers=(("adamw", ""),),
-    ),
-    "complete_nlp_example": Program(
-        "hf",
-        (
-            "{src}/accelerate/examples/complete_nlp_example.py --cpu --checkpointing_steps epoch "
-            "--output_dir out"
-        ),
-        ("accelerate",),
-        optimizers=(("adamw", ""),),
-    ),
-    "llamafactory": Program(
-        "llamafactory",
-        "llamafactory-cli train x.yaml",
-        ("llamafactory", *TRAINERS),
-        FACTORY,
-        "llamafactory-cli train x.yaml",
-        (("FORCE_TORCHRUN", "1"), ("NPROC_PER_NODE", "2")),
-    ),
-    "swift": Program(
-        "swift",
-        "swift sft --model {inputs}/llama --model_type llama --template default --dataset "
-        "{inputs}/chat/train.jsonl"
-        " --tuner_type full --torch_dtype float32 --max_length 64 --use_cpu true "
-        "--gradient_checkpointing false"
-        f" --split_dataset_ratio 0 {TRAINING} --optim {{optimizer}} --learning_rate {{rate}}",
-        ("ms_swift", *TRAINERS),
-        own="{words}",
-        variables=(("NPROC_PER_NODE", "2"),),
-    ),
-    "axolotl": Program(
-        "axolotl",
-        "-m axolotl.cli.train x.yaml",
-        ("axolotl", *TRAINERS),
-        AXOLOTL,
-    ),
-    "timm": Program(
-        "hf",
-        "{src}/timm/train.py --data-dir {inputs}/images --val-split train --device cpu "
-        "--model vit_tiny_patch16_224"
-        " --input-size 3 32 32 --gp avg --model-kwargs img_size=32 patch_size=8 depth=2 "
-        "embed_dim=48 num_heads=3"
-        " class_token=False --num-classes 2 -b 4 --epochs 1 --warmup-epochs 0 --sched step "
-        "--decay-epochs 100"
-        " --lr {rate} --opt {optimizer} --no-aug --workers 1 --output out",
-        ("timm",),
-        optimizers=(("sgd", "0.05"), ("adamw", "1e-3")),
-    ),
-    "lightning": Program(
-        "hf",
-        "{here}/lightning_boring.py {optimizer} {rate}",
-        ("lightning",),
-        optimizers=(("sgd", "0.05"), ("adamw", "1e-3")),
-    ),
-    "ultralytics": Program(
-        "ul",
-        "yolo classify train data={inputs}/images model=yolo11n-cls.yaml imgsz=32 epochs=2 "
-        "batch=8 device=cpu val=False"
-        " plots=False workers=0 project=out pretrained=False optimizer={optimizer} lr0={rate}",
-        ("ultralytics",),
-        optimizers=(("SGD", "0.01"),),
-        own="torchrun --nproc-per-node 2 --no-python {words}",
-    ),
-}
+    name: str
+    optimizer: str
+    versions: str
+    date: str
+    outcome: str  # "by shares", "even", "can't run", or what went wrong, in capitals
+    difference: float | None = None
+    reason: str = ""  # why shares stayed even, or why it can't run here
 
 
 def main() -> None:
-    """Print a row for each of the programs, and each of its optimizers."""
+    """Run the programs, or print the table of what became of them."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "names", nargs="*", default=[*PROGRAMS], metavar="NAME", help=", ".join(PROGRAMS)
@@ -201,28 +60,83 @@ def main() -> None:
     parser.add_argument("--environments", type=Path, required=True)
     parser.add_argument("--inputs", type=Path, required=True)
     parser.add_argument("--ways", default="plan,moved", help="plan, moved")
+    parser.add_argument("--table", action="store_true", help="print what is known, run nothing")
     options = parser.parse_args()
+    kept = options.environments / "results"
+    if options.table:
+        print_table(kept, options.names)
+        return
+    kept.mkdir(exist_ok=True)
     for name in options.names:
         for optimizer, rate in PROGRAMS[name].optimizers:
-            report(name, optimizer, rate, options)
+            result = report(name, optimizer, rate, options)
+            (kept / f"{name}-{optimizer}.json").write_bytes(msgspec.json.encode(result))
 
 
-def report(name: str, optimizer: str, rate: str, options: argparse.Namespace) -> None:
+def report(name: str, optimizer: str, rate: str, options: argparse.Namespace) -> Result:
     """Train one program by one optimizer, its own way and by shares."""
     program = PROGRAMS[name]
     places = {
         "inputs": options.inputs,
         "src": options.environments / "src",
-        "here": Path(__file__).parent,
+        "jobs": Path(__file__).parent / "installed",
         "rate": rate,
         "optimizer": optimizer,
     }
     own = Start(program, options, places, f"{name}-{optimizer}-own").run()
+    known = (name, optimizer, own.versions(), datetime.date.today().isoformat())
     print(f"{name} {optimizer}: {own.versions()}; own launcher: {own.ended()}", flush=True)
+    if own.failed:
+        return Result(*known, "can't run", None, own.ended())
+    worst = Result(*known, "by shares", 0.0)
     for way in options.ways.split(","):
         ours = Start(program, options, places, f"{name}-{optimizer}-{way}", way).run()
-        print(f"  {way}: {ours.ended()}; {own.compare(ours)}")
+        found = judge(known, own, ours)
+        print(f"  {way}: {found.outcome} {found.difference} {found.reason}; {ours.ended()}")
         print(*(f"    {line}" for line in ours.said()), sep="\n", flush=True)
+        if found.outcome != worst.outcome or (found.difference or 0) > (worst.difference or 0):
+            worst = found
+    return worst
+
+
+def judge(known: tuple[str, str, str, str], own: Start, ours: Start) -> Result:
+    """What became of a program that its own launcher trained and then evener."""
+    difference = own.compare(ours)
+    if ours.failed:
+        return Result(*known, "ENDED", difference, ours.ended())
+    reason = ours.why_even()
+    if reason:
+        if difference is None or difference > NEAR:
+            return Result(*known, "CHANGED", difference, reason)
+        return Result(*known, "even" if ours.said_early() else "LATE", difference, reason)
+    if not ours.by_shares():
+        return Result(*known, "SILENT", difference)
+    if difference is None or difference > NEAR:
+        return Result(*known, "CHANGED", difference)
+    return Result(*known, "by shares", difference)
+
+
+def print_table(kept: Path, names: list[str]) -> None:
+    """Print the rows of docs/run.md, and how many programs came to what."""
+    counts: dict[str, int] = {}
+    print(
+        "| program | versions | shares | difference | |",
+        "| --- | --- | --- | ---: | --- |",
+        sep="\n",
+    )
+    for name in names:
+        found = [
+            msgspec.json.decode(path.read_bytes(), type=Result)
+            for path in sorted(kept.glob(f"{name}-*.json"))
+            if path.stem.rpartition("-")[0] == name
+        ]
+        for each in found:
+            away = "" if each.difference is None else f"{each.difference:.0e}"
+            title = f"{PROGRAMS[name].title}, {each.optimizer}".rstrip(", ")
+            print(f"| {title} | {each.versions} | {each.outcome} | {away} | {each.reason} |")
+        outcome = found[-1].outcome if found else "not run"
+        counts[outcome] = counts.get(outcome, 0) + 1
+    print(*(f"{count} {outcome}" for outcome, count in counts.items()), sep=", ")
 
 
 class Start:
@@ -252,11 +166,11 @@ class Start:
 
     def run(self) -> Start:
         """Train."""
-        words = self._words.split()
-        if not self._way:
-            words = self._program.own.format(words=self._words).split()
-        else:
-            python = [] if Path(words[0]).suffix == ".py" or words[0] != "-m" else ["python"]
+        own = self._program.own.format(words=self._words).split()
+        words = own
+        if self._way:
+            words = own if self._program.launcher else self._words.split()
+            python = ["python"] if words[0] == "-m" else []
             shares = ["--plan", "plan.toml"] if self._way == "plan" else ["--devices", "cpu/2"]
             words = ["evener", "run", *shares, "--", *python, *words]
         with (self._folder / "log.txt").open("w") as log:
@@ -271,6 +185,7 @@ class Start:
         return self
 
     def _environment(self) -> dict[str, str]:
+        program = self._program
         keep = {
             name: value
             for name, value in os.environ.items()
@@ -282,16 +197,20 @@ class Start:
         return {
             **keep,
             **offline,
-            **({} if self._way else dict(self._program.variables)),
+            **({} if self._way and not program.launcher else dict(program.variables)),
+            **dict(program.always),
             **({"MOVED": "1"} if self._way == "moved" else {}),
+            **({"BY_ROW": "1"} if program.by_row else {}),
+            **({"ON_CPU": "1"} if program.on_cpu else {}),
             "PATH": f"{self._home / 'bin'}{os.pathsep}{os.environ['PATH']}",
             "PYTHONPATH": str(Path(__file__).parent / "observed"),
             "OBSERVED": str(self._folder),
             "HF_HOME": str(self._folder / "home"),
             "XDG_STATE_HOME": str(self._folder / "state"),
             "OMP_NUM_THREADS": "1",
-            "AXOLOTL_DO_NOT_TRACK": "1",
-            "DO_NOT_TRACK": "1",
+            "ACCELERATE_USE_CPU": "true",
+            "DISABLE_MLFLOW_INTEGRATION": "true",
+            "WANDB_MODE": "disabled",
         }
 
     def versions(self) -> str:
@@ -303,20 +222,47 @@ class Start:
         words = [str(self._home / "bin/python"), "-c", code, *self._program.packages]
         return subprocess.run(words, capture_output=True, text=True, check=False).stdout.strip()
 
+    @property
+    def failed(self) -> bool:
+        """True if it ended with an error, or not at all."""
+        return self._code != 0
+
     def ended(self) -> str:
         """How it ended: what it printed last, where it failed."""
         if not self._code:
             return "ended"
-        lines = [
-            line for line in (self._folder / "log.txt").read_text().splitlines() if "Error" in line
-        ]
-        return f"exit code {self._code}: {(lines or ['?'])[0][:300]}"
+        lines = [line for line in self._lines() if re.search(r"\b\w*(Error|Exception)\b:", line)]
+        return f"exit code {self._code}: {(lines or ['?'])[-1].strip()[:300]}"
+
+    def _lines(self) -> list[str]:
+        text: str = (self._folder / "log.txt").read_text(errors="replace")
+        return text.splitlines()
 
     def said(self) -> list[str]:
         """What evener said."""
-        lines = (self._folder / "log.txt").read_text().splitlines()
-        found = [line for line in lines if re.search(r"evener: |rows change|rebalanc", line)]
+        found = [line for line in self._lines() if re.search(r"evener: |rows change", line)]
         return list(dict.fromkeys(found))[:8]
+
+    def why_even(self) -> str:
+        """Why evener left shares even, or put them back; empty if it didn't."""
+        for line in self._lines():
+            for words in ("shares stay even: ", "shares go back to even for good: "):
+                if words in line:
+                    return line.partition(words)[2]
+        return ""
+
+    def said_early(self) -> bool:
+        """True if that was said in the first few steps."""
+        text = "\n".join(self._lines())
+        said = text.find("evener: shares ")
+        told = text.find("observed: ")
+        return told < 0 or said < told
+
+    def by_shares(self) -> bool:
+        """True if rows were moved."""
+        text = "\n".join(self._lines())
+        moved = self._way == "plan" or re.search(r"changed (once|\d+ times)|rows change", text)
+        return "rows a step, by" in text and bool(moved)
 
     def weights(self) -> dict[str, Any] | None:
         """The weights before and after, on the first rank."""
@@ -325,25 +271,29 @@ class Start:
         path = self._folder / "weights.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
 
-    def compare(self, other: Start) -> str:
-        """The difference of the weights at the end."""
+    def compare(self, other: Start) -> float | None:
+        """How far the weights at the end are from those of another start, relative to how far
+        training moved them; None if they can't be compared.
+        """
         mine, its = self.weights(), other.weights()
         if mine is None or its is None:
-            return "no weights were seen"
-        if any(not mine["before"][name].equal(its["before"][name]) for name in mine["before"]):
-            return "they begin with other weights"
+            return None
+        before, begun = ([*chain(*each["before"])] for each in (mine, its))
+        after, ended = ([*chain(*each["after"])] for each in (mine, its))
+        if [each.shape for each in after] != [each.shape for each in ended]:
+            return None
+        if any(not one.equal(other) for one, other in zip(before, begun, strict=True)):
+            return None
+        change, away = measure(before, after), measure(after, ended)
+        if away == 0:
+            return 0.0
+        return away / change if change else None
 
-        def norm(one: dict[str, Any], two: dict[str, Any]) -> float:
-            return math.sqrt(
-                sum(float((one[name].double() - two[name].double()).square().sum()) for name in one)
-            )
 
-        change = max(norm(mine["before"], mine["after"]), 1e-30)
-        kind = str(next(iter(mine["after"].values())).dtype).removeprefix("torch.")
-        return (
-            f"weights differ by {norm(mine['after'], its['after']) / change:.1e} of their "
-            f"change ({kind})"
-        )
+def measure(some: list[Any], others: list[Any]) -> float:
+    """The norm of the difference of two lists of tensors."""
+    pairs = zip(some, others, strict=True)
+    return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
 
 
 if __name__ == "__main__":

@@ -1,55 +1,184 @@
 """Found by each Python of a program that benchmarks.installed_programs starts: keeps its weights,
-and moves its shares.
+moves its shares, and makes its random numbers depend on rows alone.
 
-OBSERVED is the folder for the weights, as they were when a model was wrapped and as they are after
-the last step. With MOVED in the environment, evener's shares go from even to 3:1, 1:3 and so on,
-every five steps.
+OBSERVED is the folder for the weights that the first rank's optimizers train: as they are before
+the first step of each, and after its last one. With MOVED, evener's shares go from even to 3:1,
+1:3 and so on, every five steps. With BY_ROW, random numbers that a program draws in the training
+process are the same for all rows, and those that its data set draws follow from a row's index, so
+that a row has the same ones on every rank. Without them, a program with dropout or augmentation
+draws other numbers by other shares, as it does with another seed.
 """
 
 from __future__ import annotations
 
 import atexit
+import multiprocessing
 import os
 import sys
 import weakref
+import zlib
+from multiprocessing.util import Finalize
 from typing import Any
 
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
-_kept: dict[str, Any] = {}
+TOLD = 8  # steps after which a line is printed: evener has to have said why shares stay even
+_before: list[list[Any]] = []
+_after: list[list[Any]] = []
+_places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
+_steps = [0]
+_modes: list[Any] = []
+_in_fetch = [False]  # a row of the data set is being read
 
 
-def _copy(module: Any) -> dict[str, Any]:
-    return {name: each.detach().clone() for name, each in module.named_parameters()}
+def _copy(optimizer: Any) -> list[Any]:
+    weights = [each for group in optimizer.param_groups for each in group["params"]]
+    local = [each.to_local() if hasattr(each, "to_local") else each for each in weights]
+    return [each.detach().clone() for each in local]
 
 
-def _keep_model(wrapped: Any, model: Any, arguments: Any, keywords: Any) -> None:
-    if any(getattr(each, "type", "") == "cpu" for each in keywords.get("device_ids") or ()):
-        del keywords["device_ids"]  # timm's, which DistributedDataParallel takes for GPUs only
-    wrapped(*arguments, **keywords)
-    if os.environ.get("RANK", "0") == "0" and not _kept:
-        _kept.update(module=weakref.ref(model.module), before=_copy(model.module))
-        from torch.optim.optimizer import register_optimizer_step_post_hook
-
-        register_optimizer_step_post_hook(_keep_weights)
+def _is_first_rank() -> bool:
+    dist = sys.modules["torch"].distributed
+    has_group = dist.is_available() and dist.is_initialized()
+    return (dist.get_rank() if has_group else int(os.environ.get("RANK", "0"))) == 0
 
 
-def _keep_weights(*_: Any) -> None:
-    # a model that this kept alive would keep gloo from leaving its group
-    module = _kept["module"]()
-    if module is not None:
-        _kept["after"] = _copy(module)
+def _begin_step(optimizer: Any, *_: Any) -> None:
+    if optimizer not in _places and _is_first_rank():
+        _places[optimizer] = len(_before)
+        _before.append(_copy(optimizer))
+        _after.append([])
+
+
+def _end_step(optimizer: Any, *_: Any) -> None:
+    place = _places.get(optimizer)
+    if place is None:
+        return
+    _after[place] = _copy(optimizer)
+    if place == 0:
+        _steps[0] += 1
+        if _steps[0] == TOLD:
+            sys.stderr.write(f"\nobserved: {TOLD} steps\n")
 
 
 def _save() -> None:
-    if "after" in _kept:
-        del _kept["module"]
-        sys.modules["torch"].save(_kept, os.path.join(os.environ["OBSERVED"], "weights.pt"))
+    if _after and any(_after):
+        path = os.path.join(os.environ["OBSERVED"], "weights.pt")
+        kept = {"before": _before, "after": _after, "steps": _steps[0]}
+        sys.modules["torch"].save(kept, path)
 
 
-def _watch_torch(module: Any) -> None:
-    wrap_function_wrapper(module.nn.parallel, "DistributedDataParallel.__init__", _keep_model)
+def _watch_torch(torch: Any) -> None:
+    from torch.optim.optimizer import (
+        register_optimizer_step_post_hook,
+        register_optimizer_step_pre_hook,
+    )
+
+    torch.manual_seed(1)  # for programs that never do
+    register_optimizer_step_pre_hook(_begin_step)
+    register_optimizer_step_post_hook(_end_step)
+    wrap_function_wrapper(torch.nn.parallel, "DistributedDataParallel.__init__", _drop_ids)
     atexit.register(_save)
+    if multiprocessing.parent_process() is not None:  # there, atexit isn't run
+        Finalize(None, _save, exitpriority=2)
+    if os.environ.get("BY_ROW"):
+        _draw_by_row(torch)
+    if os.environ.get("ON_CPU"):
+        _stay_on_cpu(torch)
+
+
+def _drop_ids(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
+    if any(getattr(each, "type", "cpu") == "cpu" for each in keywords.get("device_ids") or ()):
+        # DistributedDataParallel takes them for GPUs only
+        keywords.pop("device_ids")
+        keywords.pop("output_device", None)
+    wrapped(*arguments, **keywords)
+
+
+def _draw_by_row(torch: Any) -> None:
+    """Once a model is wrapped, draw the same random numbers for each row, and drop nothing out."""
+    wrap_function_wrapper(torch.nn.parallel, "DistributedDataParallel.__init__", _begin_draws)
+    wrap_function_wrapper(torch.utils.data._utils.fetch, "_MapDatasetFetcher.fetch", _fetch)
+
+
+def _begin_draws(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
+    from evener.torch.audit.randomness import EvenRandomness
+
+    wrapped(*arguments, **keywords)
+
+    class ByRow(EvenRandomness):
+        """As an audit draws, but for the order of rows and what a data set draws."""
+
+        def __torch_dispatch__(
+            self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
+        ) -> Any:
+            if _in_fetch[0] or function.overloadpacket.__name__ == "randperm":
+                return function(*arguments, **(keywords or {}))
+            return super().__torch_dispatch__(function, types, arguments, keywords)
+
+    if not _modes:
+        _modes.append(ByRow())
+        _modes[0].__enter__()
+
+
+def _stay_on_cpu(torch: Any) -> None:
+    """Answer calls for a GPU, as old programs make them without a question, by the CPU."""
+
+    def is_gpu(given: Any) -> bool:
+        return (type(given) is int) or str(given).startswith("cuda")
+
+    def to(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        if arguments and is_gpu(arguments[0]):
+            arguments = ("cpu", *arguments[1:])
+        if is_gpu(keywords.get("device", "cpu")):
+            keywords["device"] = "cpu"
+        return wrapped(*arguments, **keywords)
+
+    def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        if arguments[:1] == ("nccl",):
+            arguments = ("gloo", *arguments[1:])
+        if keywords.get("backend") == "nccl":
+            keywords["backend"] = "gloo"
+        return wrapped(*arguments, **keywords)
+
+    def itself(_: Any, own: Any, __: Any, ___: Any) -> Any:
+        return own
+
+    def nothing(*_: Any) -> None:
+        pass
+
+    for name in ("Tensor", "nn.Module"):
+        wrap_function_wrapper(torch, f"{name}.to", to)
+        wrap_function_wrapper(torch, f"{name}.cuda", itself)
+    for name in ("set_device", "synchronize", "empty_cache"):
+        wrap_function_wrapper(torch.cuda, name, nothing)
+    wrap_function_wrapper(torch.cuda, "device_count", lambda *_: 2)
+    wrap_function_wrapper(torch.cuda, "max_memory_allocated", lambda *_: 0)
+    wrap_function_wrapper(torch.distributed, "init_process_group", begin)
+
+
+def _fetch(_: Any, fetcher: Any, arguments: Any, __: Any) -> Any:
+    """Fetches rows one by one, each with random numbers of its index."""
+    import random
+
+    import numpy
+    import torch
+
+    _in_fetch[0] = True
+    state = random.getstate(), numpy.random.get_state(), torch.get_rng_state()
+    rows = []
+    indices = arguments[0] if fetcher.auto_collation else [arguments[0]]
+    for index in indices:
+        seed = index if isinstance(index, int) else zlib.crc32(str(index).encode())
+        random.seed(seed)
+        numpy.random.seed(seed)
+        torch.manual_seed(seed)
+        rows.append(fetcher.dataset[index])
+    random.setstate(state[0])
+    numpy.random.set_state(state[1])
+    torch.set_rng_state(state[2])
+    _in_fetch[0] = False
+    return fetcher.collate_fn(rows if fetcher.auto_collation else rows[0])
 
 
 class _Moved:
@@ -72,7 +201,6 @@ def _move(module: Any) -> None:
     wrap_function_wrapper(module, "Rebalancing._make_rule", lambda *_: _Moved())
 
 
-if os.environ.get("LOCAL_RANK") is not None:
-    register_post_import_hook(_watch_torch, "torch")
-    if os.environ.get("MOVED"):
-        register_post_import_hook(_move, "evener.torch.rebalancing")
+register_post_import_hook(_watch_torch, "torch")
+if os.environ.get("MOVED"):
+    register_post_import_hook(_move, "evener.torch.rebalancing")

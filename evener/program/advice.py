@@ -5,41 +5,56 @@ The code uses the script's own variable names.
 
 from __future__ import annotations
 
+import ast
 import os
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator, Mapping
+from contextlib import suppress
+from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
-from torch.utils.data import DataLoader, RandomSampler
+from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from .exchanges import is_installed
 
-_LOADER_OPTIONS = ("num_workers", "collate_fn", "pin_memory", "drop_last")
+# options of a DataLoader that the suggested one keeps, with the values that need no mention
+_LOADER_OPTIONS: dict[str, Any] = {
+    "num_workers": 0,
+    "collate_fn": default_collate,
+    "pin_memory": False,
+    "drop_last": False,
+    "worker_init_fn": None,
+    "multiprocessing_context": None,
+    "persistent_workers": False,
+}
 
 
 def advise(optimizer: Any, loader: Any) -> str:
-    """Return a message with four lines of PyTorch that make a script train on all GPUs.
+    """Return a message with the lines of PyTorch that make a script train on all GPUs.
 
     The script's optimizer steps now, and the script loops over `loader`. The lines keep the
-    global batch and can be inserted right before the loop; on a GPU the first line has to come
-    before the model is moved there.
+    global batch and can be inserted right before the outermost loop, whose line is named if it is
+    found; on a GPU the first line has to come before the model is moved there.
     """
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
-    model = _find_name(lambda each: _count_trained(each, weights)) or "model"
-    name = _find_name(lambda each: loader is not None and each is loader) or "loader"
+    frame = _find_frame(weights, loader)
+    names = {} if frame is None else _list_names(frame)
+    models = _name_models(names, weights) or ["model"]
+    name = next((name for name, each in names.items() if each is loader), "") or "loader"
     gpu = torch.accelerator.current_accelerator(check_available=True)
     devices = {each.device.type for group in optimizer.param_groups for each in group["params"]}
     on_gpu = gpu is not None and gpu.type in devices
     device = "; torch.cuda.set_device(torch.distributed.get_node_local_rank())" if on_gpu else ""
     lines = [
         f"torch.distributed.init_process_group(){device}",
-        f"{model} = torch.nn.parallel.DistributedDataParallel({model})",
+        *(f"{each} = torch.nn.parallel.DistributedDataParallel({each})" for each in models),
         *_share_rows(name, loader),
     ]
+    place = "before its loop" if frame is None else _describe_place(frame)
     first = ", the first one at its top" if on_gpu else ""
-    return f"To train on all of them, add before its loop{first}:" + "".join(
+    return f"To train on all of them, add {place}{first}:" + "".join(
         f"\n    {each}" for each in lines
     )
 
@@ -67,7 +82,9 @@ def _share_rows(name: str, loader: Any) -> list[str]:
             f"{name} = {data}.DataLoader(dataset, batch_size, sampler=sampler)",
         ]
     options = [
-        f"{each}={name}.{each}" for each in _LOADER_OPTIONS if getattr(loader, each) is not None
+        f"{each}={name}.{each}"
+        for each, usual in _LOADER_OPTIONS.items()
+        if getattr(loader, each) != usual
     ]
     shuffles = isinstance(loader.sampler, RandomSampler)
     rows = f"{name}.batch_size // torch.distributed.get_world_size()"
@@ -78,25 +95,82 @@ def _share_rows(name: str, loader: Any) -> list[str]:
     ]
 
 
+def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
+    """Return the stack frame whose variables are named in the message, or None.
+
+    It is the outermost one of the program's own that has names for the loader and a trained model,
+    else for one of them: in it, the lines are run once, before all epochs.
+    """
+    best, most = None, 0
+    for frame in _own_frames():  # outer frames come later
+        values = list(_list_names(frame).values())
+        has_loader = any(each is loader for each in values)
+        has_model = any(_count_trained(each, weights) > 0 for each in values)
+        found = has_loader + has_model
+        if found and found >= most:
+            best, most = frame, found
+    return best
+
+
+def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[str]:
+    """Return the names of the models that an optimizer trains, without those inside others."""
+    left, found = set(weights), []
+    ranked = sorted(names, key=lambda name: -_count_trained(names[name], weights))
+    for name in ranked:
+        if _count_trained(names[name], left) > 0:
+            left -= {id(each) for each in names[name].parameters()}
+            found.append(name)
+    return found
+
+
+def _list_names(frame: FrameType) -> dict[str, Any]:
+    """Return the variables of a frame, and the attributes of the script's own objects in it."""
+    names = {name: value for name, value in frame.f_locals.items() if not name.startswith("__")}
+    attributes = {}
+    for name, value in names.items():
+        held = getattr(value, "__dict__", None)
+        is_own = not isinstance(value, type | torch.nn.Module | DataLoader)
+        if type(held) is dict and is_own and not is_installed(_file_of(type(value))):
+            attributes.update({f"{name}.{each}": inner for each, inner in held.items()})
+    return names | attributes
+
+
+def _file_of(kind: type) -> str:
+    """Return the file of the module that defines a class; torch's own if it has none."""
+    module = sys.modules.get(kind.__module__)
+    path: str | None = getattr(module, "__file__", None)
+    return path or str(torch.__file__)
+
+
+def _describe_place(frame: FrameType) -> str:
+    """Return where the lines belong: before the outermost loop that a frame is in."""
+    path = Path(frame.f_code.co_filename)
+    with suppress(OSError, SyntaxError, ValueError):
+        body = ast.parse(path.read_text())
+        loop = _find_loop(body, frame.f_lineno, frame.f_code.co_firstlineno)
+        if loop:
+            return f"before line {loop} of {path.name}"
+    return "before its loop"
+
+
+def _find_loop(body: ast.AST, line: int, first: int) -> int:
+    """Return the first line of the outermost loop around `line` in the function that begins at the
+    line `first`; 0 if there is none.
+    """
+    found: list[int] = []
+    for each in ast.walk(body):
+        if not isinstance(each, ast.For | ast.While) or not first <= each.lineno <= line:
+            continue
+        if line <= (each.end_lineno or 0):
+            found.append(each.lineno)
+    return min(found, default=0)
+
+
 def _count_trained(value: Any, weights: set[int]) -> int:
     """Return how many parameters of a model an optimizer trains; 0 for any other value."""
     if not isinstance(value, torch.nn.Module):
         return 0
     return sum(id(each) in weights for each in value.parameters())
-
-
-def _find_name(rate: Callable[[Any], int]) -> str:
-    """Return the program's variable name for the value that `rate` scores highest.
-
-    The result is empty if no value scores above 0.
-    """
-    best, rates = "", 0
-    for frame in _own_frames():
-        for name, value in [*frame.f_locals.items(), *frame.f_globals.items()]:
-            found = rate(value)
-            if found > rates:
-                best, rates = name, found
-    return best
 
 
 def _own_frames() -> Iterator[FrameType]:

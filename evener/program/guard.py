@@ -89,6 +89,7 @@ class Guard(Recorder):
         self._before: dict[int, torch.Tensor] = {}  # values overwritten by an exchange, by address
         self._most: int | None = None  # limit of tape entries, set after the backward pass
         self._with_gradients = False
+        self._kind = type(batch).__name__
         super().__init__(models, batch, _judge, rows)
 
     @property
@@ -208,6 +209,8 @@ class Guard(Recorder):
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of a loss that can be compared, or the reason why it can't be."""
+        if not self.batch:
+            return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
             return SINGLE_ROW
         if {len(each) for each in self.batch} != {self.rows}:

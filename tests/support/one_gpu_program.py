@@ -1,24 +1,42 @@
-"""A script for one GPU, as most are written: `python one_gpu_program.py LOG CODE`."""
+"""A script for one GPU, as most are written: `python one_gpu_program.py LOG CODE`.
+
+Its loop over a loader is in a function that gets the loader by another name, and its optimizer
+trains two models.
+"""
 
 import sys
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, TensorDataset
 
-torch.manual_seed(0)
-torch.set_default_dtype(torch.float64)
-data = TensorDataset(torch.randn(48, 6), torch.randint(0, 3, (48,)))
-net = nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.Linear(16, 3))
-opt = torch.optim.SGD(net.parameters(), lr=0.1)
-train_rows = DataLoader(data, batch_size=8)
-# the loop
-for inputs, labels in train_rows:
-    opt.zero_grad()
-    nn.functional.cross_entropy(net(inputs), labels).backward()
-    opt.step()
-with Path(sys.argv[1]).open("a") as log:
-    log.write(f"{sum(float(each.detach().sum()) for each in net.parameters())}\n")
-print("has trained")
-sys.exit(int(sys.argv[2]))
+
+def train(body: nn.Module, head: nn.Module, opt: torch.optim.Optimizer, loader: Any) -> None:
+    for inputs, labels in loader:
+        opt.zero_grad()
+        nn.functional.cross_entropy(head(body(inputs)), labels).backward()
+        opt.step()
+
+
+def main(log: str, code: str) -> None:
+    torch.manual_seed(0)
+    torch.set_default_dtype(torch.float64)
+    data = TensorDataset(torch.randn(24, 6), torch.randint(0, 3, (24,)))
+    encoder = nn.Sequential(nn.Linear(6, 16), nn.Tanh())
+    net = nn.Linear(16, 3)
+    opt = torch.optim.SGD([*encoder.parameters(), *net.parameters()], lr=0.1)
+    train_rows = DataLoader(data, batch_size=8)
+    # the loop
+    for _ in range(2):
+        train(encoder, net, opt, train_rows)
+    weights = [*encoder.parameters(), *net.parameters()]
+    with Path(log).open("a") as file:
+        file.write(f"{sum(float(each.detach().sum()) for each in weights)}\n")
+    print("has trained")
+    sys.exit(int(code))
+
+
+if __name__ == "__main__":
+    main(*sys.argv[1:])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import signal
 from collections.abc import Callable
 from pathlib import Path
@@ -93,11 +94,13 @@ def test_a_script_for_one_gpu_runs_once_and_its_lines_work(start: Start, tmp_pat
     (learned,) = map(float, log.read_text().split())
     assert printed == "has trained\n"
     assert "it runs once, on its first device alone" in errors
-    lines = [line.strip() for line in errors.splitlines() if line.startswith("    ")]
-    assert len(lines) == 4
+    lines = [line for line in errors.splitlines() if line.startswith("    ")]
+    (place,) = re.findall(r"add before line (\d+) of one_gpu_program.py", errors)
 
+    source = FOR_ONE.read_text().splitlines()
+    source[int(place) - 1 : int(place) - 1] = lines  # they have a function's indentation
     script = tmp_path / "pasted.py"
-    script.write_text(FOR_ONE.read_text().replace("# the loop", "\n".join(lines)))
+    script.write_text("\n".join(source))
     (tmp_path / "evener/code").unlink()
     shared = start("python", str(script), str(log), "0")
     _, errors = shared.communicate(SECONDS)

@@ -10,7 +10,7 @@ from lightning.pytorch.demos.boring_classes import BoringModel, RandomDataset
 from torch.utils.data import DataLoader
 
 
-class Model(BoringModel):  # type: ignore[misc]  # lightning is not followed
+class Model(BoringModel):
     """The demo model with the optimizer that was asked for."""
 
     def configure_optimizers(self):  # type: ignore[no-untyped-def]

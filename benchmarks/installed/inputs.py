@@ -1,4 +1,4 @@
-"""Tiny models and data for benchmarks.installed_programs: `python benchmarks/installed_inputs.py
+"""Tiny models and data for benchmarks.installed_programs: `python benchmarks/installed/inputs.py
 FOLDER`.
 
 It runs in the environment of a program that has transformers, and needs no network.
@@ -98,8 +98,13 @@ def main() -> None:
     write_lines(folder / "alpaca.jsonl", alpaca)
     (folder / "dataset_info.json").write_text(json.dumps({"tiny": {"file_name": "alpaca.json"}}))
     (folder / "text.txt").write_text("\n".join(say(draw) for _ in range(600)))
+    write_preferences(folder, draw)
     write_pairs(folder, draw)
     write_images(folder / "images" / "train", draw)
+    for split in ("train", "val"):  # as ImageNet's folders are called
+        write_images(folder / "imagenet" / split, draw)
+    write_captions(folder / "captions", draw)
+    save_diffusion(folder / "diffusion")
     (folder / "glue").mkdir(exist_ok=True)
     (folder / "glue" / "glue.py").write_text(METRIC)
 
@@ -160,15 +165,99 @@ def write_pairs(folder: Path, draw: random.Random) -> None:
     )
 
 
+def write_preferences(folder: Path, draw: random.Random) -> None:
+    """Prompts with an answer that is preferred to another, and answers that were judged."""
+    for name in ("pairs", "judged"):
+        (folder / name).mkdir(exist_ok=True)
+    pairs = [{"prompt": say(draw), "chosen": say(draw), "rejected": say(draw)} for _ in range(96)]
+    judged = [
+        {"prompt": say(draw), "completion": say(draw), "label": bool(i % 2)} for i in range(96)
+    ]
+    write_lines(folder / "pairs" / "train.jsonl", pairs)
+    write_lines(folder / "judged" / "train.jsonl", judged)
+
+
 def write_images(folder: Path, draw: random.Random) -> None:
-    """Two classes of 48 pictures."""
+    """Two classes of 64 pictures."""
     for kind in ("dark", "light"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
-        for number in range(48):
+        for number in range(64):
             level = draw.randint(0, 120) + 120 * (kind == "light")
             Image.new("RGB", (32, 32), (level, draw.randint(0, 255), level)).save(
                 folder / kind / f"{number}.png"
             )
+
+
+def write_captions(folder: Path, draw: random.Random) -> None:
+    """Pictures with a text each, as `datasets` reads a folder of them."""
+    folder.mkdir(exist_ok=True)
+    lines = []
+    for number in range(96):
+        level = draw.randint(0, 255)
+        Image.new("RGB", (32, 32), (level, 128, 255 - level)).save(folder / f"{number}.png")
+        lines.append({"file_name": f"{number}.png", "text": say(draw)})
+    write_lines(folder / "metadata.jsonl", lines)
+
+
+def save_diffusion(folder: Path) -> None:
+    """A tiny pipeline of Stable Diffusion's parts."""
+    from diffusers import (
+        AutoencoderKL,
+        DDPMScheduler,
+        StableDiffusionPipeline,
+        UNet2DConditionModel,
+    )
+    from transformers import CLIPTextConfig, CLIPTextModel, CLIPTokenizer
+
+    letters = [*"abcdefghijklmnopqrstuvwxyz"]
+    pieces = ["<|startoftext|>", "<|endoftext|>", *letters, *(f"{each}</w>" for each in letters)]
+    vocabulary = {piece: place for place, piece in enumerate(pieces)}
+    folder.mkdir(exist_ok=True)
+    (folder / "vocab.json").write_text(json.dumps(vocabulary))
+    (folder / "merges.txt").write_text("#version: 0.2\n")
+    tokenizer = CLIPTokenizer(
+        str(folder / "vocab.json"), str(folder / "merges.txt"), model_max_length=16
+    )
+    set_seed(0)
+    text = CLIPTextModel(
+        CLIPTextConfig(
+            vocab_size=len(pieces),
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            max_position_embeddings=16,
+            bos_token_id=0,
+            eos_token_id=1,
+            pad_token_id=1,
+        )
+    )
+    unet = UNet2DConditionModel(
+        sample_size=8,
+        block_out_channels=(8, 16),
+        layers_per_block=1,
+        norm_num_groups=4,
+        cross_attention_dim=16,
+        attention_head_dim=4,
+        down_block_types=("DownBlock2D", "CrossAttnDownBlock2D"),
+        up_block_types=("CrossAttnUpBlock2D", "UpBlock2D"),
+    )
+    pictures = AutoencoderKL(
+        block_out_channels=(8, 8, 8),
+        down_block_types=("DownEncoderBlock2D",) * 3,
+        up_block_types=("UpDecoderBlock2D",) * 3,
+        norm_num_groups=4,
+    )
+    StableDiffusionPipeline(
+        vae=pictures,
+        text_encoder=text,
+        tokenizer=tokenizer,
+        unet=unet,
+        scheduler=DDPMScheduler(),
+        safety_checker=None,
+        feature_extractor=None,
+        requires_safety_checker=False,
+    ).save_pretrained(folder)
 
 
 if __name__ == "__main__":

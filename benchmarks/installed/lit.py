@@ -1,0 +1,81 @@
+"""litgpt's pretraining of a small GPT, in its own loop by Fabric.
+
+litgpt takes FSDP for several devices, which Lightning has for GPUs only; here it is given a Fabric
+with DistributedDataParallel.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import lightning
+import torch
+from litgpt import Config
+from litgpt.args import EvalArgs, TrainArgs
+from litgpt.data import DataModule
+from litgpt.pretrain import main
+from torch.utils.data import DataLoader, TensorDataset
+
+
+class Tokens(DataModule):  # type: ignore[misc]  # litgpt is not followed
+    """Random tokens; the rows that the loop takes have one more than the model reads."""
+
+    rows = 0
+
+    def connect(
+        self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int = -1, **_: Any
+    ) -> None:
+        """Called by litgpt before it asks for loaders."""
+        self.rows = batch_size
+
+    def train_dataloader(self) -> Any:
+        """96 rows."""
+        drawn = torch.Generator().manual_seed(1)
+        tokens = torch.randint(0, 64, (96, 17), generator=drawn)
+        return DataLoader(Rows(tokens), batch_size=self.rows, shuffle=True)
+
+    def val_dataloader(self) -> Any:
+        """8 rows."""
+        return DataLoader(Rows(torch.randint(0, 64, (8, 17))), batch_size=self.rows)
+
+
+class Rows(TensorDataset):
+    """Rows that aren't in a tuple."""
+
+    def __getitem__(self, number: int) -> torch.Tensor:  # type: ignore[override]
+        return self.tensors[0][number]
+
+
+if __name__ == "__main__":
+    fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
+    fabric.launch()
+    settings = TrainArgs(
+        save_interval=None,
+        log_interval=5,
+        global_batch_size=16,
+        micro_batch_size=4,
+        max_tokens=16 * 16 * 16,
+        max_seq_length=16,
+        max_norm=1.0,
+        min_lr=1e-4,
+        lr_warmup_steps=2,
+        tie_embeddings=False,
+    )
+    main(
+        fabric=fabric,
+        devices=2,
+        seed=3,
+        initial_checkpoint_dir=None,
+        resume=False,
+        config=Config(
+            n_layer=2, n_embd=32, n_head=4, block_size=16, padded_vocab_size=64, vocab_size=64
+        ),
+        data=Tokens(),
+        out_dir=Path("out"),
+        tokenizer_dir=None,
+        tokenizer=None,
+        train=settings,
+        eval=EvalArgs(interval=100, max_iters=2, initial_validation=False, final_validation=False),
+        optimizer={"class_path": "torch.optim.SGD", "init_args": {"lr": 0.1}},
+    )

@@ -1,0 +1,118 @@
+"""torchtune's recipes for several processes on a tiny Llama: `tune.py full|lora`.
+
+Its own launcher is `tune run`, which is torchrun.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from omegaconf import OmegaConf
+from torchtune.models.llama2 import llama2
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 64,
+    "num_layers": 2,
+    "num_heads": 4,
+    "num_kv_heads": 4,
+    "embed_dim": 32,
+    "max_seq_len": 64,
+    "intermediate_dim": 64,
+}
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """Texts of several lengths."""
+
+    def __len__(self) -> int:
+        return 96
+
+    def __getitem__(self, number: int) -> dict[str, list[int]]:
+        tokens = [(7 * number + 3 * place) % 60 + 4 for place in range(6 + number % 7)]
+        return {"tokens": tokens, "labels": tokens}
+
+
+class NoTokenizer:
+    """A tokenizer that isn't asked: the rows have numbers."""
+
+    pad_id = 0
+
+
+def make_rows(_tokenizer: Any, **_: Any) -> Rows:
+    """The data set that the configuration names."""
+    return Rows()
+
+
+def make_settings(folder: Path, adapters: bool) -> Any:
+    """The configuration of a recipe, as `tune cp` writes it."""
+    lora = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8}
+    return OmegaConf.create(
+        {
+            "output_dir": str(folder),
+            "tokenizer": {"_component_": "tune.NoTokenizer"},
+            "dataset": {"_component_": "tune.make_rows"},
+            "seed": 3,
+            "shuffle": True,
+            "model": {
+                "_component_": f"torchtune.models.llama2.{'lora_llama2' if adapters else 'llama2'}",
+                **SIZES,
+                **(lora if adapters else {}),
+            },
+            "checkpointer": {
+                "_component_": "torchtune.training.FullModelTorchTuneCheckpointer",
+                "checkpoint_dir": str(folder),
+                "checkpoint_files": ["model.pt"],
+                "output_dir": str(folder / "out"),
+                "model_type": "LLAMA2",
+            },
+            "resume_from_checkpoint": False,
+            "batch_size": 4,
+            "epochs": 2,
+            "optimizer": {"_component_": "torch.optim.SGD", "lr": 0.05},
+            "lr_scheduler": {
+                "_component_": "torchtune.training.lr_schedulers.get_cosine_schedule_with_warmup",
+                "num_warmup_steps": 2,
+            },
+            "loss": {"_component_": "torchtune.modules.loss.CEWithChunkedOutputLoss"},
+            "max_steps_per_epoch": None,
+            "gradient_accumulation_steps": 1,
+            "clip_grad_norm": None,
+            "compile": False,
+            "device": "cpu",
+            "enable_activation_checkpointing": False,
+            "dtype": "fp32",
+            "metric_logger": {
+                "_component_": "torchtune.training.metric_logging.DiskLogger",
+                "log_dir": str(folder / "logs"),
+            },
+            "log_every_n_steps": 5,
+            "log_peak_memory_stats": False,
+        }
+    )
+
+
+def train(adapters: bool) -> None:
+    """What `tune run` does with the recipe."""
+    if adapters:
+        from recipes.lora_finetune_distributed import LoRAFinetuneRecipeDistributed as Recipe
+    else:
+        from recipes.full_finetune_distributed import FullFinetuneRecipeDistributed as Recipe
+    folder = Path(f"rank{os.environ['RANK']}").absolute()
+    folder.mkdir()
+    torch.manual_seed(3)
+    torch.save(llama2(**SIZES).state_dict(), folder / "model.pt")
+    settings = make_settings(folder, adapters)
+    if not torch.distributed.is_initialized():
+        torch.distributed.init_process_group("gloo")
+    recipe = Recipe(cfg=settings)
+    recipe.setup(cfg=settings)
+    recipe.train()
+    recipe.cleanup()
+
+
+if __name__ == "__main__":
+    train(sys.argv[1] == "lora")

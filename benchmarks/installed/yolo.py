@@ -1,0 +1,32 @@
+"""ultralytics' trainer of classifiers in two processes: `yolo.py FOLDER`.
+
+Its command starts several processes for GPUs alone; each of these is what it starts.
+"""
+
+from __future__ import annotations
+
+import sys
+
+import torch
+from ultralytics.models.yolo.classify import ClassificationTrainer
+
+if __name__ == "__main__":
+    torch.manual_seed(3)
+    trainer = ClassificationTrainer(
+        overrides={
+            "model": "yolo11n-cls.yaml",
+            "data": sys.argv[1],
+            "imgsz": 32,
+            "epochs": 2,
+            "batch": 8,
+            "device": "cpu",
+            "val": False,
+            "plots": False,
+            "workers": 0,
+            "project": "out",
+            "pretrained": False,
+            "optimizer": "SGD",
+            "lr0": 0.01,
+        }
+    )
+    trainer.train()

@@ -1,0 +1,343 @@
+"""The programs of benchmarks.installed_programs: what is run, and how each starts itself."""
+
+from __future__ import annotations
+
+import msgspec
+
+TRAINING = (
+    "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_train_epochs 3 "
+    "--report_to none --logging_steps 5 --save_strategy no --output_dir out --seed 7"
+)
+# some trainers take fewer rows, so they get more epochs
+SHORT = (
+    "--per_device_train_batch_size 4 --num_train_epochs 2 --report_to none --logging_steps 5 "
+    "--save_strategy no --output_dir out --seed 7 --use_cpu --bf16 False --lr_scheduler_type linear"
+)
+SFT = (
+    "--model_name_or_path {inputs}/llama --dataset_name {inputs}/chat --max_length 64 "
+    "--use_cpu --bf16 False --lr_scheduler_type linear"
+)
+CHOSEN = "--optim {optimizer} --learning_rate {rate}"
+FACTORY = """
+stage: sft
+do_train: true
+model_name_or_path: {inputs}/llama
+dataset_dir: {inputs}
+dataset: tiny
+template: default
+finetuning_type: full
+cutoff_len: 64
+output_dir: out
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+num_train_epochs: 3
+logging_steps: 5
+save_strategy: "no"
+report_to: none
+use_cpu: true
+learning_rate: {rate}
+optim: {optimizer}
+lr_scheduler_type: linear
+"""
+AXOLOTL = """
+base_model: {inputs}/llama
+datasets:
+  - path: {inputs}/alpaca.jsonl
+    ds_type: json
+    type: alpaca
+sequence_len: 128
+output_dir: out
+micro_batch_size: 4
+gradient_accumulation_steps: 2
+num_epochs: 3
+learning_rate: {rate}
+optimizer: {optimizer}
+lr_scheduler: linear
+logging_steps: 5
+save_strategy: "no"
+val_set_size: 0
+bf16: false
+tf32: false
+use_cpu: true
+"""
+TWO = "torchrun --standalone --nproc-per-node 2"
+
+
+class Program(msgspec.Struct, frozen=True, kw_only=True):
+    """A program: what it is called, what is run, which packages' versions count, and how it starts
+    itself.
+    """
+
+    title: str
+    words: str  # after python; {inputs}, {src}, {jobs}, {rate} and {optimizer} are filled in
+    packages: tuple[str, ...] = ()
+    environment: str = "all"
+    settings: str = ""  # a file x.yaml in the working folder
+    own: str = TWO + " {words}"
+    variables: tuple[tuple[str, str], ...] = ()  # of the program's own launcher
+    always: tuple[tuple[str, str], ...] = ()  # variables of all starts
+    optimizers: tuple[tuple[str, str], ...] = (("", ""),)
+    by_row: bool = False  # its random numbers are made the same for each row
+    on_cpu: bool = False  # its calls for a GPU are answered by the CPU
+    launcher: bool = False  # the command behind `evener run --` is that of its own launcher
+
+
+TORCH = ("sgd", "0.05"), ("adamw_torch", "1e-3")
+OPTIMIZERS = ("sgd", "0.05"), ("adamw", "1e-3")
+TRAINERS = ("transformers", "accelerate")
+
+
+def job(title: str, words: str, *packages: str, **more: object) -> Program:
+    """A program of benchmarks/installed that uses a library's trainer as its users do."""
+    return Program(title=title, words="{jobs}/" + words, packages=packages, **more)  # type: ignore[arg-type]
+
+
+PROGRAMS = {
+    "trl": Program(
+        title="TRL, sft",
+        words=f"-m trl.scripts.sft {SFT} {TRAINING} {CHOSEN}",
+        packages=("trl", *TRAINERS),
+        optimizers=TORCH,
+    ),
+    "trl_packing": Program(
+        title="TRL, sft, packing",
+        words=f"-m trl.scripts.sft {SFT} {TRAINING} --packing --packing_strategy wrapped "
+        f"--dataloader_drop_last True {CHOSEN}",
+        packages=("trl", *TRAINERS),
+        optimizers=TORCH[:1],
+    ),
+    "trl_lora": Program(
+        title="TRL, sft, LoRA, gradient checkpointing",
+        words=f"-m trl.scripts.sft {SFT} {TRAINING} --use_peft --lora_r 4 --lora_dropout 0 "
+        f"--lora_target_modules q_proj v_proj --gradient_checkpointing True {CHOSEN}",
+        packages=("trl", "peft", *TRAINERS),
+        optimizers=TORCH[1:],
+    ),
+    "trl_dpo": Program(
+        title="TRL, dpo",
+        words=f"-m trl.scripts.dpo --model_name_or_path {{inputs}}/llama "
+        f"--dataset_name {{inputs}}/pairs --max_length 64 {SHORT} {CHOSEN}",
+        packages=("trl", *TRAINERS),
+        optimizers=TORCH[:1],
+    ),
+    "trl_reward": Program(
+        title="TRL, reward",
+        words=f"-m trl.scripts.reward --model_name_or_path {{inputs}}/llama "
+        f"--dataset_name {{inputs}}/pairs --max_length 64 {SHORT} {CHOSEN}",
+        packages=("trl", *TRAINERS),
+        optimizers=TORCH[:1],
+    ),
+    "trl_kto": Program(
+        title="TRL, kto",
+        words=f"-m trl.scripts.kto --model_name_or_path {{inputs}}/llama "
+        f"--dataset_name {{inputs}}/judged --max_length 64 {SHORT} {CHOSEN}",
+        packages=("trl", *TRAINERS),
+        optimizers=TORCH[:1],
+    ),
+    "run_clm": Program(
+        title="transformers, run_clm.py",
+        words="{src}/run_clm.py --model_name_or_path {inputs}/llama --train_file "
+        "{inputs}/text.txt --do_train --block_size 32 --max_train_samples 128 --use_cpu "
+        f"{TRAINING} {CHOSEN}",
+        packages=TRAINERS,
+        optimizers=TORCH,
+    ),
+    "run_clm64": Program(
+        title="the same, the model in float64",
+        words="{src}/run_clm.py --model_name_or_path {inputs}/llama64 --dtype auto "
+        "--train_file {inputs}/text.txt --do_train --block_size 32 --max_train_samples 128 "
+        f"--use_cpu {TRAINING} {CHOSEN}",
+        packages=TRAINERS,
+        optimizers=TORCH,
+    ),
+    "hf_bert": job("transformers, Trainer, BERT classifier", "hf_trainer.py bert", *TRAINERS),
+    "hf_t5": job("transformers, Seq2SeqTrainer, T5", "hf_trainer.py t5", *TRAINERS),
+    "hf_vit": job("transformers, Trainer, ViT, load_best_model", "hf_trainer.py vit", *TRAINERS),
+    "hf_clip": job("transformers, Trainer, CLIP", "hf_trainer.py clip", *TRAINERS),
+    "hf_stream": job("transformers, Trainer, a stream", "hf_trainer.py stream", *TRAINERS),
+    "nlp_example": Program(
+        title="accelerate, nlp_example.py",
+        words="{src}/accelerate/examples/nlp_example.py --cpu",
+        packages=("accelerate",),
+    ),
+    "complete_nlp_example": Program(
+        title="accelerate, complete_nlp_example.py",
+        words="{src}/accelerate/examples/complete_nlp_example.py --cpu "
+        "--checkpointing_steps epoch --output_dir out",
+        packages=("accelerate",),
+    ),
+    "accelerate_accumulation": Program(
+        title="accelerate, by_feature/gradient_accumulation.py",
+        words="{src}/accelerate/examples/by_feature/gradient_accumulation.py --cpu "
+        "--gradient_accumulation_steps 2",
+        packages=("accelerate",),
+    ),
+    "accelerate_metrics": Program(
+        title="accelerate, by_feature/multi_process_metrics.py",
+        words="{src}/accelerate/examples/by_feature/multi_process_metrics.py --cpu",
+        packages=("accelerate",),
+    ),
+    "accelerate_local_sgd": Program(
+        title="accelerate, by_feature/local_sgd.py",
+        words="{src}/accelerate/examples/by_feature/local_sgd.py --cpu "
+        "--gradient_accumulation_steps 1 --local_sgd_steps 4",
+        packages=("accelerate",),
+    ),
+    "accelerate_early_stopping": Program(
+        title="accelerate, by_feature/early_stopping.py",
+        words="{src}/accelerate/examples/by_feature/early_stopping.py --cpu",
+        packages=("accelerate",),
+    ),
+    "llamafactory": Program(
+        title="LlamaFactory",
+        environment="llamafactory",
+        words="llamafactory-cli train x.yaml",
+        packages=("llamafactory", *TRAINERS),
+        settings=FACTORY,
+        own="llamafactory-cli train x.yaml",
+        variables=(("FORCE_TORCHRUN", "1"), ("NPROC_PER_NODE", "2")),
+        optimizers=TORCH,
+    ),
+    "swift": Program(
+        title="ms-swift",
+        environment="swift",
+        words="swift sft --model {inputs}/llama --model_type llama --template default --dataset "
+        "{inputs}/chat/train.jsonl --tuner_type full --torch_dtype float32 --max_length 64 "
+        "--use_cpu true --gradient_checkpointing false "
+        f"--split_dataset_ratio 0 {TRAINING} {CHOSEN}",
+        packages=("ms_swift", *TRAINERS),
+        own="{words}",
+        variables=(("NPROC_PER_NODE", "2"),),
+        optimizers=TORCH,
+    ),
+    "axolotl": Program(
+        title="axolotl",
+        environment="axolotl",
+        words="-m axolotl.cli.train x.yaml",
+        packages=("axolotl", *TRAINERS),
+        settings=AXOLOTL,
+        always=(("AXOLOTL_DO_NOT_TRACK", "1"), ("DO_NOT_TRACK", "1")),
+        optimizers=TORCH,
+    ),
+    "timm": Program(
+        title="timm, train.py, a vision transformer",
+        words="{src}/pytorch-image-models/train.py --data-dir {inputs}/images --val-split train "
+        "--device cpu --model vit_tiny_patch16_224 --input-size 3 32 32 --gp avg --model-kwargs "
+        "img_size=32 patch_size=8 depth=2 embed_dim=48 num_heads=3 class_token=False "
+        "--num-classes 2 -b 4 --epochs 2 --warmup-epochs 0 --sched step --decay-epochs 100 "
+        "--lr {rate} --opt {optimizer} --no-aug --workers 1 --output out",
+        packages=("timm",),
+        optimizers=OPTIMIZERS,
+    ),
+    "lightning": job(
+        "Lightning, its demo model",
+        "lightning_boring.py {optimizer} {rate}",
+        "lightning",
+        optimizers=OPTIMIZERS,
+    ),
+    "fabric": job("Lightning Fabric, image classifier", "fabric_images.py", "lightning"),
+    "ultralytics": Program(
+        title="ultralytics, YOLO classifier",
+        words="{jobs}/yolo.py {inputs}/images",
+        packages=("ultralytics",),
+    ),
+    "st_cosine": job(
+        "sentence-transformers, CosineSimilarityLoss",
+        "sentences.py {inputs} cosine",
+        "sentence-transformers",
+    ),
+    "st_mnrl": job(
+        "sentence-transformers, MultipleNegativesRankingLoss",
+        "sentences.py {inputs} mnrl",
+        "sentence-transformers",
+    ),
+    "lucid": job(
+        "denoising-diffusion-pytorch, its Trainer, EMA",
+        "lucid.py {inputs}/images",
+        "denoising-diffusion-pytorch",
+        by_row=True,
+    ),
+    "monai": job("MONAI, UNet, Dice", "monai_unet.py", "monai"),
+    "litgpt": job(
+        "litgpt, its loop of pretraining, by Fabric",
+        "lit.py",
+        "litgpt",
+        always=(("TORCHDYNAMO_DISABLE", "1"),),
+    ),
+    "fastai": job(
+        "fastai, Learner.distrib_ctx", "fast.py", "fastai", environment="more", on_cpu=True
+    ),
+    "composer": job("composer, Trainer", "compose.py", "mosaicml", environment="more"),
+    "speechbrain": job("speechbrain, Brain.fit", "speech.py", "speechbrain", environment="more"),
+    "torchtune_full": job(
+        "torchtune, full_finetune_distributed", "tune.py full", "torchtune", environment="more"
+    ),
+    "torchtune_lora": job(
+        "torchtune, lora_finetune_distributed", "tune.py lora", "torchtune", environment="more"
+    ),
+    "pyg": job("PyG, distributed_batching's loop", "graphs.py", "torch-geometric"),
+    "pyg_split": job("PyG, rows split by hand", "graphs.py split", "torch-geometric"),
+    **{
+        f"deepspeed_{stage}": job(
+            f"DeepSpeed, a loop, ZeRO-{stage}",
+            f"deep.py {stage}",
+            "deepspeed",
+            always=(("DS_ACCELERATOR", "cpu"),),
+        )
+        for stage in (1, 2, 3)
+    },
+    "deepspeed_data": job(
+        "DeepSpeed, training_data given to initialize, ZeRO-2",
+        "deep.py 2 --training_data",
+        "deepspeed",
+        always=(("DS_ACCELERATOR", "cpu"),),
+    ),
+    "fsdp1": job("FSDP1, a loop", "sharded_loop.py 1", "torch"),
+    "fsdp2": job("FSDP2, a loop", "sharded_loop.py 2", "torch"),
+    "hf_fsdp1": job("transformers, Trainer, --fsdp full_shard", "hf_trainer.py fsdp1", *TRAINERS),
+    "ddp_tutorial": Program(
+        title="pytorch/examples, multigpu_torchrun.py",
+        words="{src}/examples/distributed/ddp-tutorial-series/multigpu_torchrun.py 2 1 "
+        "--batch_size 32",
+        packages=("torch",),
+        on_cpu=True,
+    ),
+    "imagenet": Program(
+        title="pytorch/examples, imagenet/main.py",
+        words="{src}/examples/imagenet/main.py -a shufflenet_v2_x0_5 --epochs 1 -b 8 -j 1 "
+        "--world-size 2 --dist-url env:// --dist-backend gloo --seed 3 --print-freq 5 "
+        "{inputs}/imagenet",
+        packages=("torchvision",),
+        on_cpu=True,
+        by_row=True,
+    ),
+    "text_to_image": Program(
+        title="diffusers, train_text_to_image.py, EMA, snr_gamma",
+        words="{src}/diffusers/examples/text_to_image/train_text_to_image.py "
+        "--pretrained_model_name_or_path {inputs}/diffusion --train_data_dir {inputs}/captions "
+        "--resolution 32 --train_batch_size 4 --max_train_steps 20 --use_ema --snr_gamma 5 "
+        "--output_dir out --seed 3 --learning_rate 1e-4 --checkpointing_steps 1000",
+        packages=("diffusers", "accelerate"),
+        by_row=True,
+    ),
+    "text_to_image_lora": Program(
+        title="diffusers, train_text_to_image_lora.py",
+        words="{src}/diffusers/examples/text_to_image/train_text_to_image_lora.py "
+        "--pretrained_model_name_or_path {inputs}/diffusion --train_data_dir {inputs}/captions "
+        "--resolution 32 --train_batch_size 4 --max_train_steps 16 --rank 4 "
+        "--gradient_accumulation_steps 2 --output_dir out --seed 3 --learning_rate 1e-3 "
+        "--checkpointing_steps 1000",
+        packages=("diffusers", "accelerate", "peft"),
+        by_row=True,
+    ),
+    "dreambooth": Program(
+        title="diffusers, train_dreambooth.py",
+        words="{src}/diffusers/examples/dreambooth/train_dreambooth.py "
+        "--pretrained_model_name_or_path {inputs}/diffusion --instance_data_dir "
+        "{inputs}/images/train/light --instance_prompt cat --resolution 32 "
+        "--train_batch_size 4 --max_train_steps 20 --output_dir out --seed 3 "
+        "--learning_rate 1e-4 --checkpointing_steps 1000",
+        packages=("diffusers", "accelerate"),
+        by_row=True,
+    ),
+}
