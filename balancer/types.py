@@ -250,7 +250,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     step_seconds: Annotated[float, Meta(gt=0, le=10**15)]
     low_seconds: Amount
     high_seconds: Amount
-    steps: int  # timed steps, without warm-up
+    steps: Count  # timed steps, without warm-up
     # peak of each device of the request; None: unknown or unused
     memory_bytes: tuple[Count | None, ...]
     # compute time (own work) of each device per step, without waiting; None: unknown

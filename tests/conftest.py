@@ -37,11 +37,13 @@ collect_ignore_glob = [] if find_spec("torch") else NEED_TORCH
 LONGEST = (
     "test_keras_exact.py",
     "test_ray_hosts.py",
-    "test_keras_group.py",
+    "test_keras_options.py",
     "test_keras_programs.py",
-    "test_keras_workloads.py",
-    "test_lightning_oom.py",
-)  # a minute and more
+    "test_keras_group.py",
+    "test_trainer_matrix.py",
+    "test_run_launchers.py",
+    "test_keras_audit.py",
+)  # half a minute of CPU time and more
 # others each time; a busy machine is slow
 settings.register_profile("evener", max_examples=40, deadline=None)
 settings.register_profile("more", max_examples=1000, deadline=None)  # --hypothesis-profile=more

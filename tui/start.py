@@ -135,10 +135,22 @@ def draw_app(
         )
         print(f"evener crashed; {where}.", file=sys.stderr)
         return CRASH_EXIT_CODE
-    if _owns_terminal():
+    if result == CODE:
+        _discard_output()
+    elif _owns_terminal():
         for text in app.last_words(shutil.get_terminal_size().columns):
             print(text)
     return result or 0
+
+
+def _discard_output() -> None:
+    """Point the standard streams at /dev/null: Python flushes them as it exits, and would exit with
+    120 because the terminal is gone.
+    """
+    with open(os.devnull, "wb") as nowhere:
+        for stream in (sys.__stdout__, sys.__stderr__):
+            with contextlib.suppress(AttributeError, OSError, ValueError):  # closed, or none
+                os.dup2(nowhere.fileno(), stream.fileno())  # type: ignore[union-attr]
 
 
 def _end_threads(app: EvenerApp) -> None:

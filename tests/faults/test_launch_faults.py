@@ -91,10 +91,10 @@ LEAVER = """
 import os, sys, time
 rank, folder = os.environ["EVENER_DEVICE"][4], os.path.dirname(__file__)
 if rank == "0":
+    os.symlink(f"/proc/{os.getpid()}/stat", f"{folder}/first")
     sys.exit(0)  # in mid-epoch
-while not os.path.exists(f"{folder}/plan.toml"):
-    time.sleep(0.01)
-time.sleep(0.5)  # it notices only later that nobody answers
+while not os.path.islink(f"{folder}/first") or os.path.exists(f"{folder}/first"):
+    time.sleep(0.01)  # until its launcher has seen its end
 sys.exit("connection closed by peer")
 """
 CHANGER = """

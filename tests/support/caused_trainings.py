@@ -20,7 +20,7 @@ from evener.live.files import LiveRecord
 from evener.torch import Split
 from evener.training.limits import LimitKind
 
-STEPS, VALIDATION_BATCHES = 40, 12
+STEPS, VALIDATION_BATCHES = 30, 12
 WORK_SECONDS = 0.006  # of a forward pass
 CAUSES = (
     "plain",

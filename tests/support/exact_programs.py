@@ -21,6 +21,7 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.plan.file import Plan
 from tests.support.exact_losses import LOSSES, NETS, Loss
+from tests.support.fewer_audits import audit_first_step
 from tests.support.huggingface_programs import (
     Texts,
     compute_in_float64,
@@ -157,6 +158,7 @@ def train_all(folder: Path, rank: int, references: str) -> None:
     (random ones: 0).
     """
     torch.set_num_threads(1)
+    audit_first_step()
     bare, plan, found = torch.load(references), make_plan((6, 2), (2, 2)), dict[str, Any]()
     for name, program in PROGRAMS.items():
         try:

@@ -19,6 +19,7 @@ from transformers import TrainerCallback
 from evener.errors import DeviceError
 from evener.huggingface import with_plan
 from evener.training import passes as pass_limits
+from tests.support.fewer_audits import audit_first_step
 from tests.support.huggingface_programs import (
     ADAM,
     GLOBAL_BATCH,
@@ -148,6 +149,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
     torch.set_num_threads(1)
     # each failed pass collects garbage, which takes half a second among all that is imported
     gc.freeze()
+    audit_first_step()
     own = folder.parent / "out-of-memory"
     torch.save(
         {name: train(each, shares, micros, own, rank) for name, each in PROGRAMS.items()},

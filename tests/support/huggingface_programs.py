@@ -29,6 +29,7 @@ from evener.shares.curves import Cost
 from evener.torch.rows.sampler import RowOrder, UnevenBatchSampler
 from evener.torch.shards.sharded import Sharded
 from tests.support import launched_plan
+from tests.support.fewer_audits import audit_first_step
 from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_shard_programs import whole
 
@@ -524,6 +525,7 @@ def train_all(
 ) -> None:
     """The programs of these names as one rank; three ranks go on from the checkpoints of two."""
     torch.set_num_threads(1)
+    audit_first_step()
     plan, other = make_plan(shares, micros), make_plan(shares[::-1])
     found: dict[str, Any] = {
         name: train(program, plan, folder.parent / "checkpoints" / name, other)

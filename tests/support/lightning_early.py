@@ -19,6 +19,7 @@ from torch.utils.data import DataLoader
 
 from evener.errors import EvenerError
 from evener.torch import Split
+from tests.support.fewer_audits import audit_first_step
 from tests.support.huggingface_programs import SEED, make_plan
 from tests.support.lightning_programs import Epochs, Module, Program, describe, make_trainer, points
 
@@ -254,6 +255,7 @@ def run_or_say(name: str, split: Any, folder: str) -> Any:
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every program as one rank."""
     torch.set_num_threads(1)
+    audit_first_step()
     plan = make_plan(shares, micros)
     found = {
         name: run_or_say(name, Split(plan), str(folder)) for name in (*EARLY, *AT_ONCE, *TUNED)

@@ -25,6 +25,7 @@ from evener.torch.step import recovery
 from evener.torch.step.step import Passes
 from evener.training import passes as pass_limits
 from tests.support import torch_oom_programs as bombed
+from tests.support.fewer_audits import audit_first_step
 from tests.support.huggingface_programs import SEED, Texts, make_plan, pad_texts
 from tests.support.last_words import last_words
 from tests.support.lightning_options import Figures, Lbfgs, Tokens, Weighted, count_labels
@@ -258,6 +259,7 @@ def fit(case: Case, split: Any, folder: str, rank: int = 0) -> dict[str, Any]:
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every program as one rank."""
     torch.set_num_threads(1)
+    audit_first_step()
     pass_limits.CLEAN_STEPS = 1
     names: Sequence[str] = AT_ONCE if shares == micros else IN_PASSES
     if len(shares) == 1:

@@ -22,6 +22,7 @@ from evener.errors import EvenerError
 from evener.huggingface import with_plan
 from evener.plan.file import Plan
 from evener.torch import Split
+from tests.support.fewer_audits import audit_first_step
 from tests.support.huggingface_programs import GLOBAL_BATCH, make_plan
 from tests.support.matrix_parts import (
     LOSSES,
@@ -268,6 +269,7 @@ def train_all(folder: Path, rank: int, names: Sequence[str], references: str) ->
     it.
     """
     torch.set_num_threads(1)
+    audit_first_step()
     bare = torch.load(references)
     torch.save({name: train_planned(name, bare[name]) for name in names}, folder / f"{rank}.pt")
 

@@ -20,6 +20,7 @@ from torch.utils.data import TensorDataset
 from evener.errors import RequestError
 from evener.torch import Split
 from evener.training.noise_scale import NoiseWindow
+from tests.support.fewer_audits import audit_first_step
 from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_program_parts import shard
 from tests.support.torch_ranks import example_plan
@@ -106,12 +107,14 @@ def train(split: Split, model: nn.Module, batch: Any) -> None:
 
 def measured(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
+    audit_first_step()
     torch.save({name: measure(case) for name, case in CASES.items()}, folder / f"{rank}.pt")
 
 
 def exact(folder: Path, rank: int) -> None:
     """The weights after 20 steps without noise and with it, and the sentences that refuse it."""
     torch.set_num_threads(1)
+    audit_first_step()
     found: dict[str, Any] = {
         name: [learn(case, noise) for noise in (False, True)] for name, case in CASES.items()
     }

@@ -23,6 +23,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 from evener.torch import Split
 from evener.torch.step.step import Passes
 from evener.training import passes as pass_limits
+from tests.support.fewer_audits import audit_first_step
 from tests.support.torch_ranks import example_plan
 
 WIDTH, CLASSES, LAYERS = 6, 3, 4
@@ -269,6 +270,7 @@ CASES = {
 def train_all(folder: Path, rank: int, shares: Sequence[int], seeds: Sequence[int]) -> None:
     """One rank: every case with each seed."""
     torch.set_num_threads(1)
+    audit_first_step()
     cases = {
         (name, each): msgspec.structs.replace(case, seed=each)
         for name, case in CASES.items()

@@ -7,6 +7,7 @@ model by a step of its own, `given.split()` begins a loop that is written out.
 
 from __future__ import annotations
 
+import gc
 import re
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
@@ -172,8 +173,14 @@ def shard(split: Split, net: nn.Module) -> nn.Module:
 
 
 def run(program: Program, shares: tuple[int, ...], rows: int) -> Weights | str:
-    """What it returns, or the sentence that refuses it."""
+    """What it returns, or the sentence that refuses it.
+
+    Nothing looks through what is left of it again, as a split looks through all objects.
+    """
     try:
         return program(Given(shares, data(rows)))
     except EvenerError as error:
         return str(error)
+    finally:
+        gc.collect()
+        gc.freeze()

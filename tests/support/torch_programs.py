@@ -24,6 +24,7 @@ from tests.support import (
     torch_tensor_programs,
     torch_unlike_programs,
 )
+from tests.support.fewer_audits import audit_first_step
 from tests.support.torch_program_parts import (
     EXACT,
     REFUSED,
@@ -58,8 +59,13 @@ __all__ = [
 
 
 def run_all(folder: Path, rank: int, shares: Sequence[int], rows: int, cases: bool) -> None:
-    """One rank: every program with a data set of `rows` rows, and every case if `cases`."""
+    """One rank: every program with a data set of `rows` rows, and every case if `cases`.
+
+    Where there are cases, only first steps are audited.
+    """
     torch.set_num_threads(1)
+    if cases:
+        audit_first_step()
     wanted = {**EXACT, **{name: program for name, (_, program) in REFUSED.items()}}
     ratios = tuple(filter(None, shares))
     ended = {

@@ -25,6 +25,7 @@ from evener.torch.ranks.own_work import GpuClock, HostClock
 from evener.torch.rows.sampler import UnevenBatchSampler
 from evener.torch.step.batches import match_objects
 from evener.training.rebalance import Change
+from tests.support.fewer_audits import audit_first_step
 from tests.support.scripted_shares import script
 from tests.support.torch_program_parts import data, network
 
@@ -185,6 +186,7 @@ def numbered(rows: int) -> TensorDataset:
 def rebalanced(folder: Path, rank: int) -> None:
     """Train every case; leave the weights, the rows of each epoch and the changes of shares."""
     torch.set_num_threads(1)
+    audit_first_step()
     torch.save({name: _train(case, rank) for name, case in CASES.items()}, folder / f"{rank}.pt")
 
 

@@ -15,6 +15,7 @@ from safetensors import safe_open
 from evener.torch.shards import checkpoint as checkpoint_module
 from evener.torch.shards.unit import choose_units
 from evener.torch.shards.whole import count_gathered
+from tests.support.fewer_audits import audit_first_step
 from tests.support.torch_shard_programs import (
     CASES,
     PARTS,
@@ -171,6 +172,7 @@ def clip_in_half(world: int) -> float:
 def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: str) -> None:
     """One rank."""
     torch.set_num_threads(1)
+    audit_first_step()
     trained: dict[str, Any] = {name: train(CASES[name], world) for name in names}
     if world != 3 and path:
         trained["on"] = train_on(world, path)

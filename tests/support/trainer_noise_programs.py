@@ -17,6 +17,7 @@ from torch.nn import functional as F  # noqa: N812 - the name that torch's own d
 
 from evener.torch import Split
 from evener.training.noise_scale import NoiseWindow
+from tests.support.fewer_audits import audit_first_step
 from tests.support.torch_noise_programs import data, network
 
 SHARES = (40, 24)
@@ -56,6 +57,7 @@ def save(folder: Path, rank: int, train: Any, *exact: Any) -> None:
 
 def huggingface(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
+    audit_first_step()
     exact = partial(train_huggingface, 1, EXACT, 0.1)
     save(folder, rank, train_huggingface, exact, train_accelerate)
 
@@ -109,6 +111,7 @@ def train_accelerate(noise: bool) -> Learned:
 
 def lightning(folder: Path, rank: int) -> None:
     torch.set_num_threads(1)
+    audit_first_step()
     save(folder, rank, train_lightning, partial(train_lightning, 1, EXACT, 0.1))
 
 

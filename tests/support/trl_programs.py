@@ -17,6 +17,7 @@ from transformers import LlamaForCausalLM, LlamaForSequenceClassification, PreTr
 from trl import DPOConfig, DPOTrainer, RewardConfig, RewardTrainer, SFTConfig, SFTTrainer
 
 from evener.huggingface import with_plan
+from tests.support.fewer_audits import audit_first_step
 from tests.support.huggingface_programs import (
     ADAM,
     GLOBAL_BATCH,
@@ -125,6 +126,7 @@ def reference(kind: str) -> dict[str, Any]:
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
     """Every program as one rank."""
     torch.set_num_threads(1)
+    audit_first_step()
     plan, found = make_plan(shares, micros), {}
     for kind, (trainer_class, _, _) in KINDS.items():
         chosen = plan_by_memory(plan) if "in shards" in kind else plan

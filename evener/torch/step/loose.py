@@ -42,8 +42,9 @@ class LooseTensors:
     def look(self) -> None:
         """Find the loose tensors that optimizers hold now, and add them in new groups."""
         known = {id(each) for group in self._groups for each in group.alive()}
-        known |= {*_owned_by_modules(), *exchanged_parameters()}
-        for optimizer in _alive(Optimizer):
+        modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
+        known |= {*_owned_by(modules), *exchanged_parameters()}
+        for optimizer in optimizers:
             found = [each for each in _trained_by(optimizer) if id(each) not in known]
             known.update(map(id, found))
             for kind in dict.fromkeys((each.dtype, each.device) for each in found):
@@ -56,7 +57,7 @@ class LooseTensors:
         Raises RequestError if an optimizer is about to apply gradients of loose tensors that come
         from this rank's rows alone.
         """
-        owned = _owned_by_modules()
+        owned = _owned_by(*_list_alive(torch.nn.Module))
         loose = [each for each in parameters if id(each) not in owned]
         unknown = [each for each in loose if not self._has_summed(each)]
         if unknown and not self._are_alike([each.grad for each in unknown]):
@@ -246,15 +247,12 @@ def _trained_by(optimizer: Any) -> list[torch.Tensor]:
     ]
 
 
-def _owned_by_modules() -> set[int]:
-    """Return the ids of the parameters of all modules in this process."""
-    return {
-        id(each)
-        for module in _alive(torch.nn.Module)
-        for each in vars(module).get("_parameters", {}).values()
-    }
+def _owned_by(modules: Iterable[Any]) -> set[int]:
+    """Return the ids of the parameters of these modules."""
+    return {id(each) for module in modules for each in vars(module).get("_parameters", {}).values()}
 
 
-def _alive(kind: type) -> list[Any]:
-    """Return the objects of a class that exist in this process."""
-    return [each for each in gc.get_objects() if issubclass(type(each), kind)]
+def _list_alive(*kinds: type) -> list[list[Any]]:
+    """Return the objects of each class that exist in this process, in one pass over all objects."""
+    alive = [each for each in gc.get_objects() if issubclass(type(each), kinds)]
+    return [[each for each in alive if issubclass(type(each), kind)] for kind in kinds]
