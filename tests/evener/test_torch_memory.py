@@ -6,9 +6,12 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.system.cores import free_memory_bytes
+from evener.torch.step.checks import OPTIMIZER_CHECK
 from evener.torch.step.memory import MemoryGauge
+from evener.torch.step.recovery import free_before_update
 
 GIB = 2**30
 
@@ -93,3 +96,25 @@ def test_what_is_free_is_what_the_machine_says(tmp_path: Path) -> None:
     assert 0 < free_memory_bytes(meminfo) <= 2000 * 1024
     assert free_memory_bytes(tmp_path / "none") == 0
     assert free_memory_bytes() > 0
+
+
+def test_unused_memory_is_returned_before_one_step_of_an_optimizer(gpu: FakeGpu) -> None:
+    class Holder:
+        pass
+
+    holder = Holder()
+    release = OPTIMIZER_CHECK.hooks.hold(holder)
+    weight = torch.nn.Parameter(torch.ones(2))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    # a second hook, so that PyTorch goes on through its hooks after evener's
+    other = register_optimizer_step_pre_hook(lambda *_: None)
+    try:
+        free_before_update(torch.device("cuda", 0))
+        for _ in range(3):
+            weight.grad = torch.ones(2)
+            optimizer.step()
+    finally:
+        other.remove()
+        release()
+    assert gpu.emptied == 1
+    assert weight.tolist() == [-0.5, -0.5]

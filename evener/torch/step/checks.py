@@ -22,7 +22,14 @@ from ..hooks import ProcessHooks
 from ..sums.collectives import average
 from ..sums.exchange import EXCHANGES, Exchange
 from .batches import BatchTracker
-from .recovery import SHORT, describe_memory, drop_frames, free_memory, is_out_of_memory
+from .recovery import (
+    FREED_NEXT,
+    SHORT,
+    describe_memory,
+    drop_frames,
+    free_memory,
+    is_out_of_memory,
+)
 
 _PARAMETERS = itemgetter("params")  # of a group
 
@@ -40,6 +47,9 @@ class OptimizerCheck:
         self.hooks = ProcessHooks(lambda: [register_optimizer_step_pre_hook(self._before_step)])
 
     def _before_step(self, optimizer: Any, arguments: Any, keywords: Any) -> Any:
+        if FREED_NEXT:
+            FREED_NEXT.clear()
+            torch.cuda.empty_cache()
         if SHORT:
             spare_memory(optimizer)
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")

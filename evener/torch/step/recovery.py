@@ -14,10 +14,8 @@ import traceback
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
-from typing import Any
 
 import torch
-from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from ...errors import DeviceError, RequestError
 from ...training.passes import PassLimit
@@ -46,6 +44,8 @@ def drop_frames(error: BaseException) -> str:
 
 
 SHORT: set[torch.device] = set()  # devices on which a pass of this process has run out of memory
+# devices whose allocator's unused memory is returned before the next step of an optimizer
+FREED_NEXT: set[torch.device] = set()
 
 
 def free_memory(device: torch.device) -> None:
@@ -56,20 +56,14 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Return the allocator's unused memory to the device before the next step of an optimizer.
+    """Ask for the allocator's unused memory to be returned before the next step of an optimizer.
 
     In its first step an optimizer makes its state. Without this, that would lie in blocks which
     activations have left, and what remains of each block would stay in fragments: a plan whose
     memory was nearly full would run out of memory in its second step.
     """
-    if device.type != "cuda":
-        return
-
-    def free(*_: Any) -> None:
-        handle.remove()
-        torch.cuda.empty_cache()
-
-    handle = register_optimizer_step_pre_hook(free)
+    if device.type == "cuda":
+        FREED_NEXT.add(device)
 
 
 def held_by_others(device: torch.device) -> int:
