@@ -1,15 +1,14 @@
 """Sharded trainings: the part of the model's state, and the rows, that each device gets.
 
-Each device is first measured alone, on rows of a model whose units it gathers from a small
-part of the state: that shows its time, and the memory that isn't state. Then the state fills
-the memory beside the rows that promise the most samples/s, and these parts don't change any
-more. Rows are searched as in other trainings, within the memory that is left. Whole steps
-show what gathering costs.
+Each device is first measured alone, on rows of a model whose units it gathers from a small part of
+the state. That shows its step time, and the memory besides the state. Then rows are chosen that
+promise the most samples/s, and the state is divided so that it fills the memory that these rows
+leave free. The parts don't change any more. Rows are then searched as in other trainings, within
+the memory that is left. Whole steps show what gathering costs.
 
-A part of each device's memory stays free, beside state and rows: an allocator can't use all of
-its memory, as free pieces may be too small for what is asked. Gradients don't exist yet when the
-activations of a step's first pass are at their peak, so only training in several passes needs
-memory for both.
+Headroom remains free on each device, because an allocator can't use all of its memory: free pieces
+may be too small for a request. In the first pass of a step, gradients don't exist yet when
+activations are at their peak, so only a training in several passes needs memory for both.
 """
 
 from __future__ import annotations
@@ -57,10 +56,10 @@ LEAST_GROWTH = 0.05
 
 
 class Need(msgspec.Struct, frozen=True):
-    """What a device's rows take beside its part of the state, in memory and time.
+    """The memory and the time that a device needs for its rows, besides its part of the state.
 
-    Memory is `base_bytes` without rows, and `row_bytes` for each row of a pass. A step takes
-    `fixed_seconds`, and `row_seconds` for each row.
+    Memory is `base_bytes` without rows, and `row_bytes` more for each row of a pass. A step takes
+    `fixed_seconds`, and `row_seconds` more for each row.
     """
 
     base_bytes: float
@@ -69,7 +68,7 @@ class Need(msgspec.Struct, frozen=True):
     row_seconds: float
 
     def rows_in(self, seconds: float) -> float:
-        """Return the rows of a step that takes this time."""
+        """Return the number of rows whose step takes this time."""
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
@@ -80,9 +79,9 @@ class Need(msgspec.Struct, frozen=True):
 class Division(msgspec.Struct, frozen=True):
     """The fraction of the state that each device holds.
 
-    `in_passes` is True if rows are computed in several passes, so that gradients of
-    earlier passes are there when activations are at their peak. `limits` are the bytes of each
-    device without its headroom; None where its memory is unknown.
+    `in_passes` is True if rows are computed in several passes, so that gradients of earlier passes
+    exist when activations are at their peak. `limits` are the bytes of each device without its
+    headroom; None if its memory is unknown.
     """
 
     parts: tuple[float, ...]
@@ -91,7 +90,7 @@ class Division(msgspec.Struct, frozen=True):
 
 
 class Sharding:
-    """The search for a sharded training, from what was `seen` of parts and of whole steps.
+    """The search for a sharded training, by the observations of single devices and of whole steps.
 
     The problem's budget is the time for this search alone.
     """
@@ -114,7 +113,7 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
     def layouts(self) -> list[Layout]:
-        """Return the whole steps that are worth a race."""
+        """Return the whole steps that are worth racing."""
         found = self.policy.best_splits() if self.parts else []
         return [self._shard(one) for one in found if one.traits.together]
 
@@ -134,7 +133,9 @@ class Sharding:
 
     @cached_property
     def _division(self) -> Division | None:
-        """How the state is divided; without parts while that is unknown, None if it doesn't fit."""
+        """The division of the state. It has no parts while they are unknown; None if the state
+        doesn't fit.
+        """
         problem = self._problem
         needs = self._needs
         if problem.state is None or len(needs) < problem.devices:
@@ -167,10 +168,10 @@ class Sharding:
 
     @property
     def _needs(self) -> list[Need]:
-        """The need of each device that ran alone, by its first two measurements.
+        """The needs of each device that ran alone, by its first two measurements.
 
-        Later ones don't count, since the parts of the state must not change once a
-        step was measured.
+        Later measurements don't count, since the parts of the state must not change once a step was
+        measured.
         """
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -233,7 +234,7 @@ class Sharding:
         return msgspec.structs.replace(one, probe=probe, memory_bytes=self._without_state(one))
 
     def _without_state(self, one: Timed) -> tuple[int | None, ...]:
-        """Return the bytes of each device's rows; None where they can't be told from the state.
+        """Return the bytes of each device's rows; None if they can't be separated from the state.
 
         That is so if a device used no more than its part of the state and of gathered units.
         """
@@ -281,7 +282,7 @@ class Sharding:
 
 
 def _subtract(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Return the bytes of each device without those taken; at least 1, None where unknown."""
+    """Return the bytes of each device minus the taken ones; at least 1, None if unknown."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
@@ -289,7 +290,8 @@ def _subtract(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
     """Return the fixed seconds of a device's step, and the seconds for each row.
 
-    They are of a line through its smallest and largest batch, which rises at least a little.
+    They are those of the line through its smallest and its largest batch, with at least a small
+    slope.
     """
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
@@ -304,11 +306,12 @@ def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
 def divide_state(
     limits: Sequence[float], needs: Sequence[Need], problem: Problem
 ) -> Division | None:
-    """Return the parts of the state that fill the memory beside the rows of a step.
+    """Return the parts of the state that fill the memory left by the rows of a step; None if it
+    doesn't fit.
 
-    A fixed batch is computed in one pass if it fits. A free one has the rows that promise the
-    most samples/s of all that fit in one pass. `limits` are the devices' bytes. Returns None if
-    the state doesn't fit together with a row on each device.
+    A fixed batch is computed in one pass if it fits. A free batch is the one that promises the most
+    samples/s of all that fit in one pass. `limits` are the devices' bytes. The state has to fit
+    together with at least one row on each device.
     """
     if problem.global_batch is None:
         return Room(limits, needs, problem).divide()
@@ -319,7 +322,7 @@ def divide_state(
 
 
 class Room:
-    """The devices' memory for the state, beside rows."""
+    """The memory of all devices for the state, as far as rows leave it free."""
 
     def __init__(
         self,
@@ -339,7 +342,7 @@ class Room:
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
     def divide(self) -> Division | None:
-        """Return the parts for the rows that promise the most samples/s; None if none fit."""
+        """Return the division for the rows that promise the most samples/s; None if no rows fit."""
         if not self._fits(self._rows_in(0.0)):
             return None
         low, high = 0.0, max(need.seconds(self._most) for need in self._needs)
@@ -356,7 +359,9 @@ class Room:
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
     def divide_for(self, batch: int) -> Division | None:
-        """Return the parts if these rows fit in one pass, spread by the devices' time."""
+        """Return the division for this batch in one pass, with rows by the devices' speed; None if
+        it doesn't fit.
+        """
         low, high = 0.0, max(need.seconds(batch) for need in self._needs)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
@@ -370,7 +375,9 @@ class Room:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return the rows of each device in a step of this time, as far as they fit."""
+        """Return the rows that each device computes in a step of this time, at most as
+        many as fit.
+        """
         found = []
         for i, need in enumerate(self._needs):
             rows = max(self._fewest, need.rows_in(seconds))
@@ -378,7 +385,7 @@ class Room:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the rows that leave a device the least part of the state."""
+        """Return the rows that leave a device only the least part of the state."""
         need = self._needs[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)

@@ -1,14 +1,14 @@
-"""Compares two runs: the second run's slowdown with its interval, and the part of a step
-that causes it. Pure.
+"""Compares two runs: the second run's slowdown with its interval, and the part of a step that
+causes it. Pure.
 
-Other programs, on this machine or on other virtual machines of its host, slow the steps of whole
-trainings by tens of per cent, and no two trainings alike. What they don't change is how long a
-quick step takes, that one in 20 steps undercuts: two trainings are compared by those. What
-happens only in some steps, such as checkpoints or late rows, is added by the means of these parts,
-as far as the second training surely takes longer for it.
+Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
+tens of percent, each training differently. They don't change how long a quick step takes: the 5th
+percentile of step times. Therefore two trainings are compared by their quick steps. Work that isn't
+in every step, such as checkpoints or late rows, is added by its mean, as far as the second training
+certainly takes longer for it.
 
 A training whose journal has no quick steps is compared by the means of its windows. A disturbance
-lasts over several of them, so they aren't independent. Therefore windows are joined into blocks,
+lasts over several windows, so these aren't independent. Therefore windows are joined into blocks,
 and the interval is widened by the correlation between consecutive blocks.
 """
 
@@ -84,7 +84,7 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
     def is_beyond(self, most: float) -> bool:
-        """True if the second run is surely slower, and its estimated slowdown exceeds `most`."""
+        """True if the second run is certainly slower, and its estimated slowdown exceeds `most`."""
         return self.low > 0 and self.slowdown > most
 
 
@@ -189,17 +189,21 @@ def _mean(
 
 
 def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
-    """Return the seconds per sample of a training's quick steps in its quickest windows."""
+    """Return the seconds per sample of a training's quick steps, from the windows in which they
+    were quickest.
+    """
     figures = sorted(window.quick_s * window.steps / window.samples for window in windows)
     kept = figures[: max(FEWEST_QUICK, round(QUICK_WINDOWS * len(figures)))]
     return _Mean(median(kept), (kept[-1] - kept[0]) / 2)
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return the seconds per sample that the second training surely takes longer for what isn't in
-    every step: its parts in `RARE`.
+    """Return how many seconds per sample the second training takes longer for work that isn't in
+    every step.
 
-    Other programs slow these parts as much as own work; 0 if they had most of the time.
+    Only the difference that is certain counts, for each part of a step in `RARE`. Other programs
+    slow these parts as much as own work, so the means are corrected for that; 0 if other programs
+    had most of the time.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -216,7 +220,7 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return how many times as long as in a quick step own work takes on average; 1 or more."""
+    """Return the mean own work of a step divided by the time of a quick step; at least 1."""
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
