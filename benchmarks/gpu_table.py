@@ -147,7 +147,7 @@ def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
     if memory.line is None or peak is None or share in dict(memory.points):
         return []
     predicted = memory.line[0] + memory.line[1] * share
-    points = " and ".join(str(batch) for batch, _ in memory.apart[-2:])
+    points = " and ".join(str(batch) for batch, _ in memory.distinct_points[-2:])
     return [
         str(share),
         points,

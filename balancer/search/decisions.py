@@ -77,7 +77,7 @@ def explain_no_device(model: MachineModel) -> End:
     Its message has each device's smallest failure.
     """
     words = [
-        f"device {i}: {device.lost or f'out of memory at batch {device.memory.failed}'}"
+        f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
         for i, device in enumerate(model.devices)
     ]
     rule = Stop.ALL_LOST if all(device.lost for device in model.devices) else Stop.OUT_OF_MEMORY
@@ -103,13 +103,13 @@ def find_doubt(model: MachineModel, chosen: Result) -> str:
     for i in layout.active:
         memory = model.devices[i].memory
         if (
-            memory.failures > 1
-            and memory.failed is not None
-            and memory.failed < 2 * layout.pass_rows[i]
+            memory.failure_count > 1
+            and memory.smallest_failed is not None
+            and memory.smallest_failed < 2 * layout.pass_rows[i]
         ):
             return (
-                f"device {i} ran out of memory {memory.failures} times, and may hold more rows "
-                f"than it has"
+                f"device {i} ran out of memory {memory.failure_count} times, and may hold more "
+                f"rows than it has"
             )
     return ""
 

@@ -80,12 +80,12 @@ class DeviceModel:
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
-    def alone(self) -> Curve | None:
+    def solo_curve(self) -> Curve | None:
         """The curve of the device in a process of its own, while the other devices compute too."""
         return fit_curve(self.group_points, self._among)
 
     @cached_property
-    def in_splits(self) -> Curve | None:
+    def split_curve(self) -> Curve | None:
         """The device's curve within a split, fitted to its solo points and to its points in splits.
 
         The points in splits are its compute times (own work) there.
@@ -98,9 +98,9 @@ class DeviceModel:
     @cached_property
     def optimistic(self) -> Curve | None:
         """The fastest curve that the points allow; None if there are no points."""
-        if self.alone is None:
+        if self.solo_curve is None:
             return None
-        return optimistic_curve(self.group_points, self.alone)
+        return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
         """Return the seconds that the device takes for its share of a layout."""
@@ -139,9 +139,9 @@ class DeviceModel:
         """The largest batch for the next round of devices alone. It exceeds what ran only by a
         limited factor.
         """
-        if self.alone is None:
+        if self.solo_curve is None:
             return 0
-        growth = self._growth(self.alone)
+        growth = self._growth(self.solo_curve)
         stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum)
         return min(self.guessed_alone_rows, by_memory, self._times_what_ran(stride))
@@ -149,10 +149,10 @@ class DeviceModel:
     @cached_property
     def guessed_alone_rows(self) -> int:
         """The largest batch that any round of devices alone may measure, by memory and by time."""
-        if self.alone is None or not self.memory.ran:
+        if self.solo_curve is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
-        return self._limit_by_time(self.alone, by_memory)
+        return self._limit_by_time(self.solo_curve, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch that isn't too far beyond the largest measured one for the curve
@@ -162,12 +162,12 @@ class DeviceModel:
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
-        if not self.memory.ran:
+        if not self.memory.largest_ran:
             return limit
         return min(limit, self._times_what_ran(min(BLIND_GROWTH, self._growth(curve))))
 
     def _times_what_ran(self, growth: float) -> int:
-        return max(int(growth * self.memory.ran) // self.quantum, 1) * self.quantum
+        return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
     def _growth(self, curve: Curve | PassCurve) -> float:
         """Return the factor by which the next batch may exceed the largest that ran.
@@ -178,7 +178,7 @@ class DeviceModel:
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
-        last = curve.seconds(self.memory.ran)
+        last = curve.seconds(self.memory.largest_ran)
         rises = last > (1 + LEVEL + CLEAR * curve.error) * first
         return math.inf if rises else self._time.growth(last)
 
@@ -189,9 +189,11 @@ class DeviceModel:
         """
         if math.isinf(self._time.seconds):
             return limit
-        longest = max(self._time.longest_step(), SAFE_GROWTH * curve.seconds(self.memory.ran))
+        longest = max(
+            self._time.longest_step(), SAFE_GROWTH * curve.seconds(self.memory.largest_ran)
+        )
         quick = curve.largest(longest, limit, self.quantum)
-        return max(self.quantum, min(limit, max(self.memory.ran, quick)))
+        return max(self.quantum, min(limit, max(self.memory.largest_ran, quick)))
 
     # ------------------------------------------------------------------ passes
 
@@ -207,9 +209,9 @@ class DeviceModel:
 
         It is the most trusted rows, or a smaller batch if that was clearly faster.
         """
-        if not self._divides or self.alone is None:
+        if not self._divides or self.solo_curve is None:
             return 0
-        curve = self.alone
+        curve = self.solo_curve
         rows = self.trusted_rows(curve, self.guessed_rows)
         points = merge_points(self.group_points)
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
@@ -227,9 +229,11 @@ class DeviceModel:
     def largest_in_one_pass(self) -> int:
         """The largest share in one pass: what fits, or less if two smaller passes are faster."""
         rows = self.pass_rows
-        if not rows or rows >= self.guessed_rows or self.in_splits is None:
+        if not rows or rows >= self.guessed_rows or self.split_curve is None:
             return self.guessed_rows
-        most = find_largest_in_one_pass(self.in_splits, rows, self.guessed_rows, self.extra_seconds)
+        most = find_largest_in_one_pass(
+            self.split_curve, rows, self.guessed_rows, self.extra_seconds
+        )
         return most // self.quantum * self.quantum
 
     @cached_property
@@ -240,7 +244,7 @@ class DeviceModel:
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]
-        for points, curve in ((split, self.in_splits), (alone, self.alone)):
+        for points, curve in ((split, self.split_curve), (alone, self.solo_curve)):
             if points and curve and self.pass_rows:
                 return fit_extra(points, curve, self.pass_rows)
         return 0.0
@@ -293,9 +297,9 @@ class DeviceModel:
             at_once = self.largest_in_one_pass
             fits = self.guessed_rows
             rows = self.pass_rows
-        if not rows or share <= at_once or self.alone is None:
+        if not rows or share <= at_once or self.solo_curve is None:
             return share
-        passes = PassCurve(self.alone, at_once, rows, self.extra_seconds, fits).passes(share)
+        passes = PassCurve(self.solo_curve, at_once, rows, self.extra_seconds, fits).passes(share)
         return -(-share // passes)
 
 

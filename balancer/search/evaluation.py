@@ -247,7 +247,9 @@ class Evaluation:
         """
         for position, device in enumerate(self.model.devices):
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
-            holds_nothing = device.memory.failed is not None and not device.memory.ran
+            holds_nothing = (
+                device.memory.smallest_failed is not None and not device.memory.largest_ran
+            )
             if holds_nothing and not device.lost and all_its_own:
                 return True
         return False

@@ -148,14 +148,14 @@ class MachineModel:
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
-        return [one.seconds(layout, one.alone) for one in devices if one.alone]
+        return [one.seconds(layout, one.solo_curve) for one in devices if one.solo_curve]
 
     def predicted_rate(self, layout: Layout) -> float:
         """Return the samples/s of a solo or split layout by the curves; 0 if a curve is unknown."""
         devices = [self.devices[i] for i in layout.active]
         times = []
         for device in devices:
-            curve = device.in_splits if len(devices) > 1 else device.alone
+            curve = device.split_curve if len(devices) > 1 else device.solo_curve
             if curve is None:
                 return 0.0
             times.append(device.seconds(layout, curve))
@@ -199,8 +199,8 @@ class MachineModel:
         found = []
         for position in self.live:
             device = self.devices[position]
-            if device.in_splits and device.largest_in_one_pass:
-                found.append(DeviceCurve(position, device.in_splits, device.largest_in_one_pass))
+            if device.split_curve and device.largest_in_one_pass:
+                found.append(DeviceCurve(position, device.split_curve, device.largest_in_one_pass))
         return tuple(found)
 
     @cached_property

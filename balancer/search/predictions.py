@@ -96,8 +96,8 @@ class Predictions:
         rates = [split.samples_per_second if split else 0.0]
         for position in self.machine.live:
             device = self.machine.devices[position]
-            if device.alone and batch <= device.guessed_rows:
-                rates.append(batch / device.alone.seconds(batch))
+            if device.solo_curve and batch <= device.guessed_rows:
+                rates.append(batch / device.solo_curve.seconds(batch))
         return max(rates)
 
     def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
@@ -143,13 +143,13 @@ class Predictions:
     def single(self, position: int) -> Allocation | None:
         """Return the best batch of one device alone that should fit; None if none does."""
         device = self.machine.devices[position]
-        if device.alone is None or not device.largest_in_one_pass or self.problem.all_together:
+        if device.solo_curve is None or not device.largest_in_one_pass or self.problem.all_together:
             return None
         if self.problem.global_batch is not None:
-            alone = DeviceCurve(position, device.alone, device.largest_in_one_pass)
+            alone = DeviceCurve(position, device.solo_curve, device.largest_in_one_pass)
             return self._best_alone(device.in_passes(alone))
-        reach = device.trusted_rows(device.alone, device.largest_in_one_pass)
-        return self._best_alone(DeviceCurve(position, device.alone, reach))
+        reach = device.trusted_rows(device.solo_curve, device.largest_in_one_pass)
+        return self._best_alone(DeviceCurve(position, device.solo_curve, reach))
 
     def within(self, part: float) -> Allocation | None:
         """Return the smallest batch whose predicted slowdown is at most `part` of the tolerance.
@@ -191,7 +191,7 @@ class Predictions:
         """
         found = []
         for one in self.machine.split_curves:
-            alone = self.machine.devices[one.position].alone
+            alone = self.machine.devices[one.position].solo_curve
             if alone:
                 device = DeviceCurve(one.position, alone, one.limit)
                 limit = self.problem.max_global_batch

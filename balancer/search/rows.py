@@ -60,7 +60,7 @@ class RowPolicy:
         """
         seconds = []
         for position in layout.active:
-            curve = self.machine.devices[position].alone
+            curve = self.machine.devices[position].solo_curve
             if curve:
                 seconds.append(curve.seconds(layout.shares[position]))
         return max(seconds, default=None)
@@ -76,21 +76,21 @@ class RowPolicy:
         batch = layout.global_batch
         for position in layout.active:
             device = self.machine.devices[position]
-            if device.in_splits is not None:
+            if device.split_curve is not None:
                 most = min(device.certain_rows, device.pass_rows or batch, batch)
                 rows = max(most, layout.pass_rows[position])
-                found[position] = cut_curve(device.in_splits, batch), rows
+                found[position] = cut_curve(device.split_curve, batch), rows
         return tuple(found)
 
     def sketch(self, position: int) -> PredictedCurve:
         """Return a device's curve for drawing."""
         device = self.machine.devices[position]
-        largest = device.guessed_rows or device.memory.ran or None
+        largest = device.guessed_rows or device.memory.largest_ran or None
         points: tuple[tuple[int, float], ...] = ()
-        if device.alone and largest:
+        if device.solo_curve and largest:
             sizes = sorted({max(1, round(largest * n / SKETCHED)) for n in range(SKETCHED + 1)})
-            points = tuple((size, device.alone.seconds(size)) for size in sizes)
-        return PredictedCurve(position, points, largest, device.memory.failed)
+            points = tuple((size, device.solo_curve.seconds(size)) for size in sizes)
+        return PredictedCurve(position, points, largest, device.memory.smallest_failed)
 
     # ------------------------------------------------------------------ one device
 

@@ -97,7 +97,7 @@ class SoloStage:
         memory = one.memory
         if not one.evidence.alone:
             return True
-        if memory.failed is None or memory.limit_bytes is None:
+        if memory.smallest_failed is None or memory.limit_bytes is None:
             return False
         if memory.line is not None or len(one.evidence.alone) > 1:
             return False
@@ -192,7 +192,7 @@ class SoloStage:
         Returns 0 if that gap can't hide a peak.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
-        if one.alone is None or one.alone.error > TIE or undivided:
+        if one.solo_curve is None or one.solo_curve.error > TIE or undivided:
             return 0
         points = merge_points(one.points)
         rates = [point.batch / point.seconds for point in points]
@@ -209,7 +209,9 @@ class SoloStage:
         batch = self._problem.global_batch or 0
         even = batch // len(self._in_split) // self._quantum * self._quantum
         return (
-            even if one in self._in_split and one.memory.ran < even <= one.trusted_alone_rows else 0
+            even
+            if one in self._in_split and one.memory.largest_ran < even <= one.trusted_alone_rows
+            else 0
         )
 
     @cached_property
@@ -263,15 +265,15 @@ class SoloStage:
         """
         ran = []
         for one in self._live:
-            most = min(one.memory.ran, one.trusted_alone_rows)
-            if one.alone and most:
-                ran.append(one.in_best_passes(one.alone, most))
+            most = min(one.memory.largest_ran, one.trusted_alone_rows)
+            if one.solo_curve and most:
+                ran.append(one.in_best_passes(one.solo_curve, most))
         known = self._predictions.fastest_of(ran)
         if known is None:
             return math.inf
         errors = []
         for position, share in wanted.shares:
-            curve = self._machine.devices[position].alone
+            curve = self._machine.devices[position].solo_curve
             if curve:
                 errors.append(share * curve.error)
         error = math.fsum(errors) / wanted.global_batch
@@ -281,11 +283,11 @@ class SoloStage:
         """True if the share is larger than all batches that ran, or if the device may be faster
         there than its curve.
         """
-        if one.alone is None or one.optimistic is None or not self._is_new(one, share):
+        if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False
-        if share > one.memory.ran:
+        if share > one.memory.largest_ran:
             return True
-        return one.optimistic.seconds(share) < (1 - TIE) * one.alone.seconds(share)
+        return one.optimistic.seconds(share) < (1 - TIE) * one.solo_curve.seconds(share)
 
     def _is_new(self, one: DeviceModel, batch: int) -> bool:
         """True if no batch near this one was measured on the device."""
@@ -336,16 +338,18 @@ class SoloStage:
         quantum = self._quantum
         first, second = self._first_two(one.requested_rows)
         second = self._likely_to_fit(one, first, second)
-        if not memory.ran and memory.failed is None:
+        if not memory.largest_ran and memory.smallest_failed is None:
             return first
-        if memory.failed is None or (memory.ran and second < memory.failed):
+        if memory.smallest_failed is None or (
+            memory.largest_ran and second < memory.smallest_failed
+        ):
             return second
-        if not memory.ran:
-            retreat = memory.failed // BLIND_GROWTH
-        elif memory.limit_bytes is not None and memory.ran > quantum:
-            retreat = memory.ran // 2  # half of it fits, and two sizes give a line
+        if not memory.largest_ran:
+            retreat = memory.smallest_failed // BLIND_GROWTH
+        elif memory.limit_bytes is not None and memory.largest_ran > quantum:
+            retreat = memory.largest_ran // 2  # half of it fits, and two sizes give a line
         else:
-            retreat = (memory.ran + memory.failed) // 2
+            retreat = (memory.largest_ran + memory.smallest_failed) // 2
         return max(quantum, retreat // quantum * quantum)
 
     def _likely_to_fit(self, one: DeviceModel, first: int, second: int) -> int:
@@ -390,11 +394,11 @@ def _step(one: DeviceModel, batch: int) -> float:
     If the device has a single point, the result is that point's time for any batch, because a probe
     whose steps turn out much longer ends after one step.
     """
-    if one.alone is None:
+    if one.solo_curve is None:
         return 0.0
     if len(one.evidence.alone) == 1:
         return one.evidence.alone[0].seconds
-    return one.alone.seconds(batch)
+    return one.solo_curve.seconds(batch)
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:

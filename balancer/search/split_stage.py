@@ -101,7 +101,7 @@ class SplitStage:
         that ran before.
         """
         least = self._budget.least_seconds(layout, seconds)
-        full = any(self._machine.devices[i].memory.failures for i in layout.active)
+        full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
         safe = self._machine.lay_out_safely(layout.shares) if full else None
         if safe is None or self._budget.affords(layout, Stage.RACE, seconds, reserved=least):
             return layout, seconds

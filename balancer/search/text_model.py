@@ -260,11 +260,11 @@ class TextModel(MachineModel):
         Returns 0 if no limit is known.
         """
         most = memory.predict_largest()
-        if most is None and memory.failed is None:
+        if most is None and memory.smallest_failed is None:
             return 0
         predicted = SAFE_SHARE * (most or 0)
-        below_failed = RETREAT * (memory.failed or math.inf)
-        return max(memory.ran, int(min(predicted, below_failed)))
+        below_failed = RETREAT * (memory.smallest_failed or math.inf)
+        return max(memory.largest_ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
         """Return a device's memory use by the padded tokens of its largest pass."""
@@ -297,7 +297,7 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ predictions
 
     @cached_property
-    def able(self) -> tuple[int, ...]:
+    def modelled(self) -> tuple[int, ...]:
         """The devices whose cost is known."""
         return tuple(i for i in self.live if self.alone[i] is not None)
 
@@ -346,7 +346,7 @@ class TextModel(MachineModel):
             largest = max(steps)
             longer = max(1.0, rows * layout.length / largest)
             return rows / steps[largest] / longer
-        if not set(self.able).issuperset(layout.active):
+        if not set(self.modelled).issuperset(layout.active):
             return 0.0
         return rows / max(self.seconds(layout.active, rows), LEAST_RATE)
 
@@ -357,7 +357,7 @@ class TextModel(MachineModel):
         It uses the devices of one host or of all, without the slowest ones if that is faster. None
         if there are fewer than two devices, or if they can't hold the longest row.
         """
-        able = sorted(self.able, key=lambda i: self.seconds((i,), self.batch))
+        able = sorted(self.modelled, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
         teams = [able, *([i for i in able if self.hosts[i] == host] for host in hosts)]
         found = [sorted(team[:most]) for team in teams for most in range(len(team), 1, -1)]
@@ -376,7 +376,7 @@ class TextModel(MachineModel):
         if problem.global_batch is not None:
             return problem.global_batch
         sizes = self._free_batches()
-        seconds = {batch: self.seconds(self.able, batch) for batch in sizes}
+        seconds = {batch: self.seconds(self.modelled, batch) for batch in sizes}
         longest = max(self.time.longest_step(), seconds[sizes[0]])
         rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
         least = max(rates.values()) * (1 - problem.tolerance)
@@ -387,7 +387,7 @@ class TextModel(MachineModel):
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
-        least = -(-SMALLEST_BATCH * len(self.able) // quantum) * quantum
+        least = -(-SMALLEST_BATCH * len(self.modelled) // quantum) * quantum
         doublings = range(LARGEST_BATCH.bit_length())
         return sorted({min(most, least << times) for times in doublings})
 

@@ -43,7 +43,7 @@ class TextStage:
         passes = {i: self._next_passes(i) for i in self._machine.live}
         probes = self._next_alone(passes)
         if not probes:
-            probes = self._next_alone({i: self._next_whole(i) for i in self._machine.able})
+            probes = self._next_alone({i: self._next_whole(i) for i in self._machine.modelled})
         if not probes and self._with_splits:
             probes = self._next_split()
         return probes

@@ -45,7 +45,7 @@ class TextPolicy:
         for seen in self.seen.timed(Stage.SOLO):
             if seen.probe.layout.costs:
                 ran[seen.probe.layout.active] = seen.probe.layout
-        holding = [i for i in self.machine.able if self.machine.can_hold((i,))]
+        holding = [i for i in self.machine.modelled if self.machine.can_hold((i,))]
         layouts = [ran.get((i,)) or self.machine.layout((i,), self.machine.batch) for i in holding]
         whole = [layout for layout in layouts if self.seen.first_failure(layout) is None]
         return sorted(whole, key=self.machine.predicted_rate, reverse=True)[:1]

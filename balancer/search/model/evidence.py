@@ -49,7 +49,9 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
 
     def out_of_use(self, quantum: int) -> bool:
         """True if the device failed for good, or ran out of memory at the smallest share."""
-        return bool(self.lost) or (self.memory.failed is not None and self.memory.failed <= quantum)
+        return bool(self.lost) or (
+            self.memory.smallest_failed is not None and self.memory.smallest_failed <= quantum
+        )
 
     @property
     def best_rate(self) -> float:

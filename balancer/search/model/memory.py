@@ -32,18 +32,18 @@ UNBOUNDED = 1 << 30  # samples
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's memory use.
 
-    `points` are (batch, bytes) in rising order of batch; `failed` is the smallest batch that ran
-    out of memory.
+    `points` are (batch, bytes) in rising order of batch; `largest_ran` is the
+    largest batch that ran, `smallest_failed` the smallest that ran out of memory.
     """
 
     limit_bytes: int | None
     points: tuple[tuple[int, int], ...] = ()
-    ran: int = 0
-    failed: int | None = None
-    failures: int = 0  # how often it ran out of memory
+    largest_ran: int = 0
+    smallest_failed: int | None = None
+    failure_count: int = 0  # how often it ran out of memory
 
     @cached_property
-    def apart(self) -> tuple[tuple[int, int], ...]:
+    def distinct_points(self) -> tuple[tuple[int, int], ...]:
         """The points at clearly distinct batches, chosen from the largest down.
 
         If there are no two distinct ones, the outermost two points.
@@ -62,9 +62,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
         The slope is never negative; None if there are fewer than two points.
         """
-        if len(self.apart) < 2:
+        if len(self.distinct_points) < 2:
             return None
-        (b0, m0), (b1, m1) = self.apart[-2:]
+        (b0, m0), (b1, m1) = self.distinct_points[-2:]
         slope = max(0.0, (m1 - m0) / (b1 - b0))
         return m1 - slope * b1, slope
 
@@ -95,9 +95,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
 
         Returns 0 if it doesn't.
         """
-        if len(self.apart) < 3:
+        if len(self.distinct_points) < 3:
             return 0.0
-        (b0, m0), (b1, m1), (b2, m2) = self.apart[-3:]
+        (b0, m0), (b1, m1), (b2, m2) = self.distinct_points[-3:]
         before, last = (m1 - m0) / (b1 - b0), (m2 - m1) / (b2 - b1)
         return last - before if last > before * (1 + LEVEL) else 0.0
 
@@ -107,7 +107,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         This is a safe estimate, since some of the memory is a fixed cost. Returns None unless
         exactly one batch was measured and none ran out of memory.
         """
-        if self.failed is not None or len(self.points) != 1 or self.limit_bytes is None:
+        if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
             return None
         rows, used = self.points[0]
         return int(rows * self.limit_bytes / used) if used else None
@@ -119,19 +119,21 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         With `optimistic`, return the largest batch that isn't ruled out, until two tries have run
         out of memory.
         """
-        narrow = max(quantum, SAME_BATCH * self.ran)
-        settled = self.failed is not None and self.failed - self.ran <= narrow
-        if settled or cap <= self.ran:
-            return min(self.ran, cap) // quantum * quantum
+        narrow = max(quantum, SAME_BATCH * self.largest_ran)
+        settled = (
+            self.smallest_failed is not None and self.smallest_failed - self.largest_ran <= narrow
+        )
+        if settled or cap <= self.largest_ran:
+            return min(self.largest_ran, cap) // quantum * quantum
         guess = self.predict_largest()
-        if guess is not None and (self.failed is None or guess < self.failed):
-            return max(self.ran, min(guess, cap)) // quantum * quantum
-        if self.failed is None:
-            wanted = self.ran * BLIND_GROWTH
-        elif optimistic and self.failures < 2:
-            wanted = self.failed - quantum
+        if guess is not None and (self.smallest_failed is None or guess < self.smallest_failed):
+            return max(self.largest_ran, min(guess, cap)) // quantum * quantum
+        if self.smallest_failed is None:
+            wanted = self.largest_ran * BLIND_GROWTH
+        elif optimistic and self.failure_count < 2:
+            wanted = self.smallest_failed - quantum
         else:
-            wanted = self._middle(self.failed)
+            wanted = self._middle(self.smallest_failed)
         return min(cap, max(quantum, wanted)) // quantum * quantum
 
     def largest_in_split(self, cap: int, quantum: int = 1, bold: bool = False) -> int:
@@ -142,26 +144,26 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         """
         unknown = self.limit_bytes is None or self.line is None
         if (unknown and not bold) or self._line_is_refuted:
-            return min(self.ran, cap) // quantum * quantum
+            return min(self.largest_ran, cap) // quantum * quantum
         return self.largest_to_try(cap, quantum)
 
     @property
     def _line_is_refuted(self) -> bool:
         """True if the device ran out of memory twice and the line doesn't predict that."""
-        if self.failures < 2:
+        if self.failure_count < 2:
             return False
         guess = self.predict_largest()
-        return guess is None or self.failed is None or guess >= self.failed
+        return guess is None or self.smallest_failed is None or guess >= self.smallest_failed
 
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
         """Return the largest batch up to `cap` that certainly fits.
 
         It is the largest that ran, or a little more if that took far less than the limit.
         """
-        safe = self.ran
+        safe = self.largest_ran
         guess = self.predict_largest()
-        if self.failed is None and guess is not None and self.ran:
-            safe = max(safe, min(int(guess * SAFE_SHARE), int(self.ran * SAFE_GROWTH)))
+        if self.smallest_failed is None and guess is not None and self.largest_ran:
+            safe = max(safe, min(int(guess * SAFE_SHARE), int(self.largest_ran * SAFE_GROWTH)))
         return min(safe, cap) // quantum * quantum
 
     def largest_within(self, limit_bytes: float) -> int:
@@ -179,9 +181,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, int(b1 + (limit_bytes - m1) / slope))
 
     def _middle(self, failed: int) -> int:
-        if self.limit_bytes is None and self.ran and failed > WIDE * self.ran:
-            return int((self.ran * failed) ** 0.5)
-        return self.ran + (failed - self.ran) // 4
+        if self.limit_bytes is None and self.largest_ran and failed > WIDE * self.largest_ran:
+            return int((self.largest_ran * failed) ** 0.5)
+        return self.largest_ran + (failed - self.largest_ran) // 4
 
 
 def read_memory(

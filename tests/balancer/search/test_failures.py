@@ -76,7 +76,7 @@ def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
             else:
                 search.tell(_seen(probe, (0,) if rows > 1 else ()))
     assert search.evaluation.model.live == (0, 1)
-    assert search.evaluation.model.devices[0].memory.failed is not None
+    assert search.evaluation.model.devices[0].memory.smallest_failed is not None
 
 
 def test_a_device_that_is_lost_at_the_second_try_is_left_out() -> None:

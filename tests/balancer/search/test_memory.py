@@ -13,7 +13,7 @@ from evener.balancer.search.model.memory import Memory
 
 def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
     """Two small batches tell the largest one."""
-    memory = Memory(1_000_000, ((8, 1000 + 8 * 300), (64, 1000 + 64 * 300)), ran=64)
+    memory = Memory(1_000_000, ((8, 1000 + 8 * 300), (64, 1000 + 64 * 300)), largest_ran=64)
     assert memory.largest_to_try(10**9) == pytest.approx((1_000_000 - 1000) / 300, rel=0.005)
     assert memory.largest_to_try(10**9) <= (1_000_000 - 1000) / 300
     assert memory.largest_to_try(500) == 500
@@ -65,7 +65,7 @@ def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
         (batch, 10_000 + 100 * batch + chance.randint(0, rounded))
         for batch in [8, *sorted(batches)]
     )
-    line = Memory(10**9, points, ran=max(batches)).line
+    line = Memory(10**9, points, largest_ran=max(batches)).line
     assert line is not None
     assert line[1] == pytest.approx(100, abs=rounded / (0.05 * max(batches)) + 1e-6)
     assert line[0] + line[1] * max(batches) == pytest.approx(dict(points)[max(batches)], abs=1)
@@ -78,7 +78,10 @@ def test_safe_is_what_ran_or_little_more() -> None:
     points = ((8, 1800), (64, 7400), (200, 21_000))
     assert Memory(1_000_000, points, 200).largest_safe(10**6) == 250
     assert Memory(22_000, points, 200).largest_safe(10**6) == 200
-    assert Memory(1_000_000, points, 200, failed=300, failures=1).largest_safe(10**6) == 200
+    assert (
+        Memory(1_000_000, points, 200, smallest_failed=300, failure_count=1).largest_safe(10**6)
+        == 200
+    )
 
 
 LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
@@ -89,17 +92,19 @@ LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
     [
         (Memory(31_000, LINE, 200), 300),  # less a margin for what allocators round
         # the line is refuted: a quarter of the way
-        (Memory(1_000_000, LINE, 200, failed=240, failures=1), 210),
-        (Memory(31_000, LINE, 200, failed=500, failures=1), 300),
-        (Memory(1_000_000, LINE, 200, failed=204, failures=1), 200),  # settled: 2 % apart
-        (Memory(1_000_000, LINE, 200, failed=208, failures=1), 202),
-        (Memory(1_000_000, LINE, 2, failed=3, failures=1), 2),  # one quantum apart
+        (Memory(1_000_000, LINE, 200, smallest_failed=240, failure_count=1), 210),
+        (Memory(31_000, LINE, 200, smallest_failed=500, failure_count=1), 300),
+        # settled: 2 % apart
+        (Memory(1_000_000, LINE, 200, smallest_failed=204, failure_count=1), 200),
+        (Memory(1_000_000, LINE, 200, smallest_failed=208, failure_count=1), 202),
+        (Memory(1_000_000, LINE, 2, smallest_failed=3, failure_count=1), 2),  # one quantum apart
         (Memory(None, (), 64), 512),  # unknown: it grows by a factor,
         # is cut at the geometric mean where that is far,
-        (Memory(None, (), 64, failed=512, failures=1), 181),
-        (Memory(None, (), 64, failed=200, failures=1), 98),  # and at a quarter where it is near
+        (Memory(None, (), 64, smallest_failed=512, failure_count=1), 181),
+        # and at a quarter where it is near
+        (Memory(None, (), 64, smallest_failed=200, failure_count=1), 98),
         (Memory(None, (), 0), 1),
-        (Memory(None, (), 0, failed=8, failures=1), 2),
+        (Memory(None, (), 0, smallest_failed=8, failure_count=1), 2),
         (Memory(20_000, LINE, 200), 200),  # what ran fits, whatever the line says
     ],
 )
@@ -113,8 +118,12 @@ def test_whole_quanta_and_the_cap_bound_what_is_tried() -> None:
     assert memory.largest_to_try(128, 64) == 128
     assert memory.largest_in_split(10**6, 64) == 256
     assert memory.largest_safe(10**6, 64) == 192
-    assert Memory(None, (), 128, failed=200, failures=1).largest_to_try(10**6, 64) == 128
-    assert Memory(None, (), 64, failed=300, failures=1).largest_to_try(10**6, 64) == 128
+    assert (
+        Memory(None, (), 128, smallest_failed=200, failure_count=1).largest_to_try(10**6, 64) == 128
+    )
+    assert (
+        Memory(None, (), 64, smallest_failed=300, failure_count=1).largest_to_try(10**6, 64) == 128
+    )
 
 
 def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
@@ -123,9 +132,15 @@ def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
     assert unknown.largest_in_split(10**6) == 64
     assert unknown.largest_in_split(60, 8) == 56
     assert unknown.largest_in_split(10**6, bold=True) == 512
-    assert Memory(31_000, LINE, 200, failed=400, failures=2).largest_in_split(10**6) > 290
     assert (
-        Memory(31_000, LINE, 200, failed=250, failures=3).largest_in_split(10**6, bold=True) == 200
+        Memory(31_000, LINE, 200, smallest_failed=400, failure_count=2).largest_in_split(10**6)
+        > 290
+    )
+    assert (
+        Memory(31_000, LINE, 200, smallest_failed=250, failure_count=3).largest_in_split(
+            10**6, bold=True
+        )
+        == 200
     )
 
 

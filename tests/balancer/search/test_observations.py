@@ -267,7 +267,7 @@ def test_a_device_is_read_from_exploration_alone() -> None:
     assert found.memory.points == ((8, 80), (64, 640), (99, 990)), (
         "a split holds more; beyond what ran alone it tells"
     )
-    assert found.memory.ran == 99
+    assert found.memory.largest_ran == 99
     other = read_device(store(timed(probe(SPLIT, Stage.SPLIT))), 1)
     assert other.memory.points == ((40, 400),), (
         "with fewer than two solo points, splits tell the line"
@@ -285,16 +285,20 @@ def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
         ),
         0,
     )
-    assert (found.memory.ran, found.memory.failed, found.memory.failures) == (8, 64, 2)
+    assert (found.memory.largest_ran, found.memory.smallest_failed, found.memory.failure_count) == (
+        8,
+        64,
+        2,
+    )
 
 
 def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
     """50 of at most 64 is nearer than 50 of 500; of equals the first."""
     seen = [timed(alone(64)), timed(alone(500, 1))]
     found = store(*seen, full(probe(Layout("split", (50, 50)), Stage.SPLIT)))
-    assert tuple(read_device(found, i).memory.failed for i in (0, 1)) == (50, None)
+    assert tuple(read_device(found, i).memory.smallest_failed for i in (0, 1)) == (50, None)
     named = store(*seen, full(probe(Layout("split", (50, 50)), Stage.SPLIT), 1))
-    assert tuple(read_device(named, i).memory.failed for i in (0, 1)) == (None, 50)
+    assert tuple(read_device(named, i).memory.smallest_failed for i in (0, 1)) == (None, 50)
 
 
 def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
@@ -305,7 +309,7 @@ def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
     assert read_device(store(*[failed(at, 0)] * 2), 0).lost == "it ended"
     assert read_device(store(failed(at, 0)), 0).lost == ""
     above = read_device(store(timed(at), *[failed(alone(64, 0, 1), 0)] * 2), 0)
-    assert (above.lost, above.memory.failed) == ("", 64)
+    assert (above.lost, above.memory.smallest_failed) == ("", 64)
     below = read_device(store(timed(alone(64)), *[failed(alone(8, 0, 1), 0)] * 2), 0)
     assert below.lost == "it ended"
     mates = read_device(store(timed(at), *[failed(probe(SPLIT, Stage.SPLIT), 0)] * 2), 0)

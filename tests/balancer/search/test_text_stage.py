@@ -149,7 +149,7 @@ def test_what_ran_fits_below_the_smallest_pass_that_ran_out_of_memory() -> None:
         (seen,) = machine.measure([probe])
         stored.add(seen if fits else OutOfMemory(probe, (0,), "full", 1.0))
     memory = model(problem, stored).memory(0)
-    assert (memory.ran, memory.failed, memory.failures) == (200, 1000, 2)
+    assert (memory.largest_ran, memory.smallest_failed, memory.failure_count) == (200, 1000, 2)
 
 
 def test_a_split_that_fails_is_not_tried_for_ever() -> None:
