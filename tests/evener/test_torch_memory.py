@@ -106,10 +106,10 @@ def test_unused_memory_is_returned_before_one_step_of_an_optimizer(gpu: FakeGpu)
     release = OPTIMIZER_CHECK.hooks.hold(holder)
     weight = torch.nn.Parameter(torch.ones(2))
     optimizer = torch.optim.SGD([weight], lr=0.5)
-    # a second hook, so that PyTorch goes on through its hooks after evener's
+    free_before_update(torch.device("cuda", 0))
+    # a later hook, so that PyTorch goes on through its table of hooks after evener's
     other = register_optimizer_step_pre_hook(lambda *_: None)
     try:
-        free_before_update(torch.device("cuda", 0))
         for _ in range(3):
             weight.grad = torch.ones(2)
             optimizer.step()
