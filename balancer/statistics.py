@@ -63,8 +63,11 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Return the half-width from relative differences of two steps; `fitted` of their degrees of
-    freedom are already used.
+    """Return the relative half-width of a single step's interval, from relative differences between
+    two steps.
+
+    `fitted` of the differences' degrees of freedom are already used up, by parameters fitted to
+    them.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)

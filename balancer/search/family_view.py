@@ -44,7 +44,7 @@ class FamilyView:
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits; empty while splits were requested but none was explored yet."""
+        """The even splits. Empty if splits were requested and none was explored yet."""
         if self.options.with_splits and not self._policy.machine.splits:
             return []
         return self._policy.even_splits(self.splits, self.options.scaling)

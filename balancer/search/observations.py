@@ -221,7 +221,7 @@ class Observations:
         return [one for one in timed if self._still_fits(one.probe.layout, full)]
 
     def _still_fits(self, layout: Layout, full: Sequence[Layout]) -> bool:
-        """True if nothing contradicts that the layout fits.
+        """True unless a later observation shows that the layout doesn't fit any more.
 
         `full` are the layouts that ran out of memory.
         """

@@ -245,7 +245,9 @@ class SoloStage:
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The devices with their optimistic curves, in the passes that are best by those curves."""
+        """The devices with their optimistic curves; with several passes, if these are faster by
+        that curve.
+        """
         return {
             one.position: one.in_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
