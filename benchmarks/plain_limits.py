@@ -101,7 +101,7 @@ LONGEST_SECONDS = 120
 
 def run(name: str, devices: str, folder: Path) -> str:
     """Train one program; return what was named as its limits, or why it has none."""
-    script = folder / f"{name}.py"
+    script = folder / f"plain_{name}.py"  # no package's name
     script.write_text(HEAD + PROGRAMS[name])
     command = [sys.executable, "-m", "evener", "run", "-d", devices, "--json", "--"]
     try:

@@ -59,19 +59,27 @@ class Instruments:
         self._plain = [
             (owner, name, getattr(owner, name)) for owner, names in CALLS.items() for name in names
         ]
-        self._hooks: list[Any] = []  # of optimizers, while the instruments are off
+        self._is_on = True
+        self._off_at = 0.0
 
     def switch(self, on: bool, timer: StepTimer) -> None:
         """Switch all instruments on or off, between two steps."""
+        if on == self._is_on:
+            return
+        self._is_on = on
         hooks = own_work._OPTIMIZER_HOOKS
+        now = time.perf_counter()
         if not on:
             timer.pause()
+            self._off_at = now
             for each in hooks._handles:
                 each.remove()
-        else:
-            hooks._handles = list(hooks._register())
         for owner, name, plain in self._plain:
             setattr(owner, name, plain if on else _do_nothing)
+        if on:
+            hooks._handles = list(hooks._register())
+            if timer._choice is not None:  # as if no time had passed
+                timer._choice._block_at += now - self._off_at
 
 
 def _do_nothing(*_: Any, **__: Any) -> None:
@@ -225,6 +233,8 @@ def main() -> None:
     parser.add_argument("--device", default="cpu")
     parser.add_argument("--milliseconds", type=float, default=1e3 * STEP_SECONDS)
     given = parser.parse_args()
+    if given.device == "cpu":
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         os.environ["EVENER_LIVE_DIR"] = folder

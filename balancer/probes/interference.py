@@ -128,6 +128,8 @@ class InterferenceMonitor:
             mine = sum(part for pid, part in busy.items() if pid in own)
             total = mine + sum(others.values())
             scale = 1 / max(1.0, total)
+            if not mine:
+                continue  # a sample of before they began
             names = sorted({name_process(pid) for pid in others})
             found[position] = Neighbours(
                 scale * sum(others.values()), scale * mine, ", ".join(names)

@@ -94,6 +94,7 @@ class PlannedTraining:
         self.rebalancing: Rebalancing | None = None
         if rebalance and self.world > 1:
             self.rebalancing = Rebalancing(self)
+            self.timer.time_all()
             self.reporter.pending = self.rebalancing.describe_pending
         explain_at_exit(weakref.WeakMethod(self.passes.recovery.advise))
         if self.world > 1:

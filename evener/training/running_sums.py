@@ -32,13 +32,17 @@ class RunningSums:
         """The sums over all steps."""
         return StepSums(int(self._now[0]), *self._now[1:])
 
-    def add(self, step: Sequence[float], seconds: float) -> None:
-        """Add a step, or time that belongs to the next step; `step` has the order of StepSums."""
+    def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
+        """Add a step, or time that belongs to the next step; `step` has the order of StepSums.
+
+        It may stand for several steps; `own_s` are the seconds of the one that was timed, by
+        default `seconds`.
+        """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
-        self._step_s += seconds
+        self._step_s += seconds if own_s is None else own_s
         if step[0]:
-            self._last_s.append(self._step_s / step[0])
+            self._last_s.append(self._step_s if own_s is not None else self._step_s / step[0])
             self._step_s = 0.0
         if step[0] and self._bin_s >= BIN_SECONDS:
             self._bin_s = 0.0

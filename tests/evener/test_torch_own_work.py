@@ -4,14 +4,17 @@ from __future__ import annotations
 
 import math
 import time
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Iterator
+from itertools import count
 from pathlib import Path
 from typing import Any, ClassVar
 
 import msgspec
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.live.files import Details
@@ -24,6 +27,7 @@ from evener.torch.ranks.own_work import (
     StepTimer,
     TimedStep,
 )
+from evener.torch.ranks.timed_batches import ON_GPU, TimedBatches
 from evener.training.step_limits import judge_training
 from evener.training.step_sums import StepSums
 from evener.tui.view.ranks import find_causes, place_ranks
@@ -336,8 +340,78 @@ def test_events_are_recorded_again_once_they_were_read(
         assert {each.own_work_s for each in timer.last()} == {0.001}
     assert len(timer.last()) == 20
     whole = timer.sums.whole
-    assert whole.update_s == pytest.approx(0.001 * whole.steps)
+    assert whole.update_s == pytest.approx(0.001 * (2 - alone) * whole.steps)
     assert len(made) <= 8, "those of one step, and of the next"
+
+
+def test_on_a_gpu_few_of_many_short_steps_are_timed_and_stand_for_the_others(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Three batches for each update, a millisecond of own work each by events; one in 24 writes a
+    checkpoint.
+    """
+    made: list[FakeEvent] = []
+
+    def make(enable_timing: bool) -> FakeEvent:
+        made.append(FakeEvent(enable_timing))
+        return made[-1]
+
+    recorded = count()
+
+    def record(event: FakeEvent) -> None:
+        event.at = float(next(recorded))
+
+    monkeypatch.setattr(FakeEvent, "past", math.inf)
+    monkeypatch.setattr(FakeEvent, "record", record)
+    timer = StepTimer(GpuClock(make), alone=True)
+    batches, accumulated, files_s = 600, 3, 0.0
+    for batch in range(batches):
+        timer.begin(SIZES)
+        if batch % accumulated == 2:
+            timer.note_update()
+            timer.note_updated()
+        if batch % 24 == 23:
+            began = time.perf_counter()
+            (tmp_path / "checkpoint").write_bytes(b"x" * (1 << 20))
+            time.sleep(0.005)
+            files_s += time.perf_counter() - began
+        timer.finish()
+    whole = sums_of(timer)
+    assert next(recorded) < 0.5 * 5 * batches
+    assert whole.steps == pytest.approx(batches / accumulated, abs=15)
+    assert whole.own_work_s == pytest.approx(1e-3 * batches, rel=0.2), "the event of each batch"
+    assert whole.update_s == pytest.approx(1e-3 * batches / accumulated, rel=0.3)
+    assert whole.files_s == pytest.approx(files_s, rel=0.3)
+    every = StepTimer(GpuClock(make), alone=True)
+    every.time_all()
+    first = next(recorded)
+    for _ in range(100):
+        every.begin(SIZES)
+        every.note_update()
+        every.note_updated()
+        every.finish()
+    assert next(recorded) - first > 4 * 100
+
+
+@given(st.integers(-1, 7), st.integers(1, 12))
+def test_each_place_in_a_cycle_of_batches_is_timed_as_often(power: int, cycle: int) -> None:
+    """As of two batches for each update, or of twelve."""
+    batch_s = 0.7 * ON_GPU.seconds / 2**power
+    now = 0.0
+    chosen = TimedBatches(ON_GPU, lambda: now)
+    timed = []
+    for number in range(1, 6000):
+        now += batch_s
+        if chosen.is_timed(number) and number > 100:
+            timed.append(number)
+    stride = chosen.stride
+    assert stride == min(2 ** (power + 1), ON_GPU.most_stride)
+    groups = [number // stride for number in timed]
+    assert len(set(groups)) == len(groups), "one of each group"
+    assert len(timed) == pytest.approx(5900 / stride, abs=3)
+    places = Counter(number % cycle for number in timed)
+    expected = len(timed) / cycle
+    assert all(abs(places[each] - expected) <= 0.5 * expected + 3 for each in range(cycle))
 
 
 def paired(first: Any, second: Any) -> Iterator[tuple[Training, Training, float]]:
@@ -456,7 +530,7 @@ def test_all_of_the_time_between_two_batches_is_in_the_sums() -> None:
     """Also that between two loops, and that of a batch whose gradients are kept for the next."""
     step = sums("b3g2e4u5d1f6b3g2e4u5d1f6")
     assert (step.steps, step.input_s, step.own_work_s, step.meeting_s) == (2, 1 + 6, 6, 4)
-    assert (step.update_s, step.between_s) == (10, 10)
+    assert (step.update_s, step.between_s) == (8 + 10, 2), "clipping belongs to the update"
     assert sums("b3g2eud1fp9b3g2eud1f").between_s == 1 + 9 + 1
     kept = sums("b7f1b2g1eu1f")
     assert (kept.steps, kept.own_work_s, kept.input_s) == (1, 9, 2)

@@ -50,19 +50,19 @@ from ..private import default_store
 from ..sums.collectives import own_collectives
 from ..sums.noise import RankNoise
 from .ranks import RankShares
+from .timed_batches import ON_CPU, ON_GPU, TimedBatches
 
 KEPT_STEPS = 25  # steps that medians are taken over
 KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
 TIMED_AT_ONCE = 16  # steps; timing one at a time would find a cold CPU cache
 WARM_STEPS = 3  # warm-up steps that no sum counts: kernels are chosen, memory is allocated
 # Batches from one whose CPU times are measured to the next, as each measurement takes microseconds.
-# Their sum is a prime, so that every place in a cycle of batches, such as those of one update, is
+# The sum is a prime, so that every place in a cycle of batches, such as those of one update, is
 # measured equally often. A window of rebalancing has at least one such batch.
 STRIDES = (3, 5, 4, 2, 5, 4)
-STRIDE = sum(STRIDES) / len(STRIDES)
 LEAST_FILE_SECONDS = 1e-3  # between two steps, for them to count as time for files
 LEAST_FILE_BYTES = 64 << 10  # written between two steps, for the same
-Phase = Literal[Doing, "validation", "files"]
+Phase = Literal[Doing, "validation", "files", "before the update"]
 OWN: Doing = "own work"
 SUM: Doing = "sum"
 UPDATE: Doing = "update"
@@ -70,6 +70,11 @@ BETWEEN: Doing = "between steps"
 INPUT: Doing = "input"
 VALIDATION: Final = "validation"
 FILES: Final = "files"
+PREPARATION: Final = "before the update"  # from the sum of gradients on, such as clipping
+_SHOWN: dict[Phase, Doing] = {OWN: OWN, SUM: SUM, UPDATE: UPDATE}  # others: BETWEEN
+_STEPS, _FILES, _VALIDATION = map(
+    StepSums.__struct_fields__.index, ("steps", "files_s", "validation_s")
+)
 PARTS_END = (
     StepSums.__struct_fields__.index("between_s") + 1
 )  # the end of the fields that don't overlap
@@ -153,7 +158,8 @@ class _CpuTimes:
     Times are NaN until they are known.
     """
 
-    def __init__(self, clock: Any, idle_s: float) -> None:
+    def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
+        self.stands_for = stands_for  # batches that were timed since the last such measurement
         self._clock = clock
         self._thread = get_ident()  # in which own work began
         self._all_began_s = clock.computed_by_all()
@@ -183,6 +189,19 @@ class _Marked(NamedTuple):
     disturbed: bool
     behind: float
     cpu: _CpuTimes | None  # None: not measured in this step
+    untimed: _Untimed  # the batches since the last one that was timed
+
+
+class _Untimed(NamedTuple):
+    """Batches whose parts weren't timed; seconds are the host's."""
+
+    batches: int = 0
+    steps: int = 0  # of these, with gradients
+    files_s: float = 0.0
+    validation_s: float = 0.0
+
+
+_NOTHING = _Untimed()
 
 
 class _Spent(NamedTuple):
@@ -199,7 +218,8 @@ class StepTimer:
     """Times the steps of one rank's training; `alone` is True if there is only one rank.
 
     A step without gradients, such as the first of two accumulated batches, isn't counted as a step,
-    but its time is in the sums.
+    but its time is in the sums. If steps are short, only some batches are timed, and stand for the
+    others in the sums; files and validation are timed in all batches, by the host.
     """
 
     def __init__(self, clock: Any, alone: bool) -> None:
@@ -207,6 +227,11 @@ class StepTimer:
         self._clock = clock  # a HostClock or a GpuClock
         self._alone = alone
         self._on_host = isinstance(clock, HostClock)
+        self._choice: TimedBatches | None = None  # None: every batch is timed
+        if isinstance(clock, HostClock | GpuClock):
+            self._choice = TimedBatches(ON_CPU if self._on_host else ON_GPU)
+        self._timed = self._next_timed = True  # the newest batch, and the next one
+        self._untimed = _NOTHING  # since the last timed batch
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
         self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: (
@@ -217,12 +242,14 @@ class StepTimer:
         self._apart: list[tuple[Phase, Any]] = []  # marks since the end of the last loop
         self._before: Sequence[tuple[Phase, Any]] = ()  # the same, for the batch that began a loop
         self._validates = False  # validated since the last update, or the end of the last loop
+        self._wrote = False  # files, in the newest batch
         self._batches = 0  # batches begun so far
         self._computed = self._applied = False  # the batch's gradients
         self._disturbed = False  # the step
         self._behind = math.nan
         self._strides = cycle(STRIDES)
         self._measured_at = 1  # the number of the next batch whose CPU times are measured
+        self._since_measured = 0  # batches that were timed since then
         self._cpu: _CpuTimes | None = None  # of the newest batch
         self._idle_s = math.nan  # this thread's idle time when the loop requested that batch
         self._writes: ThreadWrites | None = None  # the loop's thread, once its writes may take long
@@ -246,13 +273,25 @@ class StepTimer:
             self._before, self._apart = self._apart, []
         self._batches += 1
         self._cpu = None
-        if self._batches == self._measured_at:
-            self._measured_at += next(self._strides)
-            self._cpu = _CpuTimes(self._clock, self._idle_s)
-        self._marks = [(OWN, self._clock.mark())]
+        self._timed = self._next_timed
+        self._since_measured += self._timed
+        if self._batches >= self._measured_at and self._timed:
+            self._measured_at = self._batches + next(self._strides)
+            self._cpu = _CpuTimes(self._clock, self._idle_s, self._since_measured)
+            self._since_measured = 0
+        self._marks = [(OWN, self._mark())]
         self._computed = self._applied = self._validates = self._disturbed = False
+        self._wrote = False
         self._behind = math.nan
         self.begun(sizes, self._updates)
+
+    def time_all(self) -> None:
+        """Time every batch from now on, as its times decide on shares."""
+        self._choice = None
+
+    def _mark(self) -> Any:
+        """Return a mark of now: of the batch's clock, or the host's seconds if it isn't timed."""
+        return self._clock.mark() if self._timed else time.perf_counter()
 
     def disturb(self) -> None:
         """Mark the current step as unusual: evener checks a loss in it, or memory has run out."""
@@ -262,7 +301,7 @@ class StepTimer:
         """Begin the phase `doing` if the current phase is one of `after`."""
         if self._marks and self._marks[-1][0] in after:
             self._note_files(self._marks)
-            self._marks.append((doing, self._clock.mark()))
+            self._marks.append((doing, self._mark()))
             if doing == BETWEEN:
                 self._begin_between()
 
@@ -282,6 +321,7 @@ class StepTimer:
             return
         if self._count_written() >= LEAST_FILE_BYTES:
             marks[-1] = (FILES, marks[-1][1])
+            self._wrote = True
 
     def _count_written(self) -> int:
         """Return the bytes that this thread has written since the last call; 0 at the first one."""
@@ -311,7 +351,7 @@ class StepTimer:
 
         If the GPU hasn't computed the last gradient by now, it is behind its host.
         """
-        if self._on_host or not math.isnan(self._clock.computed()):
+        if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
         if self._marks and self._marks[-1][0] == SUM:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
@@ -333,7 +373,11 @@ class StepTimer:
                 marks.append((UPDATE, marks[-1][1]))
         self._applied = True
         self._updates += 1
-        self._enter(UPDATE, SUM, BETWEEN)
+        if _is_after_sum(marks):
+            self._note_files(marks)
+            if marks[-1][0] == BETWEEN:
+                marks[-1] = (PREPARATION, marks[-1][1])
+        self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
         """Note that an optimizer's step has ended."""
@@ -345,10 +389,12 @@ class StepTimer:
         if not marks or marks[-1][0] not in (BETWEEN, VALIDATION):
             return
         if self._validates and marks[-1][0] == BETWEEN:
-            self._clock.reuse([marks.pop()[1]])  # the validation goes on
+            _, mark = marks.pop()  # the validation goes on
+            if self._timed:
+                self._clock.reuse([mark])
         phase = BETWEEN if marks[-1][0] == VALIDATION else VALIDATION
         self._note_files(marks)
-        marks.append((phase, self._clock.mark()))
+        marks.append((phase, self._mark()))
         self._validates = True
         if phase == BETWEEN:
             self._begin_between()
@@ -374,7 +420,7 @@ class StepTimer:
         """
         if not self._marks or self._marks[-1][0] != OWN:
             return False
-        self._marks.append((SUM, self._clock.mark()))
+        self._marks.append((SUM, self._mark()))
         return True
 
     def end_wait(self) -> None:
@@ -386,9 +432,7 @@ class StepTimer:
         if not self._marks:
             return self._batches, BETWEEN if self._asked is None else INPUT
         doing = self._marks[-1][0]
-        if doing == VALIDATION:
-            return self._batches, BETWEEN
-        return self._batches, BETWEEN if doing == FILES else doing
+        return self._batches, _SHOWN.get(doing, BETWEEN)
 
     def finish(self) -> bool:
         """End a step as the loop asks for its next batch.
@@ -397,36 +441,59 @@ class StepTimer:
         """
         if not self._marks and self._asked is not None:
             return False  # the loop has asked already
-        done = self._clock.mark()
+        self._next_timed = self._choice is None or self._choice.is_timed(self._batches + 1)
+        is_marked = self._timed or self._next_timed
+        done = self._clock.mark() if is_marked else time.perf_counter()
         computed, counts = self._computed, self._computed or self._applied
         if self._marks:
             self._note_files(self._marks)
-            step = _Marked(
-                self.sizes,
-                self._asked,
-                self._before,
-                self._marks,
-                done,
-                self._batches,
-                counts,
-                self._disturbed,
-                self._behind,
-                self._cpu,
-            )
-            self._marked.append(step)
-            if len(self._marked) >= TIMED_AT_ONCE:
-                self._time_past()
-                if self._writes is not None:
-                    self._count_written()
+            if self._timed:
+                self._finish_timed(done, counts)
+            else:
+                self._finish_untimed(counts)
         self._forget()
         self._asked = done
-        if self._batches + 1 == self._measured_at:
+        if self._next_timed and self._batches + 1 >= self._measured_at:
             self._idle_s = _idle_seconds()
         return computed
+
+    def _finish_timed(self, done: Any, counts: bool) -> None:
+        """Keep the marks of a batch; `counts` is False if it has no gradients."""
+        step = _Marked(
+            self.sizes,
+            self._asked,
+            self._before,
+            self._marks,
+            done,
+            self._batches,
+            counts,
+            self._disturbed,
+            self._behind,
+            self._cpu,
+            self._untimed,
+        )
+        self._untimed = _NOTHING
+        self._marked.append(step)
+        if len(self._marked) >= TIMED_AT_ONCE:
+            self._time_past()
+            if self._writes is not None:
+                self._count_written()
+
+    def _finish_untimed(self, counts: bool) -> None:
+        """Count a batch that wasn't timed, with its files and validation."""
+        batches, steps, files_s, validation_s = self._untimed
+        if self._wrote or self._validates:
+            spans, _ = _add_spans(_subtract, self._marks, time.perf_counter())
+            files_s += spans.get(FILES, 0.0)
+            validation_s += spans.get(VALIDATION, 0.0)
+        self._untimed = _Untimed(batches + 1, steps + counts, files_s, validation_s)
 
     def pause(self) -> None:
         """End a loop; the time until the next batch belongs to no step, but is in the sums."""
         left = self._asked
+        if left is not None and not self._next_timed:
+            left = self._clock.mark()
+        self._timed = self._next_timed = True
         self._forget()
         if left is not None:
             self._apart = [(BETWEEN, left)]
@@ -453,10 +520,23 @@ class StepTimer:
             if marked.counts:
                 self._steps.append((marked, spent))
             if self._counted >= WARM_STEPS and not marked.disturbed:
-                self.sums.add(spent.sums, sum(spent.sums[1:PARTS_END]))
-            self._counted += marked.counts
+                self._add_to_sums(marked, spent)
+            self._counted += marked.counts + marked.untimed.steps
             if not self._on_host:
                 self._clock.reuse(_list_marks(marked))
+
+    def _add_to_sums(self, marked: _Marked, spent: _Spent) -> None:
+        """Add a timed batch, which stands for those since the last one in all but rare parts."""
+        untimed = marked.untimed
+        seconds = sum(spent.sums[1:PARTS_END])
+        if not untimed.batches:
+            self.sums.add(spent.sums, seconds, seconds)
+            return
+        weighted = [(1 + untimed.batches) * each for each in spent.sums]
+        weighted[_STEPS] = spent.sums[_STEPS] + untimed.steps
+        weighted[_FILES] = spent.sums[_FILES] + untimed.files_s
+        weighted[_VALIDATION] = spent.sums[_VALIDATION] + untimed.validation_s
+        self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
         """Return the last steps, oldest first, each divided into its parts."""
@@ -490,7 +570,7 @@ class StepTimer:
     def _time(self, marked: _Marked) -> _Spent:
         """Return the seconds of a step that the device has computed."""
         asked, marks = marked.asked, marked.marks
-        spans, last_s = self._add_spans(marks, marked.done)
+        spans, last_s = _add_spans(self._clock.seconds, marks, marked.done)
         if asked is None:
             sums = self._sum_up(marked, spans, 0.0)
             return _Spent(spans, last_s, math.nan, math.nan, sums)
@@ -506,7 +586,8 @@ class StepTimer:
             if not any(phase == last for phase, _ in marked.marks[:-1]):
                 del spans[last]
         own_s, waiting_s = spans.get(OWN, math.nan), spans.get(SUM, math.nan)
-        between = [spans[each] for each in (BETWEEN, FILES, VALIDATION) if each in spans]
+        rest = (PREPARATION, BETWEEN, FILES, VALIDATION)
+        between = [spans[each] for each in rest if each in spans]
         cpu = marked.cpu
         return TimedStep(
             marked.sizes,
@@ -523,22 +604,6 @@ class StepTimer:
             spent.sums,
         )
 
-    def _add_spans(
-        self, marks: Sequence[tuple[Phase, Any]], end: Any
-    ) -> tuple[dict[Phase, float], float]:
-        """Return the seconds of each phase from the first mark to `end`.
-
-        Also returns the seconds after the last mark.
-        """
-        seconds, took_s = self._clock.seconds, 0.0
-        spans: dict[Phase, float] = {}
-        phase, start = marks[0]
-        for following, stop in (*marks[1:], (phase, end)):
-            took_s = max(0.0, seconds(start, stop))  # streams of a GPU may overlap
-            spans[phase] = spans.get(phase, 0.0) + took_s
-            phase, start = following, stop
-        return spans, took_s
-
     def _sum_up(
         self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
@@ -550,22 +615,23 @@ class StepTimer:
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
         between_s, idle_own_s, idle_input_s = spans.get(BETWEEN, 0.0), 0.0, 0.0
         if marked.apart:
-            apart, _ = self._add_spans(marked.apart, marked.marks[0][1])
+            apart, _ = _add_spans(self._clock.seconds, marked.apart, marked.marks[0][1])
             files_s += apart.get(FILES, 0.0)
             validation_s += apart.get(VALIDATION, 0.0)
             between_s += apart.get(BETWEEN, 0.0)
         if not (self.has_own_work or self._alone):
             own_s, meeting_s, undivided_s = 0.0, 0.0, own_s + meeting_s
         if marked.cpu is not None:
-            idle_own_s = STRIDE * _positive(own_s - marked.cpu.all_own_s)
-            idle_input_s = STRIDE * _positive(_least(input_s, marked.cpu.idle_input_s))
+            stands_for = marked.cpu.stands_for
+            idle_own_s = stands_for * _positive(own_s - marked.cpu.all_own_s)
+            idle_input_s = stands_for * _positive(_least(input_s, marked.cpu.idle_input_s))
         return (
             float(marked.counts),
             input_s,
             own_s,
             meeting_s,
             undivided_s,
-            spans.get(UPDATE, 0.0),
+            spans.get(UPDATE, 0.0) + spans.get(PREPARATION, 0.0),
             files_s,
             validation_s,
             between_s,
@@ -591,6 +657,27 @@ def _least(one: float, other: float) -> float:
 def _positive(seconds: float) -> float:
     """Return the seconds, and 0 for a negative or an unknown time."""
     return seconds if seconds > 0 else 0.0
+
+
+def _add_spans(
+    seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
+) -> tuple[dict[Phase, float], float]:
+    """Return the seconds of each phase from the first mark to `end`.
+
+    Also returns the seconds after the last mark. `seconds` returns those between two marks.
+    """
+    took_s = 0.0
+    spans: dict[Phase, float] = {}
+    phase, start = marks[0]
+    for following, stop in (*marks[1:], (phase, end)):
+        took_s = max(0.0, seconds(start, stop))  # streams of a GPU may overlap
+        spans[phase] = spans.get(phase, 0.0) + took_s
+        phase, start = following, stop
+    return spans, took_s
+
+
+def _subtract(start: float, end: float) -> float:
+    return end - start
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
