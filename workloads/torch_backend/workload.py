@@ -233,6 +233,8 @@ class TorchWorkload(Workload, StepListener):
             self._scaled_loss(*batch).backward()
         else:
             passes = self._step_in_passes(batch, [self._model.exchange] if survives else [])
+        if not optimizer.state and _on_gpu(self.device):
+            torch.cuda.empty_cache()  # as a training does before the optimizer makes its state
         self._phases.enter("update")
         self._updates = True
         self._scaler.step(optimizer)
