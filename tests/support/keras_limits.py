@@ -89,6 +89,6 @@ def train(_rank: int, part: str) -> dict[str, Any]:
         words["callbacks"].append(SlowBetween())
     if part == "validation":
         words["callbacks"].append(SlowValidation())
-        words |= {"validation_data": data, "epochs": 4}
+        words |= {"validation_data": data, "epochs": 4, "steps_per_epoch": STEPS // 4}
     split.build(build).fit(data, verbose=0, **words)
     return judged.found

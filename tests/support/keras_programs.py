@@ -139,11 +139,13 @@ class Program:
         return {"verdict": "crash", "said": f"{error!r}"[-1500:]}
 
 
-def run_towers(rank: int, engines: dict[str, list[str]], tail: str) -> dict[str, Any]:
+def run_towers(
+    rank: int, engines: dict[str, list[str]], tail: str, unaudited: Mapping[str, Sequence[str]]
+) -> dict[str, Any]:
     """What became of programs in one process, and `beside` what the check does beside its
     verdict.
     """
-    return {**run_all(rank, engines, tail, ()), "beside": check_beside()}
+    return {**run_all(rank, engines, tail, (), unaudited), "beside": check_beside()}
 
 
 def check_beside() -> dict[str, Any]:

@@ -5,9 +5,11 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import pytest
+from textual.css.stylesheet import Stylesheet
 
 from evener.balancer.events import Event, Finished, Observed, ProbeProgress, ProbeStarted, Started
 from evener.balancer.types import (
@@ -264,6 +266,25 @@ def make_events() -> list[Event]:
         _observed(_timed(layout_of((710, 710)), 1801.0, "race"), 6, 24.0, best, 1),
         Finished(make_plan(), (best,), "Split 820 and 568: 18 % faster than even.", False, 47.0),
     ]
+
+
+@pytest.fixture(autouse=True, scope="session")
+def shared_styles() -> Iterator[None]:
+    """Each style sheet is parsed once in this process, not once in each app: a sixth of an app's
+    start.
+    """
+    parsed: dict[Any, Any] = {}
+    parse = Stylesheet._parse_rules
+
+    def parse_once(sheet: Stylesheet, *given: Any, **named: Any) -> Any:
+        variables = frozenset(sheet._variables.items())
+        key = (variables, given, frozenset(named.items()))
+        if key not in parsed:
+            parsed[key] = parse(sheet, *given, **named)
+        return parsed[key]
+
+    with patch.object(Stylesheet, "_parse_rules", parse_once):
+        yield
 
 
 @pytest.fixture
