@@ -22,7 +22,6 @@ until the GPU has computed everything; its ranks then talk over NCCL.
 from __future__ import annotations
 
 import argparse
-import ctypes
 import json
 import os
 import random
@@ -191,25 +190,10 @@ def count_calls(way: Way, count: int) -> float:
     return seen / count
 
 
-def run_collected(way: Way, count: int) -> float:
-    """Train some steps within libc's `lfind`, where callgrind counts instructions."""
-    compare = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_void_p, ctypes.c_void_p)
-    one, value = ctypes.c_size_t(1), ctypes.c_int(0)
-
-    def train(*_: Any) -> int:
-        way.steps(count)
-        return 0
-
-    pointer = ctypes.byref(value)
-    ctypes.CDLL(None).lfind(pointer, pointer, ctypes.byref(one), 4, compare(train))
-    return 0.0
-
-
 COMMANDS: dict[str, Callable[[Way, int], float]] = {
     "turn": take_turn,
     "instructions": count_instructions,
     "calls": count_calls,
-    "collected": run_collected,
 }
 
 
@@ -283,6 +267,11 @@ class Training:
         """Return the median of some counts of a step."""
         return statistics.median(self.ask(command, COUNTED_STEPS) for _ in range(COUNTS))
 
+    def control(self, option: str) -> None:
+        """Say something to callgrind, in which the first rank runs."""
+        command = ["callgrind_control", option, str(self._ranks[0].pid)]
+        subprocess.run(command, check=True, capture_output=True)
+
     def close(self) -> None:
         """End the processes."""
         for each in self._ranks:
@@ -354,22 +343,17 @@ def run(model: str, ranks: int, trees: dict[str, Path], given: argparse.Namespac
 
 
 def count_machine_instructions(tree: Path, way: str, model: str, ranks: int) -> float:
-    """Return the machine instructions of a step in the first rank's threads, by callgrind."""
+    """Return the machine instructions of a step in the first rank's process, by callgrind."""
     with tempfile.TemporaryDirectory() as made:
-        kept = Path(made, "counts")
-        callgrind = [
-            "valgrind",
-            "--tool=callgrind",
-            "-q",
-            "--collect-atstart=no",
-            "--toggle-collect=lfind",
-            f"--callgrind-out-file={kept}",
-        ]
+        kept = f"--callgrind-out-file={made}/counts"
+        callgrind = ["valgrind", "--tool=callgrind", "-q", "--instr-atstart=no", kept]
         training = Training(tree, way, model, ranks, callgrind)
         training.wait()
-        training.ask("collected", COUNTED_STEPS)
+        training.control("--instr=on")
+        training.ask("turn", COUNTED_STEPS)
+        training.control("--dump")
         training.close()
-        found = re.search(r"^(?:summary|totals): (\d+)", kept.read_text(), re.MULTILINE)
+        found = re.search(r"^summary: (\d+)", Path(made, "counts.1").read_text(), re.MULTILINE)
     if found is None:
         raise SystemExit("callgrind counted nothing.")
     return int(found[1]) / COUNTED_STEPS

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from . import lightning_private as private
 from .errors import RequestError
 from .shares.whole_rows import even, gradient_weight
 from .torch.planned import PlannedTraining
@@ -35,15 +36,12 @@ try:
         LIGHTNING,
         PassFigures,
         check_module_part,
+        has_argument,
         loss_of,
     )
     from .lightning_report import Report as Report
 
     DDPStrategy: Any = import_module(f"{LIGHTNING}.strategies").DDPStrategy
-    _DataLoaderIterDataFetcher = import_module(
-        f"{LIGHTNING}.loops.fetchers"
-    )._DataLoaderIterDataFetcher
-    _LRCallback: Any = import_module(f"{LIGHTNING}.tuner.lr_finder")._LRCallback
 except ImportError as error:
     raise RequestError(
         f"lightning can't be imported ({error}).", 'Install it: pip install "evener[lightning]".'
@@ -194,11 +192,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._trainer,
             dist.new_group(backend="gloo"),
         )
-        stop, connector = getattr(loop, _ASKS), trainer._signal_connector
-        own, noted = (
-            connector._sigterm_notifier_fn,
-            list[None](),
-        )  # an entry for SIGTERM and for each later check
+        stop, connector = getattr(loop, private.ASKS), private.signal_connector(trainer)
+        own = private.sigterm_handler(trainer)
+        noted = list[None]()  # an entry for SIGTERM and for each later check
 
         def ask() -> None:
             handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
@@ -213,7 +209,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             if sent:
                 stop()
 
-        setattr(loop, _ASKS, ask)
+        setattr(loop, private.ASKS, ask)
 
     def configure_ddp(self) -> None:
         """Wrap the model in DistributedDataParallel if there is more than one rank."""
@@ -223,12 +219,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def teardown(self) -> None:
         """Release the exchanges and remaining passes, and unwrap the model, when training ends."""
         self._exchanges, self._turns, self._part = [], iter(()), None
-        vars(self._trainer.fit_loop.epoch_loop).pop(_ASKS, None)
+        vars(self._trainer.fit_loop.epoch_loop).pop(private.ASKS, None)
         self.model = self.lightning_module
         super().teardown()
 
     def _check(self, trainer: Any) -> None:
-        if trainer._accelerator_connector.use_distributed_sampler:
+        if private.shares_out_rows(trainer):
             raise RequestError(
                 "Lightning would share the rows of split.loader out again, evenly.",
                 "Write L.Trainer(..., use_distributed_sampler=False).",
@@ -251,7 +247,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         Raises RequestError if training data don't come from one `split.loader`, if training_step
         takes batches itself, or if LBFGS or a learning-rate search is used with several passes.
         """
-        given = self._trainer.fit_loop._combined_loader.flattened
+        given = private.loaders(self._trainer.fit_loop)
         if len(given) != 1 or getattr(given[0], "strategy", None) is not self:
             raise RequestError(
                 "The training data don't come from split.loader, or from more than one loader.",
@@ -259,7 +255,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 "trainer.fit or return it from"
                 " train_dataloader().",
             )
-        if isinstance(self._trainer.fit_loop._data_fetcher, _DataLoaderIterDataFetcher):
+        if has_argument(self.lightning_module.training_step, "dataloader_iter", explicit=True):
             raise RequestError(
                 "training_step(dataloader_iter) takes batches itself, so nobody knows which "
                 "one a loss is of.",
@@ -288,7 +284,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
         This is so with LBFGS or a learning-rate search. All ranks must then see the same loss.
         """
-        finds_rate = any(isinstance(each, _LRCallback) for each in self._trainer.callbacks)
+        finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
 
     def batch_to_device(self, batch: Any, device: Any = None, dataloader_idx: int = 0) -> Any:
@@ -307,7 +303,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     def on_train_batch_start(self, batch: Any, batch_idx: int) -> None:
         """Begin a step with the trainer's next batch."""
-        loader: StepLoader = self._trainer.fit_loop._combined_loader.flattened[0]
+        loader: StepLoader = private.loaders(self._trainer.fit_loop)[0]
         loader.done = batch_idx + 1
         self._newest = batch_idx
         sizes = loader.take(batch_idx)
@@ -315,7 +311,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._planned.weights.look_for_tensors()
         self._planned.weights.note_lengths(batch)
         self._planned.report()
-        self._trainer._results.batch_size = sizes[self._planned.rank]
+        private.logged(self._trainer).batch_size = sizes[self._planned.rank]
         self._rows, self._parts, self._begins = sum(sizes), self._cut(batch, sizes), True
 
     def _cut(self, batch: Any, sizes: tuple[int, ...]) -> list[Part]:
@@ -360,7 +356,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _audit_step(self) -> None:
         """Audit the current batch if an audit is due."""
         if self._checks and self.trains:
-            loader = self._trainer.fit_loop._combined_loader.flattened[0]
+            loader = private.loaders(self._trainer.fit_loop)[0]
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _take_next(self) -> Any:
@@ -490,7 +486,6 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return self._figures.reduce(tensor, group, reduce_op)
 
 
-_ASKS = "_broadcast_sigterm_tensor"  # what Lightning's loop calls before each batch
 _MANUAL = (  # why a failed pass isn't computed again, and what to do
     "training_step takes the steps of its optimizers itself",
     "Use automatic optimization, or split.step in a loop of your own.",

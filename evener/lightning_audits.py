@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from . import lightning_private as private
 from .errors import RequestError
 from .lightning_passes import compute_part, silent
 from .system.replaced import replaced
@@ -153,8 +154,8 @@ def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for each in strategy.optimizers:
         yield each, "step", lambda closure=None: None if closure is None else closure()
-    for each in strategy._lightning_optimizers:
-        yield each, "_on_before_step", lambda: None
-        yield each, "_on_after_step", lambda: None
+    for each in private.wrapped_optimizers(strategy):
+        for name in private.AROUND_STEPS:
+            yield each, name, lambda: None
     for config in strategy.lightning_module.trainer.lr_scheduler_configs:
         yield config.scheduler, "step", lambda *_, **__: None

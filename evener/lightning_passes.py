@@ -6,7 +6,6 @@ Metrics are combined over passes, and over the pieces of a pass that ran out of 
 from __future__ import annotations
 
 import sys
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from functools import partial
@@ -16,9 +15,11 @@ from typing import Any
 import torch
 from torchmetrics import Metric
 
+from . import lightning_private as private
 from .errors import RequestError
 from .torch.audit.compute import Bench
 from .torch.audit.state import keep_attributes
+from .torch.private import own_buffers
 from .torch.ranks.own_work import StepTimer
 from .torch.step.part import Part
 
@@ -28,6 +29,9 @@ LIGHTNING = (
     if {"pytorch_lightning", "lightning.pytorch"} & {*sys.modules} == {"pytorch_lightning"}
     else "lightning.pytorch"
 )
+has_argument: Any = import_module(
+    f"{LIGHTNING}.utilities.signature_utils"
+).is_param_in_hook_signature
 DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 
 
@@ -60,10 +64,8 @@ def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None)
     those of an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
-    batch = module._on_before_batch_transfer(precision.convert_input(part.batch), dataloader_idx=0)
-    batch = module._apply_batch_transfer_handler(
-        batch, device=strategy.root_device, dataloader_idx=0
-    )
+    converted = precision.convert_input(part.batch)
+    batch = private.move_batch(module, converted, strategy.root_device)
     if others is None:
         return _step(strategy, batch)
     with strategy.precision_plugin.train_step_context():
@@ -73,9 +75,11 @@ def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None)
 def _step(strategy: Any, batch: Any) -> Any:
     """Return the loss of a batch that is on the device."""
     module = strategy.lightning_module
-    arguments = module.trainer.fit_loop.epoch_loop._build_kwargs(OrderedDict(), batch, 0)
+    step = module.training_step
+    # As Lightning does: the number of a batch may have any name.
+    numbers = [0] if has_argument(step, "batch_idx", min_args=2) else []
     with strategy.precision_plugin.train_step_context():
-        return loss_of(module.training_step(*arguments.values()))
+        return loss_of(step(batch, *numbers))
 
 
 def loss_of(result: Any) -> Any:
@@ -130,7 +134,7 @@ class PassFigures:
 
     @property
     def _logged(self) -> Any:
-        return self._module.trainer._results
+        return private.logged(self._module.trainer)
 
     def begin(self) -> None:
         """Forget the metrics of the previous batch."""
@@ -150,7 +154,9 @@ class PassFigures:
 
         The function doesn't restore metrics that ranks have already reduced.
         """
-        attributes = keep_attributes(self._module, *self._metrics, apart=(self._module._buffers,))
+        attributes = keep_attributes(
+            self._module, *self._metrics, apart=(own_buffers(self._module),)
+        )
         logged, pieces = self._keep_logged(), dict(self._pieces)
 
         def put_back() -> None:
@@ -166,7 +172,7 @@ class PassFigures:
         def put_back() -> None:
             # a new metric isn't removed, as other ranks will reduce it too
             for name, figure in self._logged.items():
-                for state, default in figure._defaults.items():
+                for state, default in private.default_states(figure).items():
                     setattr(
                         figure, state, before[name][state] if name in before else default.clone()
                     )

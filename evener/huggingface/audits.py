@@ -20,6 +20,7 @@ from ..torch.rows.structure import cut_rows
 from ..torch.step.wrapped import is_sharded
 from ..torch.sums.collectives import refuse_meeting
 from ..torch.training_audits import TrainingAudits
+from . import private
 from .gathering import Gathering, processes
 from .loss import ITEMS, ROWS, TrainerLoss, silent
 
@@ -171,7 +172,7 @@ class TrainerWays:
         """
         trainer = self._trainer
         with processes(trainer.accelerator, 1):
-            return trainer._get_num_items_in_batch(list(batches), trainer.args.device)
+            return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
         """Return a function that computes the trainer's own loss like one of `world` processes."""
@@ -179,7 +180,7 @@ class TrainerWays:
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:
         trainer = self._trainer
-        inputs = trainer._prepare_inputs(copy.copy(batch))
+        inputs = private.prepare_inputs(trainer, copy.copy(batch))
         with processes(trainer.accelerator, world), trainer.compute_loss_context_manager():
             result = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
         return result[0] if isinstance(result, tuple) else result

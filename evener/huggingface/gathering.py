@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 from torch.utils.data import DataLoader, IterableDataset, SequentialSampler
 
 from ..system.replaced import replaced
+from ..torch.private import plain_tensors
 from ..torch.ranks.own_work import StepTimer
 from ..torch.rows.structure import each_tensor
 
@@ -20,7 +21,7 @@ from ..torch.rows.structure import each_tensor
 @contextmanager
 def processes(accelerator: Any, number: int) -> Iterator[None]:
     """Enter a context in which transformers, accelerate and torch see `number` processes."""
-    states = [accelerator.state.__dict__, PartialState._shared_state]
+    states = [accelerator.state.__dict__, vars(PartialState())]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
     try:
         for state in states:
@@ -58,7 +59,7 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
         """Compute with a plain tensor, so that results are plain too."""
-        with torch._C.DisableTorchFunctionSubclass():
+        with plain_tensors():
             return function(*args, **(kwargs or {}))
 
 

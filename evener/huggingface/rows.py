@@ -27,6 +27,7 @@ from ..torch.rows.loader import StepSampler, count_rows
 from ..torch.rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from ..torch.step.wrapped import has_own_work, is_sharded
 from ..training.passes import divide_rows
+from . import private
 from .gathering import make_whole
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
@@ -39,7 +40,7 @@ def check_trainer_class(trainer_class: Any) -> None:
             f"{trainer_class!r} isn't a Trainer class.",
             "Give the class: with_plan(Trainer, plan)(model=...).",
         )
-    if hasattr(trainer_class, "_generate_and_score_completions"):
+    if private.generates_rows(trainer_class):
         raise RequestError(
             f"{trainer_class.__name__} generates the rows that it trains on, and a plan can't "
             f"share them out exactly.",
@@ -294,7 +295,7 @@ def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
         sampler = SeedableRandomSampler(
             sampler.data_source,
             replacement=sampler.replacement,
-            num_samples=sampler._num_samples,
+            num_samples=sampler.num_samples,
             data_seed=seed,
         )
     return RowOrder(sampler, rows, seed)

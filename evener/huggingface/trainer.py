@@ -30,6 +30,7 @@ from ..torch.ranks.ranks import find_shares, open_plan
 from ..torch.rows.loader import StepLoader
 from ..torch.step.part import Part
 from ..torch.step.wrapped import check_normalization, has_own_work
+from . import private
 from .audits import TrainerAudit
 from .gathering import Gathering, processes, share_evaluation
 from .loss import (
@@ -428,9 +429,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _save_checkpoint(self, model: Any, trial: Any) -> None:
         super()._save_checkpoint(model, trial)
         if self.args.should_save:
-            folder = (
-                Path(self._get_output_dir(trial=trial)) / f"checkpoint-{self.state.global_step}"
-            )
+            outputs = Path(private.output_folder(self, trial))
+            folder = outputs / f"checkpoint-{self.state.global_step}"
             state = {
                 "rows": self._sampler.sampler.length,
                 "step_rows": self.get_total_train_batch_size(self.args),

@@ -23,6 +23,7 @@ import torch.distributed as dist
 from torch.nn.functional import pad
 
 from ..errors import RequestError
+from ..torch.private import is_view
 from .guard import Guard
 from .origins import Origins, each_tensor_in
 
@@ -313,7 +314,7 @@ def _can_all_fill(call: ExchangeCall) -> bool:
 
     Every rank has to call this, because only some ranks may gather.
     """
-    can = all(each._base is None for each in each_tensor_in(call.filled))
+    can = not any(map(is_view, each_tensor_in(call.filled)))
     every = torch.tensor(int(can), device=call.given.device)
     dist.all_reduce(every, dist.ReduceOp.MIN, group=call.bound.arguments.get("group"))
     return bool(every)

@@ -28,7 +28,7 @@ class Origins:
 
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
-        self._written: dict[int, tuple[StorageWeakRef, str]] = {}
+        self._written: dict[StorageWeakRef, str] = {}
         self.seen = False  # something was exchanged
         self.read = ""  # the call whose result the program has read as a number
 
@@ -41,10 +41,11 @@ class Origins:
         for tensor in each_tensor_in(data):
             storage = _storage(tensor)
             if storage is not None:
-                self._written[storage._cdata] = (StorageWeakRef(storage), place)
+                self._written[StorageWeakRef(storage)] = place
         if len(self._written) > _FORGET:
-            kept = {key: each for key, each in self._written.items() if not each[0].expired()}
-            self._written = kept
+            self._written = {
+                key: place for key, place in self._written.items() if not key.expired()
+            }
 
     def write_objects(self, data: Any, place: str) -> None:
         """Record that these objects were exchanged at `place`.
@@ -90,10 +91,8 @@ class Origins:
         if tensor in self._made:
             return str(self._made[tensor])
         storage = _storage(tensor)
-        if storage is None or storage._cdata not in self._written:
-            return ""
-        reference, place = self._written[storage._cdata]
-        return "" if reference.expired() else place
+        # An address isn't used again while a weak reference to its storage exists.
+        return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
 
 def each_tensor_in(data: Any) -> Iterator[torch.Tensor]:

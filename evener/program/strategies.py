@@ -6,7 +6,6 @@ Its DistributedDataParallel and its loader are replaced when its training begins
 from __future__ import annotations
 
 import copy
-import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,6 +13,7 @@ from typing import Any
 import torch.distributed as dist
 from torch.utils.data import BatchSampler, DataLoader, DistributedSampler
 
+from .. import lightning_private as private
 from ..errors import RequestError
 from ..lightning import DDPStrategy, PlanStrategy
 from ..torch.audit.state import kept_state
@@ -40,7 +40,7 @@ class ProgramStrategy(PlanStrategy):
         _forget_figures(self)
         trainer = self.lightning_module.trainer
         super().teardown()
-        _use(trainer, self.program_strategy)
+        private.set_strategy(trainer, self.program_strategy)
         del self.program_strategy
 
 
@@ -59,7 +59,7 @@ def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
     """Make a Trainer train by shares as an epoch begins, if it can."""
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
-        strategy, (loader, *others) = loop.trainer.strategy, loop._combined_loader.flattened
+        strategy, (loader, *others) = loop.trainer.strategy, private.loaders(loop)
         if isinstance(strategy, ProgramStrategy):
             if getattr(loader, "strategy", None) is not strategy:
                 with kept_state():
@@ -125,19 +125,12 @@ def _used_unless_refused(trainer: Any, strategy: Any) -> Iterator[Any]:
     """
     chosen = share_state(strategy, ProgramStrategy)
     chosen.program_strategy = strategy
-    _use(trainer, chosen)
+    private.set_strategy(trainer, chosen)
     try:
         yield chosen
     except BaseException:
-        _use(trainer, strategy)
+        private.set_strategy(trainer, strategy)
         raise
-
-
-def _use(trainer: Any, strategy: Any) -> None:
-    """Set the strategy of a Trainer and of the wrappers of its optimizers."""
-    trainer._accelerator_connector.strategy = strategy
-    for each in strategy._lightning_optimizers:
-        each._strategy = weakref.proxy(strategy)
 
 
 def _count_rows(loader: Any) -> int:
@@ -151,8 +144,8 @@ def _forget_figures(strategy: Any) -> None:
     Otherwise Lightning would reduce them with the strategy that it remembers for each metric.
     """
     loop = strategy.lightning_module.trainer.fit_loop.epoch_loop
-    for results in (loop._results, loop.val_loop._results):
-        results.clear()
+    for each in (loop, loop.val_loop):
+        private.logged(each).clear()
 
 
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
@@ -183,6 +176,4 @@ def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
 def _give(loop: Any, loader: Any) -> None:
     """Replace the trainer's loader before any batch is taken from it."""
     with kept_state():
-        loop._combined_loader.flattened = [loader]
-        loop._data_fetcher.setup(loop._combined_loader)
-        iter(loop._data_fetcher)
+        private.replace_loader(loop, loader)

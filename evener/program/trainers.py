@@ -73,9 +73,11 @@ def _plan(trainer: Any) -> None:
     """Make a trainer by shares that replaces `trainer`, or report why that is impossible."""
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
-    global_batch = trainer._train_batch_size * world
     with stays_if_refused(trainer):
         from ..huggingface import with_plan
+        from ..huggingface.private import pass_rows
+
+        global_batch = pass_rows(trainer) * world
 
         kind = with_plan(
             own,

@@ -1,4 +1,5 @@
-"""Hooks on all optimizers or modules of the process, registered only while something needs them.
+"""Hooks on all optimizers or modules of the process, and functions of PyTorch that are replaced,
+only while something needs them.
 
 PyTorch calls such a hook for every optimizer or module of the process. So evener registers none
 on import: the first training, or the first wrapped model, adds the hook, and it is removed with
@@ -61,6 +62,25 @@ class ProcessHooks:
 
 
 _EVERY: list[ProcessHooks] = []
+
+
+class Replacement:
+    """A function of another library that is replaced in its owner until `remove` is called.
+
+    It is a handle that ProcessHooks can register.
+    `make` gets the function and returns the one in its place.
+    """
+
+    def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
+        self._owner, self._name = owner, name
+        self._own = getattr(owner, name)
+        self._made = make(self._own)
+        setattr(owner, name, self._made)
+
+    def remove(self) -> None:
+        """Put the function back, unless it has been replaced by others since."""
+        if getattr(self._owner, self._name) is self._made:
+            setattr(self._owner, self._name, self._own)
 
 
 def _is_calling() -> bool:

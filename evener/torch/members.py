@@ -13,6 +13,7 @@ from typing import Any
 from torch.nn.modules import module as modules
 
 from .hooks import ProcessHooks
+from .private import own_buffers
 
 _REQUIRES_GRAD = attrgetter("requires_grad")
 
@@ -74,7 +75,7 @@ class Members:
         if self._owners_at != _registered.buffers:
             model = self._model()
             named = [] if model is None else model.named_modules()
-            self._owners = [(name, each._buffers) for name, each in named if each._buffers]
+            self._owners = [(name, own_buffers(each)) for name, each in named if own_buffers(each)]
             self._owners_at = _registered.buffers
         return [
             (f"{owner}.{name}" if owner else name, each)

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .private import own_parameters
+
 
 def is_packed(tensor: Any) -> bool:
     """True if a parameter holds packed weights, or weights to be packed on a device."""
@@ -35,9 +37,9 @@ def pack_weights(model: Any, device: torch.device) -> None:
     They are packed one at a time. Weights on the meta device stay as they are.
     """
     for module in model.modules():
-        for name, tensor in module._parameters.items():
+        for name, tensor in own_parameters(module).items():
             if is_packed(tensor) and not tensor.bnb_quantized and tensor.device.type != "meta":
-                module._parameters[name] = tensor.to(device).to("cpu")
+                own_parameters(module)[name] = tensor.to(device).to("cpu")
 
 
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:

@@ -1,7 +1,8 @@
 """The private parts of PyTorch that evener uses, each with its purpose.
 
-Steps, sums and ranks import them from here. tests/evener/test_torch_private.py tries each name, so
-it fails first if a new version of PyTorch has changed one. The audits have a file of their own.
+All other files ask this one. tests/evener/test_torch_private.py tries each name, so it fails first
+if a new version of PyTorch has changed one. Those of Lightning are in evener/lightning_private.py,
+those of transformers and accelerate in evener/huggingface/private.py.
 """
 
 from __future__ import annotations
@@ -16,6 +17,7 @@ import torch.distributed as dist
 import torch.utils._pytree as pytree
 from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
+from torch.overrides import _get_current_function_mode
 
 # Called in each step, so these are PyTorch's functions themselves, without a wrapper.
 
@@ -24,8 +26,11 @@ backward_number: Callable[[], int] = torch._C._current_graph_task_id
 # Copy, or add, many tensors in one call.
 copy_each: Callable[..., Any] = torch._foreach_copy_
 add_each: Callable[..., Any] = torch._foreach_add_
-# A context in which changes to tensors don't raise their version counter, as DDP does for buffers.
-uncounted_changes: Callable[..., Any] = torch.autograd._unsafe_preserve_version_counter
+
+# A context in which a tensor subclass computes as a plain tensor.
+plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
+# The mode that watches calls of PyTorch's functions in this thread, or None.
+function_mode: Callable[[], Any] = _get_current_function_mode
 
 BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNorm
 
@@ -55,15 +60,43 @@ def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
 
 
-def forward_pre_hooks(model: Any) -> list[Any]:
-    """Return the functions that are called before a module's forward pass."""
-    return list(model._forward_pre_hooks.values())
-
-
 def gradient_hooks(parameter: Any) -> list[int]:
     """Return the handle ids of the hooks on a parameter's gradient."""
     both = parameter._backward_hooks, parameter._post_accumulate_grad_hooks
     return [each for hooks in both if hooks for each in hooks]
+
+
+# -- a module's own dicts, in which tensors can be replaced without registering them again
+
+
+def own_parameters(module: Any) -> dict[str, Any]:
+    """Return a module's own parameters by name, without those of the modules in it."""
+    found: dict[str, Any] = module._parameters
+    return found
+
+
+def own_buffers(module: Any) -> dict[str, Any]:
+    """Return a module's own buffers by name, without those of the modules in it."""
+    found: dict[str, Any] = module._buffers
+    return found
+
+
+def unsaved_buffers(module: Any) -> set[str]:
+    """Return the names of a module's own buffers that a state_dict leaves out."""
+    return set(module._non_persistent_buffers_set)
+
+
+# -- names of functions that are replaced while a model is in shards
+
+TOTAL_NORM = "_get_total_norm"  # of torch.nn.utils.clip_grad, by which clip_grad_norm_ gets a norm
+UNSCALE = "_unscale_grads_"  # of GradScaler: divides gradients, and says where one overflowed
+
+# -- tensors
+
+
+def is_view(tensor: Any) -> bool:
+    """True for a view of another tensor, which can't be resized."""
+    return tensor._base is not None
 
 
 # -- DistributedDataParallel
@@ -121,6 +154,17 @@ def ignores_parameters(model: Any) -> bool:
 def default_store() -> Any:
     """Return the store through which the ranks of the default process group found each other."""
     return dist.distributed_c10d._get_default_store()
+
+
+def backend_name(group: Any, device: torch.device) -> str:
+    """Return the name of the backend by which a group moves tensors of a device."""
+    return str(group._get_backend(device).name())
+
+
+def rendezvous_handlers() -> dict[str, Any]:
+    """Return the functions by which processes meet, by a URL's scheme."""
+    found: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    return found
 
 
 def abort_group() -> None:

@@ -10,7 +10,6 @@ from __future__ import annotations
 import inspect
 import os
 import socket
-import sys
 from collections.abc import Callable, Iterator
 from datetime import timedelta
 from functools import partial, wraps
@@ -22,6 +21,7 @@ import torch.distributed as dist
 
 from ..training.first_rank import is_started_rank, release_others
 from ..training.launched import GROUPS, meeting_file
+from .private import rendezvous_handlers
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
 _STORE_ARGUMENTS = (
@@ -53,7 +53,7 @@ def replace_rendezvous() -> None:
     address it was given.
     """
     _limit_tcp_stores()
-    handlers = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
+    handlers = rendezvous_handlers()
     for scheme in ("env", "tcp"):
         if not isinstance(handlers[scheme], partial):
             handlers[scheme] = partial(_meet, handlers[scheme])

@@ -1,10 +1,8 @@
-"""A trainer that evener hasn't: it owns the loop, and a subclass may replace three of its
-methods.
-"""
+"""A trainer that evener hasn't: it owns the loop, and a subclass may replace three methods."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -56,9 +54,7 @@ def train(folder: Path, rank: int) -> None:
     torch.save(Adapted().fit(network(), data(37)), folder / f"{rank}.pt")
 
 
-def test_one_more_trainer_learns_by_its_shares_what_it_learns_alone(
-    trainer_ranks: Callable[..., list[Any]],
-) -> None:
+def test_one_more_trainer_learns_by_its_shares_what_it_learns_alone(trainer_ranks: Any) -> None:
     for rank in trainer_ranks("tests.evener.test_torch_new_trainer.train", world=2):
         for mine, its in zip(rank, Trainer().fit(network(), data(37)), strict=True):
             torch.testing.assert_close(mine, its, rtol=0, atol=1e-12)

@@ -371,7 +371,7 @@ def test_hooks_that_are_gone_are_forgotten() -> None:
     for _ in range(3):
         exchange.watch([], True)
         known.append(len(own_hooks) - before)
-    assert known == [4, 4, 4]
+    assert known == [2, 2, 2]
     del exchange
     assert len(own_hooks) == before
 

@@ -15,11 +15,10 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.nn.modules.batchnorm import _BatchNorm
 from torch.nn.parallel import DistributedDataParallel
 
 from ...training.audit import Sketch
-from ..private import free_gathered
+from ..private import BatchNorm, free_gathered, unwrap_compiled
 from .closures import keep_closure
 from .precision import full_precision
 from .quick import KnownPasses, QuickPass
@@ -203,7 +202,7 @@ def _bare(model: Any) -> Iterator[None]:
 
     The wrapper's reduction belongs to the training step.
     """
-    inner = getattr(model, "_orig_mod", model)
+    inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
         yield
         return
@@ -223,7 +222,7 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
     fixed = [
         (each, each.training)
         for each in modules
-        if isinstance(each, _BatchNorm) and each.track_running_stats
+        if isinstance(each, BatchNorm) and each.track_running_stats
     ]
     for each, _ in fixed:
         each.training = False

@@ -15,11 +15,11 @@ from typing import Any
 
 import msgspec
 import torch
-from torch.overrides import TorchFunctionMode, _get_current_function_mode
+from torch.overrides import TorchFunctionMode
 
 import evener
 
-from ..private import free_gathered
+from ..private import free_gathered, function_mode
 from ..rows.structure import address, tensors_in
 from .nested_values import is_arithmetic, leaves_in, map_nested, nested_tensors
 from .randomness import RandomState
@@ -138,7 +138,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         for handle in self._handles:
             handle.remove()
         self._handles, self._tape, self.batch = [], [], []
-        if _get_current_function_mode() is self:
+        if function_mode() is self:
             self.__exit__(None, None, None)
 
     # ------------------------------------------------------------------ writing down

@@ -398,13 +398,8 @@ def _share_by_plan(
     order = order_shares(active, ranks)
     for difference in differences:
         warnings.warn(difference, stacklevel=4)
-    held = ", ".join(
-        f"{describe(share)} limited to {share.limit}" for share in active if share.limit
-    )
-    if held and stand.rank == 0:  # only one process warns
-        warnings.warn(
-            f"The plan was measured with {held}; a training has no such limit.", stacklevel=4
-        )
+    if stand.rank == 0:  # only one process warns
+        _warn_of_limits(active)
     places = [i for i, share in enumerate(plan.layout.share) if share.takes_part]
     rows, most = plan.shares(global_batch), plan.micros(global_batch)
     batches = tuple(rows[places[place]] for place in order)
@@ -422,6 +417,16 @@ def _share_by_plan(
     return RankShares(
         stand.rank, batches, micros, passes, shares, plan.workload, training, promised, plan, own
     )
+
+
+def _warn_of_limits(active: Sequence[Share]) -> None:
+    """Warn if a plan was measured with limits, which a training hasn't."""
+    held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
+    if held:
+        warnings.warn(
+            f"The plan was measured with {', '.join(held)}; a training has no such limit.",
+            stacklevel=5,
+        )
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:

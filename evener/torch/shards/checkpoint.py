@@ -26,6 +26,7 @@ import torch.distributed as dist
 from ...errors import RequestError
 from ...system.files import write_atomically
 from ..messages import tell_all
+from ..private import unsaved_buffers
 from ..sums.collectives import own_collectives, spread
 from .adapters import export_adapters, find_names
 from .flat import Flat, Slot
@@ -148,8 +149,8 @@ def _buffers(model: Any) -> Tensors:
     return {
         f"{path}.{name}".lstrip("."): buffer.detach().cpu().clone()
         for path, module in model.named_modules(remove_duplicate=False)
-        for name, buffer in module._buffers.items()
-        if buffer is not None and name not in module._non_persistent_buffers_set
+        for name, buffer in module.named_buffers(recurse=False, remove_duplicate=False)
+        if name not in unsaved_buffers(module)
     }
 
 

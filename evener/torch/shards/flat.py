@@ -12,6 +12,7 @@ import torch.distributed as dist
 
 from ...shares.whole_rows import apportion, bounds
 from ..packed import is_packed
+from ..private import backend_name, own_parameters
 from ..sums.collectives import own_collectives
 
 
@@ -32,8 +33,7 @@ class ShardPlace(msgspec.Struct, frozen=True):
     @property
     def on_nccl(self) -> bool:
         """True if NCCL moves this device's tensors."""
-        name: str = dist.group.WORLD._get_backend(self.device).name()
-        return name == "nccl"
+        return backend_name(dist.group.WORLD, self.device) == "nccl"
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
@@ -79,7 +79,7 @@ class Slot:
             if isinstance(module, torch.nn.RNNBase):
                 setattr(module, name, parameter)  # an RNN keeps a list of its parameters
             else:
-                module._parameters[name] = parameter
+                own_parameters(module)[name] = parameter
 
 
 class Flat:

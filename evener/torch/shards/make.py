@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from functools import cache, partial, reduce
+from functools import partial, reduce
 from inspect import unwrap
 from typing import Any
 
@@ -24,8 +24,10 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 from ...errors import RequestError
 from ...shares.whole_rows import check_ratios
+from ..hooks import ProcessHooks, Replacement
 from ..packed import pack_weights
 from ..planned import PlannedTraining
+from ..private import TOTAL_NORM, UNSCALE, own_buffers, unwrap_compiled
 from ..ranks.ranks import return_memory
 from ..step.wrapped import (
     Exchanged,
@@ -124,9 +126,8 @@ def cut_model(
     if place.device.type == "cpu":
         return_memory()
     for module in model.modules():
-        for name, buffer in module._buffers.items():
-            if buffer is not None:
-                module._buffers[name] = buffer.to(place.device)
+        for name, buffer in list(module.named_buffers(recurse=False, remove_duplicate=False)):
+            own_buffers(module)[name] = buffer.to(place.device)
     before = list(model.parameters())
     sharded = Sharded(model, units, place, dtype, keeps, casts)
     kept = set(map(id, model.parameters()))
@@ -144,7 +145,7 @@ def _check(training: PlannedTraining, model: Any) -> None:
     """Raise RequestError if the model or training can't be combined with shards."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
-    if find_wrapper(model) is not None or is_sharded(model) or hasattr(model, "_orig_mod"):
+    if find_wrapper(model) is not None or is_sharded(model) or unwrap_compiled(model) is not model:
         raise RequestError(
             "The model is wrapped or compiled already.",
             "Give split.shard the model itself, as it was made.",
@@ -214,34 +215,45 @@ def _refuse(*_: Any) -> None:
 
 
 def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Patch clipping, loss scaling and optimizers so that they handle this sharded model correctly.
+    """Clip, unscale and check this sharded model's gradients over all ranks while it exists.
 
     `replaced` are the model's parameters from before it was sharded.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
-    _patch()
+    _HOOKS.hold(sharded)
 
 
-@cache
-def _patch() -> None:
-    norm, unscale = clip_grad._get_total_norm, torch.amp.GradScaler._unscale_grads_
-
+def _make_total_norm(own: Callable[..., Any]) -> Callable[..., Any]:
     def total_norm(tensors: Any, norm_type: float = 2.0, *options: Any, **named: Any) -> Any:
         listed = [tensors] if isinstance(tensors, torch.Tensor) else list(tensors)
-        return sum_norms(norm, listed, float(norm_type), *options, **named)
+        return sum_norms(own, listed, float(norm_type), *options, **named)
 
+    return total_norm
+
+
+def _make_unscale(own: Callable[..., Any]) -> Callable[..., Any]:
     def unscale_on_all(scaler: Any, optimizer: Any, *arguments: Any) -> Any:
-        found = unscale(scaler, optimizer, *arguments)
+        found = own(scaler, optimizer, *arguments)
         if find(optimizer) is not None:  # a rank sees overflows only in its shard
             for each in found.values():
                 _reduce(each, dist.ReduceOp.MAX)
         return found
 
-    clip_grad._get_total_norm = torch.nn.utils.get_total_norm = total_norm
-    torch.amp.GradScaler._unscale_grads_ = unscale_on_all
-    register_optimizer_step_pre_hook(_before_step)
-    register_optimizer_step_post_hook(_after_step)
+    return unscale_on_all
+
+
+def _register() -> list[Any]:
+    return [
+        Replacement(clip_grad, TOTAL_NORM, _make_total_norm),
+        Replacement(torch.nn.utils, "get_total_norm", _make_total_norm),
+        Replacement(torch.amp.GradScaler, UNSCALE, _make_unscale),
+        register_optimizer_step_pre_hook(_before_step),
+        register_optimizer_step_post_hook(_after_step),
+    ]
+
+
+_HOOKS = ProcessHooks(_register)
 
 
 def sum_norms(

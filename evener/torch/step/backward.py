@@ -17,7 +17,7 @@ import torch
 
 from ..audit.closures import is_foreign
 from ..audit.settings import Code
-from ..hooks import ProcessHooks
+from ..hooks import ProcessHooks, Replacement
 from ..weak_list import WeakList
 
 _REDUCTION = "_saved_reduction"  # how an operation of PyTorch's reduces its rows, where it does
@@ -52,30 +52,22 @@ def listen(listener: HearsLosses) -> Callable[[], Any]:
     return stop
 
 
-class _ReplacedBackward:
-    """PyTorch's `Tensor.backward`, replaced until `remove` is called."""
+def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
+    """Return a `Tensor.backward` that notifies the listeners first; `own` is PyTorch's."""
 
-    def __init__(self) -> None:
-        own = self._own = torch.Tensor.backward
+    @wraps(own)
+    def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
+        listeners = list(_LISTENERS)
+        if listeners:
+            made_of, caller = list_operations(self), sys._getframe(1)
+            for each in listeners:
+                each.note_loss(made_of, caller)
+        return own(self, *arguments, **keywords)
 
-        @wraps(own)
-        def backward(self: Any, *arguments: Any, **keywords: Any) -> Any:
-            listeners = list(_LISTENERS)
-            if listeners:
-                made_of, caller = list_operations(self), sys._getframe(1)
-                for each in listeners:
-                    each.note_loss(made_of, caller)
-            return own(self, *arguments, **keywords)
-
-        torch.Tensor.backward = self._replacement = backward
-
-    def remove(self) -> None:
-        """Put PyTorch's back, unless another library has replaced `backward` since."""
-        if torch.Tensor.backward is self._replacement:
-            torch.Tensor.backward = self._own
+    return backward
 
 
-_HOOKS = ProcessHooks(lambda: [_ReplacedBackward()])
+_HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backward)])
 
 
 def find_code(caller: FrameType) -> Code | None:

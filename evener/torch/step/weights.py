@@ -411,19 +411,8 @@ class BatchWeights(BatchTracker):
                 raise _scale_forgotten()
             return
         trained = [each for each in parameters if id(each) in exchanged]
-        missing = len(unknown)
-        if missing and not trained:
-            raise RequestError(
-                "The optimizer trains a model whose gradients aren't weighted: the ranks "
-                "would learn something else.",
-                "Write model = split.wrap(model) (after accelerate, "
-                "split.wrap(accelerator.prepare(model)); of a copy,"
-                " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') "
-                "and split.scale(loss); in"
-                " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
-            )
-        if missing:
-            raise _not_wrapped(len(trained) + missing, missing)
+        if unknown:
+            raise _not_wrapped(len(trained), len(unknown))
         if not all(exchanged[id(each)] for each in trained):
             raise RequestError(
                 "The gradients were never exchanged with the other ranks.",
@@ -458,10 +447,21 @@ def _scale_forgotten() -> RequestError:
     )
 
 
-def _not_wrapped(trained: int, missing: int) -> RequestError:
+def _not_wrapped(wrapped: int, missing: int) -> RequestError:
+    """Return the error of an optimizer that trains parameters of no wrapped model."""
+    if not wrapped:
+        return RequestError(
+            "The optimizer trains a model whose gradients aren't weighted: the ranks "
+            "would learn something else.",
+            "Write model = split.wrap(model) (after accelerate, "
+            "split.wrap(accelerator.prepare(model)); of a copy,"
+            " split.wrap(copy.deepcopy(model.module)); for FSDP, Split(..., weigh='loss') "
+            "and split.scale(loss); in"
+            " Lightning, L.Trainer(strategy=split.strategy()), before split.loader).",
+        )
     return RequestError(
-        f"Of {trained} parameters that the optimizer trains, {missing} weren't in the model when"
-        " split.wrap was called, so their gradients aren't exchanged.",
+        f"Of {wrapped + missing} parameters that the optimizer trains, {missing} weren't in the "
+        "model when split.wrap was called, so their gradients aren't exchanged.",
         (
             "If they are another module's, such as a head that the loss has, wrap that "
             "too: head = split.wrap(head). Add and unfreeze layers before split.wrap, or "

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterable, Iterator
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager
 from hashlib import blake2b
 from inspect import signature
@@ -19,7 +20,6 @@ from ...plan.check import check_fit
 from ...plan.file import Plan
 from ..private import (
     BatchNorm,
-    forward_pre_hooks,
     is_in_ddp_forward,
     leave_uncompiled,
     needs_own_sums,
@@ -181,9 +181,9 @@ def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any],
     The model's exchange is given the outputs, with the batch that `forward` returned. Inputs are
     moved to `device` unless it is None.
     """
-    hook = _find_hook(model)
+    hook = _hooks.get(model)
     if hook is None:
-        hook = _ForwardHook()
+        hook = _hooks[model] = _ForwardHook()
         model.register_forward_pre_hook(hook.before, with_kwargs=True)
         model.register_forward_hook(hook.after)
     hook.device, hook.forward = device, forward
@@ -234,14 +234,7 @@ class _ForwardHook:
         return (type(self), ())
 
 
-def _find_hook(model: Any) -> _ForwardHook | None:
-    for each in forward_pre_hooks(model):
-        owner = getattr(each, "__self__", None)
-        if isinstance(owner, _ForwardHook):
-            return owner
-    return None
-
-
+_hooks: weakref.WeakKeyDictionary[Any, _ForwardHook] = weakref.WeakKeyDictionary()  # by model
 _ENGINES = {
     "DeepSpeedEngine": "DeepSpeed",
     "MegatronEngine": "Megatron-LM",
@@ -365,12 +358,17 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
         )
     if not synchronized and world > 1:
         _warn_of_own_rows(kinds[0].__name__)
+    _warn_of_single_rows(rows)
+
+
+def _warn_of_single_rows(rows: Sequence[int]) -> None:
+    """Warn if a pass has a single row; `rows` are those of each pass of a full batch."""
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
             "also with drop_last=True:"
             " take another global batch (Split(plan, global_batch=N)), GroupNorm or LayerNorm.",
-            stacklevel=3,
+            stacklevel=4,
         )
 
 

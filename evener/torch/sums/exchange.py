@@ -42,7 +42,6 @@ from ..private import (
     backward_number,
     call_after_backward,
     ignored_names,
-    uncounted_changes,
 )
 from ..weak_list import WeakList
 from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
@@ -359,9 +358,8 @@ class Exchange:
                 if self._order is not None:
                     self._learn_order(self._order)
                 if self._spreads:
-                    buffers = self._common.all()
-                    with uncounted_changes(tuple(buffers)):  # as DDP: for kept graphs
-                        spread(buffers, self.group)
+                    # `data` has a version counter of its own: graphs that are kept stay valid.
+                    spread([each.data for each in self._common.all()], self.group)
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:

@@ -1,0 +1,35 @@
+"""The private parts of transformers, accelerate and TRL that evener uses, each with its purpose.
+
+tests/evener/test_huggingface_private.py tries each name, so it fails first if a new version has
+changed one.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+
+def prepare_inputs(trainer: Any, batch: Any) -> Any:
+    """Return a batch as the trainer gives it to its loss: on the device, and of its types."""
+    return trainer._prepare_inputs(batch)
+
+
+def count_items(trainer: Any, batches: Sequence[Any], device: Any) -> Any:
+    """Return the number of items that a loss of these batches is a mean over; None if unknown."""
+    return trainer._get_num_items_in_batch(list(batches), device)
+
+
+def output_folder(trainer: Any, trial: Any) -> str:
+    """Return the folder of a trainer's checkpoints; a search for hyperparameters has several."""
+    return str(trainer._get_output_dir(trial=trial))
+
+
+def pass_rows(trainer: Any) -> int:
+    """Return the rows of a process's pass; a search for a batch that fits may have changed them."""
+    return int(trainer._train_batch_size)
+
+
+def generates_rows(trainer_class: type) -> bool:
+    """True if one of TRL's trainers generates the rows that it trains on."""
+    return hasattr(trainer_class, "_generate_and_score_completions")
