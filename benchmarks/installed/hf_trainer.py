@@ -107,8 +107,12 @@ def train_bert() -> None:
         BertConfig(vocab_size=64, intermediate_size=64, **SMALL, **STILL)
     )
     settings = TrainingArguments(**SETTINGS, save_steps=8, eval_strategy="epoch")
-    trainer = Trainer(model, settings, train_dataset=Rows(draw_texts(96)))
-    trainer.eval_dataset = Rows(draw_texts(24))
+    trainer = Trainer(
+        model,
+        settings,
+        train_dataset=Rows(draw_texts(96)),
+        eval_dataset=Rows(draw_texts(24)),
+    )
     trainer.train()
     trainer.evaluate()
 

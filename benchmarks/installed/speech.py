@@ -50,5 +50,7 @@ if __name__ == "__main__":
         "encoder": torch.nn.Sequential(torch.nn.Linear(1, 8), torch.nn.Tanh()),
         "head": torch.nn.Linear(8, 3),
     }
-    brain = Words(modules, lambda weights: torch.optim.SGD(weights, lr=0.1), run_opts=run)
+    brain = Words(
+        modules, lambda weights: torch.optim.SGD(weights, lr=0.1), hparams={"seed": 3}, run_opts=run
+    )
     brain.fit(range(2), data, train_loader_kwargs={"batch_size": 4, "shuffle": True})

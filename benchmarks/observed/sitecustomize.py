@@ -17,6 +17,7 @@ import os
 import sys
 import weakref
 import zlib
+from functools import partial
 from multiprocessing.util import Finalize
 from typing import Any
 
@@ -28,6 +29,7 @@ _after: list[list[Any]] = []
 _places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _steps = [0]
 _modes: list[Any] = []
+_auditing = [0]
 _in_fetch = [False]  # a row of the data set is being read
 
 
@@ -112,13 +114,36 @@ def _begin_draws(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
         def __torch_dispatch__(
             self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
         ) -> Any:
-            if _in_fetch[0] or function.overloadpacket.__name__ == "randperm":
+            is_order = function.overloadpacket.__name__ == "randperm"
+            if _in_fetch[0] or _auditing[0] or is_order:
                 return function(*arguments, **(keywords or {}))
             return super().__torch_dispatch__(function, types, arguments, keywords)
 
     if not _modes:
         _modes.append(ByRow())
         _modes[0].__enter__()
+        # what evener computes again, it computes with the same draws
+        home = "evener.torch.audit.randomness"
+        wrap_function_wrapper(home, "RandomState.__init__", _keep_draws)
+        wrap_function_wrapper(home, "RandomState.restore", _restore_draws)
+        wrap_function_wrapper(home, "EvenRandomness.__enter__", partial(_count_audits, 1))
+        wrap_function_wrapper(home, "EvenRandomness.__exit__", partial(_count_audits, -1))
+
+
+def _count_audits(change: int, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+    """An audit draws its own numbers."""
+    _auditing[0] += change
+    return wrapped(*arguments, **keywords)
+
+
+def _keep_draws(wrapped: Any, state: Any, arguments: Any, keywords: Any) -> None:
+    wrapped(*arguments, **keywords)
+    state.draws = _modes[0].draws
+
+
+def _restore_draws(wrapped: Any, state: Any, arguments: Any, keywords: Any) -> None:
+    wrapped(*arguments, **keywords)
+    _modes[0].draws = state.draws
 
 
 def _stay_on_cpu(torch: Any) -> None:

@@ -186,12 +186,18 @@ class Exchanges:
     def _look(self, call: ExchangeCall, guard: Guard) -> None:
         if guard.is_inside and call.name not in _FROM_ONE:
             self.note_entered(call.words, "its model")
-        if self._knows_rows or self.fault or not any(map(guard.goes_by_rows, _tensors(call))):
+        if self._knows_rows or self.fault:
             return
-        self.fault = (
-            f"its ranks exchange rows by {call.words}, and with uneven shares they would have "
-            f"different numbers of them"
-        )
+        if any(map(guard.goes_by_rows, _tensors(call))):
+            self.fault = (
+                f"its ranks exchange rows by {call.words}, and with uneven shares they would have "
+                f"different numbers of them"
+            )
+        elif not guard.losses and call.name not in _FROM_ONE and _counts_rows(call, guard.rows):
+            self.fault = (
+                f"its ranks exchange their numbers of rows by {call.words}, as where each weighs "
+                f"its loss by them itself"
+            )
 
     def _mark(self, call: ExchangeCall, result: Any) -> None:
         filled = result if call.filled is None else call.filled
@@ -225,6 +231,12 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
     """True if the values that the call exchanges may be computed from a rank's rows."""
     return call.name not in _FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
+
+
+def _counts_rows(call: ExchangeCall, rows: int) -> bool:
+    """True if the call exchanges one number, the rank's number of rows."""
+    numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
+    return rows > 1 and any(float(each.detach()) == rows for each in numbers)
 
 
 def _tensors(call: ExchangeCall) -> list[torch.Tensor]:

@@ -36,6 +36,9 @@ from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
 WATCHED = 1  # more even steps to watch if ranks exchange values in the first step
+# backward passes without an optimizer's step after which a line says so: outside of loops over a
+# DataLoader, and in one, where gradients may be accumulated
+FEW_PASSES, MANY_PASSES = 4, 64
 MEET_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
 
 
@@ -56,6 +59,8 @@ class Program:
         self._guard: Guard | None = None
         self._looks_alone = False  # the guard's batch follows a change that this rank has seen
         self._updated = False  # an optimizer has stepped since that batch
+        self._stepped = False  # an optimizer of PyTorch has stepped
+        self._passes = 0  # backward passes until then
         self._fault = ""  # why the program's use of gradients rules uneven shares out
         # a digest of the optimizers' settings in this step; by shares, of the learning rates in all
         # steps so far
@@ -126,12 +131,33 @@ class Program:
         training = self.training
         # a backward pass inside another one, as with checkpointing
         is_inner = backward_number() != -1
+        if training is None and not self._others and not is_inner:
+            self._count_passes()
         if training is None or self._others or is_inner or not training.weights.by_loss:
             return wrapped(*arguments, **keywords)
         result = sharded.run_weighted(training, wrapped, arguments, keywords)
         training.timer.note_gradients()
         training.timer.note_backward()
         return result
+
+    def _count_passes(self) -> None:
+        """Report why shares stay even if backward passes lead to no step of an optimizer.
+
+        An optimizer that isn't PyTorch's, such as fastai's, steps without being seen.
+        """
+        has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
+        if self._stepped or not self.models or not has_group or self.notebook.last_words:
+            return
+        self._passes += 1
+        words = ""
+        is_in_loop = self._loop is not None and not self._loop.is_over
+        if not is_in_loop and self._passes == FEW_PASSES:
+            words = views.NO_LOADER
+        elif is_in_loop and self._passes == MANY_PASSES:
+            words = views.NO_OPTIMIZER
+        if words:
+            self.notebook.suppose(words)
+            self._end_strictly(words)
 
     @property
     def is_uneven(self) -> bool:
@@ -180,6 +206,7 @@ class Program:
         If no followed loop is running, report why shares stay even.
         """
         self._updated = True
+        self._stepped = True
         if self._guard is not None:
             self._guard.steps = False
         if self._others:

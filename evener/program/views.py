@@ -49,6 +49,7 @@ TENSOR_PARALLEL = (
     "several ranks compute one row"
 )
 NO_LOADER = "its rows come from no DataLoader"
+NO_OPTIMIZER = "its optimizer isn't PyTorch's, so its steps can't be followed"
 BEGUN_EARLY = "its loop over a DataLoader began before its model was wrapped"
 NO_SAMPLER = "its rows aren't shared out by a DistributedSampler"
 SINGLE = (

@@ -51,6 +51,8 @@ OTHER = [
     ("exchanged", "a rate by exchanged losses", "goes into the rate of its optimizer"),
     ("exchanged", "gradients by exchanged losses", "goes into its gradients"),
     ("exchanged", "a codebook in the model", "goes into its model"),
+    ("other", "steps by hand", "its rows come from no DataLoader"),
+    ("exchanged", "rows counted over ranks", "exchange their numbers of rows by all_reduce"),
     ("other", "own sharding", "aren't shared out by a DistributedSampler"),
     ("other", "variances of two tasks", "what isn't in a DistributedDataParallel"),
     ("other", "local steps", "gradients that they haven't exchanged"),

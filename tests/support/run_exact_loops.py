@@ -7,6 +7,7 @@ from __future__ import annotations
 import copy
 import itertools
 from collections import namedtuple
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -44,6 +45,44 @@ def clipped_norm() -> Any:
         torch.nn.utils.clip_grad_norm_(model.parameters(), 0.2)
         optimizer.step()
         optimizer.zero_grad(set_to_none=False)
+    return model
+
+
+@program
+def cut_into_passes() -> Any:
+    """As composer's Trainer does: passes of a fixed number of rows, which count by their rows."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load(drop_last=True)):
+        optimizer.zero_grad()
+        parts = list(zip(x.split(4), classes.split(4), strict=True))
+        for number, (rows, labels) in enumerate(parts, 1):
+            with nullcontext() if number == len(parts) else model.no_sync():
+                loss = F.cross_entropy(model(rows), labels) * (len(rows) / len(x))
+                loss.backward()
+        optimizer.step()
+    return model
+
+
+@program
+def cut_into_passes_in_a_closure() -> Any:
+    """The same, in the optimizer's step."""
+    model, optimizer = start()
+    for x, classes, _ in epochs(load(drop_last=True)):
+
+        def compute(x: Tensor = x, classes: Tensor = classes) -> Tensor:
+            optimizer.zero_grad()
+            parts = list(zip(x.split(4), classes.split(4), strict=True))
+            total = torch.zeros(())
+            for number, (rows, labels) in enumerate(parts, 1):
+                with nullcontext() if number == len(parts) else model.no_sync():
+                    loss = torch.zeros(1)
+                    loss.add_(F.cross_entropy(model(rows), labels).mean())
+                    loss.mul_(len(rows) / len(x))
+                    loss.backward()
+                    total = total + loss.detach()
+            return total
+
+        optimizer.step(compute)
     return model
 
 

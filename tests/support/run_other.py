@@ -190,6 +190,19 @@ def gradients_by_hand() -> Any:
 
 
 @program
+def steps_by_hand() -> Any:
+    """No optimizer of PyTorch steps, and rows come from no DataLoader, as with fastai."""
+    model = ddp()
+    for x, classes, _ in [*epochs(load())]:
+        F.cross_entropy(model(x), classes).backward()
+        with torch.no_grad():
+            for each in model.parameters():
+                each -= 0.1 * each.grad
+                each.grad = None
+    return model
+
+
+@program
 def local_steps() -> Any:
     model, optimizer = start()
     for x, classes, _ in epochs(load()):
