@@ -141,13 +141,13 @@ def summarize_training(
     """
     if not records:
         return None
-    placed = [_place(record, live, labels) for record in records for live in record.devices]
+    placed = _place_all(records, labels)
     missing = max(0, max(record.world for record in records) - len(records))
     judged = judge_training([rank.measured for rank in placed], not missing, takers)
     steps = judged.steps or (None,) * len(placed)
     counted = max(records, key=lambda each: each.counted_steps)
     speed = sum(map(_speed, records))
-    plan = max(each.plan_samples_per_second for each in records) or plan_samples_per_second
+    plan = _find_plan_rate(records) or plan_samples_per_second
     return TrainingSummary(
         run=run,
         end=end,
@@ -159,9 +159,9 @@ def summarize_training(
         step_s=judged.step_s,
         limits=judged.limits,
         parts_known=any(rank.measured.sums.steps for rank in placed),
-        ranks=tuple(rank.summarize(step) for rank, step in zip(placed, steps, strict=True)),
+        ranks=tuple(map(_PlacedRank.summarize, placed, steps)),
         missing_ranks=missing,
-        changes=max((each.changes for each in records), key=len),
+        changes=_find_changes(records),
         first=first,
     )
 
@@ -178,6 +178,20 @@ class _PlacedRank(NamedTuple):
         live, record = self.live, self.record
         memory = record.memory_bytes, record.memory_of_bytes
         return RankSummary(self.measured.name, live.batch, live.micro, step, *memory)
+
+
+def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
+    """Return the samples/s of the plan that the records name; 0 if they name none."""
+    return max(each.plan_samples_per_second for each in records)
+
+
+def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
+    """Return the changes of shares, of the record that has the most."""
+    return max((each.changes for each in records), key=len)
+
+
+def _place_all(records: Sequence[LiveRecord], labels: Mapping[str, str]) -> list[_PlacedRank]:
+    return [_place(record, live, labels) for record in records for live in record.devices]
 
 
 def _place(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _PlacedRank:
