@@ -422,6 +422,9 @@ class ModelState(msgspec.Struct, frozen=True):
     # of the state: gradients that don't exist yet while the activations of a step's first pass
     # are at their peak
     gradient_bytes: int = 0
+    # of a rank, outside of the framework's allocator, which counts for a device without a memory
+    # limit: the driver's context, and the buffers of the exchange
+    beside_bytes: int = 0
 
 
 class Problem(msgspec.Struct, frozen=True):

@@ -140,7 +140,8 @@ class Sharding:
         needs = self._needs
         if problem.state is None or len(needs) < problem.devices:
             return Division((), limits=problem.memory_bytes)
-        limits = [limit for limit in problem.memory_bytes if limit is not None]
+        beside = problem.state.beside_bytes
+        limits = [max(1, size - beside) for size in problem.memory_bytes if size is not None]
         if len(limits) < problem.devices:
             equal = (1 / problem.devices,) * problem.devices
             return Division(equal, problem.global_batch is not None, problem.memory_bytes)

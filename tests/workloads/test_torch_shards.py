@@ -63,7 +63,8 @@ def test_it_steps_on_its_part_and_knows_the_state_of_the_whole(
     workload = make(monkeypatch, optimizer, **options)
     elements = 3 * (8 * 64 * 64 + 5 * 64)
     facts = map(int, workload.facts()["state"].split())
-    state, gathered, _, parameters, trained, gradients = facts
+    state, gathered, _, parameters, trained, gradients, beside = facts
+    assert beside == 0, "on a CPU"
     assert gradients == pytest.approx(4 * elements, rel=0.02)
     assert parameters == trained == int(workload.facts()["parameters"]) == elements
     assert state == pytest.approx(4 * figures * elements, rel=0.02)

@@ -18,6 +18,11 @@ from evener.torch.step.wrapped import watch
 
 from ..protocol import Place
 
+# of a process that uses a GPU, outside of PyTorch's allocator: CUDA's context with its libraries,
+# and NCCL's buffers, as seen on H200
+CONTEXT_BYTES = 600 << 20
+NCCL_BYTES = 900 << 20
+
 
 def leave_trainers_on_host() -> None:
     """Keep transformers' Trainers from moving their models to a device, even if transformers
@@ -43,6 +48,9 @@ class RecipeShards:
         units, replaced = choose_units(module, None), list(module.parameters())
         casts = recipe.casts
         self._gathered = count_gathered(module, units, None, casts)
+        capped = any(limit is not None for limit in place.memory_limit_bytes)
+        on_whole_gpu = device.type == "cuda" and not capped
+        self._beside = CONTEXT_BYTES + NCCL_BYTES if on_whole_gpu else 0
         # packed parameters are two per byte
         sizes = [(2 * each.nbytes if is_packed(each) else each.numel()) for each in replaced]
         self._parameters = sum(sizes)
@@ -57,13 +65,13 @@ class RecipeShards:
         watch(module, device, lambda *_: None)
 
     def describe(self) -> str:
-        """Return six numbers, separated by spaces: the bytes of the model's state, of
+        """Return seven numbers, separated by spaces: the bytes of the model's state, of
         gathered units and of an optimizer step, the number of parameters, the number of
-        trained parameters, and the bytes of the state that are gradients which a step
-        frees before its forward pass.
+        trained parameters, the bytes of the state that are gradients which a step frees
+        before its forward pass, and the bytes outside of PyTorch's allocator.
         """
         figures = (self._state, self._gathered, self._step, self._parameters, self._trained)
-        return " ".join(map(str, (*figures, self._gradients)))
+        return " ".join(map(str, (*figures, self._gradients, self._beside)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
         """Return the bytes of the whole model's state, and the temporary bytes of an optimizer

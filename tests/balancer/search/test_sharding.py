@@ -312,6 +312,15 @@ def test_a_device_that_ran_out_of_memory_gets_a_smaller_part_and_the_other_a_lar
     assert both[0] < first[0]
 
 
+def test_what_a_process_needs_outside_of_its_allocator_stays_free_too() -> None:
+    """Of cards without a memory limit: then this model doesn't fit them."""
+    state = ModelState(24 * GIB, GIB)
+    beside = msgspec.structs.replace(state, beside_bytes=3 * GIB // 2)
+    fits, full = (msgspec.structs.replace(LLAMA, state=each) for each in (state, beside))
+    assert Sharding(fits, MEASURED).parts
+    assert Sharding(full, MEASURED).parts is None
+
+
 @given(st.integers(0, 2), st.integers(0, 2))
 def test_rows_that_ran_beside_a_small_part_do_not_surely_fit_beside_a_larger_one(
     large: int, small: int
