@@ -106,7 +106,8 @@ def judge(known: tuple[str, str, str, str], own: Start, ours: Start) -> Result:
         return Result(*known, "ENDED", difference, ours.ended())
     reason = ours.why_even()
     if reason:
-        if difference is None or difference > NEAR:
+        is_seen = own.weights() is not None  # not of optimizers that aren't PyTorch's
+        if is_seen and (difference is None or difference > NEAR):
             return Result(*known, "CHANGED", difference, reason)
         return Result(*known, "even" if ours.said_early() else "LATE", difference, reason)
     if not ours.by_shares():
@@ -119,24 +120,25 @@ def judge(known: tuple[str, str, str, str], own: Start, ours: Start) -> Result:
 def print_table(kept: Path, names: list[str]) -> None:
     """Print the rows of docs/run.md, and how many programs came to what."""
     counts: dict[str, int] = {}
-    print(
-        "| program | versions | shares | difference | |",
-        "| --- | --- | --- | ---: | --- |",
-        sep="\n",
-    )
+    print("| program | shares | difference | why even | on |")
+    print("| --- | --- | ---: | --- | --- |")
     for name in names:
-        found = [
-            msgspec.json.decode(path.read_bytes(), type=Result)
-            for path in sorted(kept.glob(f"{name}-*.json"))
-            if path.stem.rpartition("-")[0] == name
-        ]
+        paths = sorted(kept.glob(f"{name}-*.json"))
+        found = [msgspec.json.decode(path.read_bytes(), type=Result) for path in paths]
         for each in found:
-            away = "" if each.difference is None else f"{each.difference:.0e}"
-            title = f"{PROGRAMS[name].title}, {each.optimizer}".rstrip(", ")
-            print(f"| {title} | {each.versions} | {each.outcome} | {away} | {each.reason} |")
+            print_row(each)
         outcome = found[-1].outcome if found else "not run"
         counts[outcome] = counts.get(outcome, 0) + 1
     print(*(f"{count} {outcome}" for outcome, count in counts.items()), sep=", ")
+
+
+def print_row(result: Result) -> None:
+    """Print what became of a program by one optimizer, with the version of its first package."""
+    version = result.versions.partition(",")[0]
+    title = ", ".join(filter(None, [PROGRAMS[result.name].title, result.optimizer]))
+    away = "" if result.difference is None else f"{result.difference:.0e}"
+    why = result.reason.partition(". ")[0][:160]
+    print(f"| {title} ({version}) | {result.outcome} | {away} | {why} | {result.date} |")
 
 
 class Start:

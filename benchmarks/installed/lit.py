@@ -11,10 +11,9 @@ from typing import Any
 
 import lightning
 import torch
-from litgpt import Config
+from litgpt import Config, pretrain
 from litgpt.args import EvalArgs, TrainArgs
 from litgpt.data import DataModule
-from litgpt.pretrain import main
 from torch.utils.data import DataLoader, TensorDataset
 
 
@@ -62,7 +61,8 @@ if __name__ == "__main__":
         lr_warmup_steps=2,
         tie_embeddings=False,
     )
-    main(
+    pretrain.save_hyperparameters = lambda *_, **__: None  # it parses litgpt's own command line
+    pretrain.main(
         fabric=fabric,
         devices=2,
         seed=3,

@@ -181,6 +181,13 @@ class SharedBatches:
     def __getattr__(self, name: str) -> Any:
         return getattr(self.given, name)
 
+    def __reduce_ex__(self, _: Any) -> Any:
+        """Be saved, and copied, as the program's own sampler, so that evener isn't in its files.
+
+        Pickle accepts another object's class in its place by protocols before 2 only.
+        """
+        return self.given.__reduce_ex__(1)
+
     def __iter__(self) -> Iterator[Any]:
         opens, self.opens, self.sampler = self.opens, False, None
         yield from self._deal() if opens else self.given

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import copy
 import itertools
+import pickle
 from collections import namedtuple
 from contextlib import nullcontext
 from typing import Any
@@ -15,7 +16,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.optim import lr_scheduler as schedules
-from torch.utils.data import DataLoader, Dataset, DistributedSampler
+from torch.utils.data import BatchSampler, DataLoader, Dataset, DistributedSampler
 
 from tests.support.run_parts import (
     ROWS,
@@ -192,7 +193,7 @@ def set_epoch_missing() -> Any:
 
 @program
 def steps_counted() -> Any:
-    """A loop over steps, which asks for the loader's next batch."""
+    """A loop over steps, which asks for the loader's next batch; the loader is saved, and read."""
     model, optimizer = start()
     loader = load()
     batches = iter(loader)
@@ -203,6 +204,7 @@ def steps_counted() -> Any:
             batches = iter(loader)
             x, classes, _targets = next(batches)
         update(optimizer, F.cross_entropy(model(x), classes))
+        assert type(pickle.loads(pickle.dumps(loader)).batch_sampler) is BatchSampler
     return model
 
 
