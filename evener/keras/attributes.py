@@ -13,8 +13,8 @@ from typing import Any, NamedTuple
 import keras
 import tensorflow as tf
 
-from .compatibility import ROWS, all_layers, plain_variables
-from .keras_step import main_part
+from .compatibility import all_layers, plain_variables
+from .part_kinds import ROWS, main_part
 
 DEEPEST = 4  # levels of containers within an attribute
 LIBRARIES = ("keras.", "tensorflow.", "numpy.")

@@ -8,13 +8,10 @@ follows from them.
 
 from __future__ import annotations
 
-import functools
 import math
-import traceback
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from itertools import pairwise
-from pathlib import Path
 from typing import Any
 
 import keras
@@ -40,20 +37,35 @@ from ..training.audit import (
     find_unequal,
     floor,
 )
-from .audit_step import StepResult, StepVariable, TracedStep, computes_in_half
-from .compatibility import NO_PASSES, TOWERS, overrides, plain_variables, warn
+from .audit_step import (
+    PlainSteps,
+    StepResult,
+    StepVariable,
+    TracedStep,
+    computes_in_half,
+    list_states,
+    raise_zeros,
+)
+from .compatibility import (
+    NO_PASSES,
+    TOWERS,
+    list_normalization_states,
+    overrides,
+    plain_variables,
+    warn,
+)
 from .data import DealtArrays
 from .decisions import both_sides, find_apart
 from .engine import Engine
+from .first_batch import peek, read_triple
 from .instances import replaced
 from .keras_step import OwnRows, Tensors, count_rows, cut_rows, open_rows, pad_rows
-from .loss_kinds import first_line
-from .measuring import peek
+from .part_kinds import OTHER
 from .passes import is_seed
+from .user_errors import find_users_line, first_line
 
 FEW = 8  # rows that are audited in late steps, if the batch has so many
 MOST = 32  # the most rows in the first EARLY steps
-LATE = 1_000_000  # a step so late that everything that grows with the steps has grown
 ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # relative rounding error of the numbers in a repeat
 FINEST_ROUNDING = 2e-7  # float64 models often compute something in float32
 FIGURES_DIFFER = 1e-5  # relative difference of logged values that causes a warning
@@ -95,8 +107,11 @@ class StepAudit:
     of rows in the engine's largest pass; None without passes.
     """
 
-    def __init__(self, engine: Engine, strict: bool, pass_rows: int | None) -> None:
+    def __init__(
+        self, engine: Engine, plain: PlainSteps, strict: bool, pass_rows: int | None
+    ) -> None:
         self._engine = engine
+        self._plain = plain
         self._model = engine.model
         self._group: Any = engine.group
         self._most = MOST if pass_rows is None else min(MOST, max(FEW, pass_rows // 2))
@@ -108,9 +123,14 @@ class StepAudit:
         self._varied: set[Any] = set()  # signatures that were checked for hidden differences
         self._told: set[str] = set()
         self._moment = ""  # the start of a message: when the audit took place
+        self._trains = True  # the audit is of a training step, not of an evaluation
         self._fails = False  # the step can't be run on the rows of this audit
         self._spec: Any = None  # element spec of the last iterator, and its text
         self._spec_text = ""
+        self._watched: list[StepVariable] = []  # variables that the step reads and users assign
+        self._values: list[bytes] = []  # their last known values
+        self._changes = 0  # how often these values have changed
+        self._looks = False  # the next step begins an epoch, so their values are read again
 
     def begin_anew(self) -> None:
         """Discard all graphs, because the model was compiled again or its step is made again."""
@@ -127,7 +147,8 @@ class StepAudit:
             if not isinstance(batches, tf.data.Iterator):
                 first, batches = peek(batches, steps)
             signature = self._compiled, self._describe_batches(batches, first)
-            due = [self.audits.begin(signature) for _ in range(steps)]
+            self._see_changes(begins_epoch=self._looks, is_loop=first is not None)
+            due = [self.audits.begin((*signature, self._changes)) for _ in range(steps)]
             if any(due):
                 if first is None:
                     first, batches = peek(batches, steps)
@@ -136,6 +157,34 @@ class StepAudit:
             return run(batches)
 
         return run_audited
+
+    def begin_epoch(self) -> None:
+        """Note that the next step is the first one of an epoch."""
+        self._looks = True
+
+    def _see_changes(self, begins_epoch: bool, is_loop: bool) -> None:
+        """Count a change of variables that the step reads and the user assigns.
+
+        An example is the threshold of a loss that a callback lowers. The values are read at the
+        beginning of each epoch, and before each step of a loop of the user's own in one process.
+        """
+        if not begins_epoch and not (is_loop and self._group is None):
+            return
+        self._looks = False
+        values = [_to_bytes(each.read()) for each in self._watched]
+        if not self._all(values == self._values):
+            self._changes += 1
+        self._values = values
+
+    def _watch(self, plain: TracedStep) -> None:
+        """Choose the variables whose changes are counted: small ones that no step assigns."""
+        averages = list_normalization_states(self._model, synchronized=None)
+        left_out = plain.assigned | {id(state.value.handle) for state in averages}
+        self._watched = [
+            each for each in list_states(self._model, plain) if each.key not in left_out
+        ]
+        self._watched = [each for each in self._watched if _is_small(each.handle)]
+        self._values = [_to_bytes(each.read()) for each in self._watched]
 
     def _describe_batches(self, batches: Any, first: Any) -> str:
         """Return the types and shapes of batches as text.
@@ -154,9 +203,10 @@ class StepAudit:
     def look(self, batch: Tensors, signature: Any = None) -> None:
         """Audit a batch; warn about a difference, or raise RequestError."""
         self._moment = f"In step {self.audits.step}"
+        self._trains = True
         with _plain_float32():
             rows = self._take_rows(batch)
-            steps = None if rows is None else self._trace(rows, signature)
+            steps = None if rows is None else self._if_all(self._trace(rows, signature))
             finding = None
             if steps is not None:
                 finding = self._find_failure(steps[0], rows, batch, signature)
@@ -190,9 +240,10 @@ class StepAudit:
     def _look_at_test(self, batch: Tensors) -> None:
         """Evaluate a few rows in both ways; raise RequestError if losses or states differ."""
         self._moment = "In an evaluation"
+        self._trains = False
         with _plain_float32():
             rows = self._take_rows(batch)
-            steps = None if rows is None else self._trace_tests(rows)
+            steps = None if rows is None else self._if_all(self._trace_tests(rows))
             finding = None
             if steps is not None:
                 finding = self._find_failure(steps[0], rows, batch, "test")
@@ -210,7 +261,7 @@ class StepAudit:
         Return None if the processes can't exchange them.
         """
         with tf.device(HOST):
-            triple = _read_triple(batch)
+            triple = read_triple(batch)
             whole = self._count_batch(batch)
             devices = len(self._engine.cut.weights)
             most = self._most if self.audits.step <= EARLY else FEW
@@ -245,9 +296,7 @@ class StepAudit:
         """Trace Keras' own test step and the engine's; None if they can't be audited."""
         model, spec = self._model, tf.nest.map_structure(open_rows, rows)
         try:
-            with tf.device(self._engine.device):
-                own = functools.partial(type(model).test_step, model)
-                plain = TracedStep(model, own, spec, plain=True)
+            plain = self._plain.trace(spec, training=False)
             steps = plain, TracedStep(model, model.test_step, spec)
         except RequestError:
             raise
@@ -281,13 +330,14 @@ class StepAudit:
             except Exception as error:  # whatever the user's program raises
                 self._traced[signature] = None
                 self._say_untraced("step", error)
-        return self._without_draws(self._traced[signature])
+        steps = self._traced[signature]
+        if steps is not None:
+            self._watch(steps[0])
+        return self._without_draws(steps)
 
     def _trace_both(self, rows: Tensors, spec: Any) -> Steps:
         model = self._model
-        with tf.device(self._engine.device):
-            own = functools.partial(type(model).train_step, model)
-            plain = TracedStep(model, own, spec, shifted=True, plain=True)
+        plain = self._plain.trace(spec, training=True)
         with self._in_small_passes(int(count_rows(rows))):
             return plain, TracedStep(model, model.train_step, spec)
 
@@ -374,7 +424,7 @@ class StepAudit:
         """
         if self._group is not None:  # no process has all rows
             return isinstance(error, tf.errors.InvalidArgumentError)
-        return not isinstance(self._try(plain, _read_triple(batch)), Exception)
+        return not isinstance(self._try(plain, read_triple(batch)), Exception)
 
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
         """Yield the rows of each pass that this process computes.
@@ -393,7 +443,7 @@ class StepAudit:
 
     def _count_batch(self, batch: Tensors) -> int:
         """Return the number of rows of a batch, in all processes together."""
-        return int(batch.rows if isinstance(batch, OwnRows) else count_rows(_read_triple(batch)))
+        return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
         """Return the finding that a step can't compute some rows of a batch without the others."""
@@ -411,7 +461,7 @@ class StepAudit:
         """Compare the two steps on these rows; return the first difference, if any."""
         found = self._compare_gradients(steps, rows, {}, "")
         unequal = self._compare_ranks(steps[0])
-        found = found or unequal
+        found = found or unequal or self._compare_attributes(steps, rows)
         if signature in self._varied:
             return found
         found = found or self._compare_decisions(steps, rows)
@@ -580,7 +630,7 @@ class StepAudit:
         """
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
         own |= {id(each.handle) for each in plain_variables(self._model)}
-        for variable in self._list_states(plain):
+        for variable in list_states(self._model, plain):
             if variable.key not in reference.states and variable.key not in trained.states:
                 continue
             before = variable.read()
@@ -601,6 +651,24 @@ class StepAudit:
                 f" (norms {sizes[0]:.6g} and {sizes[1]:.6g}){effect}."
             )
             return Finding(difference, said, f"Leave that out. {ALONE}")
+        return None
+
+    def _compare_attributes(self, steps: Steps, rows: Tensors) -> Finding | None:
+        """Return a finding about a Python number that an eager step leaves different, or None.
+
+        An example is a counter of calls. The code of a step that isn't eager runs only once.
+        """
+        if not self._model.run_eagerly:
+            return None
+        one, other = (step.attributes for step in steps)
+        for name in sorted(one.keys() | other.keys()):
+            if one.get(name) != other.get(name):
+                said = (
+                    f"{self._moment}, the attribute {name} is {one.get(name, 'unchanged')} after"
+                    f" all rows at once, and {other.get(name, 'unchanged')} after parts of"
+                    f" {self._name_parts(rows)} of them, as shares compute it."
+                )
+                return Finding(_unknown_difference(), said, f"Leave that out. {ALONE}")
         return None
 
     @staticmethod
@@ -646,28 +714,12 @@ class StepAudit:
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
-    def _list_states(self, plain: TracedStep) -> list[StepVariable]:
-        """Return the variables that a step may assign, other than weights, metrics and seeds."""
-        model = self._model
-        others = [
-            *model.trainable_variables,
-            *model.metrics_variables,
-            *model.optimizer.variables,
-            *(each for each in model.non_trainable_variables if is_seed(each)),
-        ]
-        left_out = {id(each.value.handle) for each in others}
-        return [
-            each
-            for key, each in plain.variables.items()
-            if key not in left_out and not each.name.endswith("seed_generator_state")
-        ]
-
     def _compare_ranks(self, plain: TracedStep) -> Finding | None:
         """Return a finding about a variable whose values differ between processes, or None."""
         if self._group is None:
             return None
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
-        states = {each.key for each in self._list_states(plain)}
+        states = {each.key for each in list_states(self._model, plain)}
         chosen = [each for key, each in plain.variables.items() if key in weights or key in states]
         rank, size = self._group.rank, self._group.size
         own = [_summary(each.read()) for each in chosen]
@@ -700,7 +752,7 @@ class StepAudit:
 
         Each is (description, values of variables, rows).
         """
-        values, names = self._raise_zeros(plain)
+        values, names = raise_zeros(self._model, plain)
         if values:
             yield f"with {' and '.join(names[:2])} above 0", values, rows
         if not self._engine.judges_parts(True):
@@ -709,33 +761,16 @@ class StepAudit:
         for said, change in LABELS.items():
             changed = tf.nest.map_structure(change, y)
             yield f"with {said}", values, (x, changed, weight)
-
-    def _raise_zeros(self, plain: TracedStep) -> tuple[dict[int, Any], list[str]]:
-        """Return nonzero values for variables that are 0, and late-step values for counters.
-
-        Also returns the names of these variables.
-        """
-        values: dict[int, Any] = {}
-        names = []
-        iterations = id(self._model.optimizer._iterations.value.handle)
-        weights = {id(each.value.handle) for each in self._model.trainable_variables}
-        states = {each.key for each in self._list_states(plain)}
-        for number, (key, variable) in enumerate(plain.variables.items()):
-            if key not in states and key not in weights and key != iterations:
-                continue
-            value = variable.read()
-            if value.dtype.is_floating and not bool(tf.reduce_any(value != 0)):
-                drawn = tf.random.stateless_uniform(value.shape, (number, 4), 0.5, 1.0, tf.float32)
-                scale = 1.0 if value.shape.rank == 0 else 0.2
-                values[key] = tf.cast(scale * drawn, value.dtype)
-            elif value.dtype.is_integer and value.shape.rank == 0:
-                values[key] = value + tf.cast(LATE, value.dtype)
-            else:
-                continue
-            names.append(variable.name)
-        return values, names
+        call = plain.run(rows, self._list_seeds()).call
+        others = None if call is None else _other_labels(y, call.outputs)
+        if others is not None:
+            yield "with other labels in each row", values, (x, others, weight)
 
     # ---------------------------------------------------------------- sharing and saying
+
+    def _if_all(self, steps: Steps | None) -> Steps | None:
+        """Return the steps; None unless all processes have them."""
+        return steps if self._all(steps is not None) else None
 
     def _all(self, fine: bool) -> bool:
         """True if `fine` is true in all processes."""
@@ -778,6 +813,17 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _say_once(self, why: str) -> None:
+        """Warn that this model can't be audited.
+
+        Raises RequestError if it is also unknown how the losses of parts add up.
+        """
+        engine, training = self._engine, self._trains
+        if engine.judges_parts(training) and engine.kinds[training].loss == OTHER:
+            raise RequestError(
+                f"The loss of a batch of {self._model.name} isn't the mean or the sum of its parts'"
+                f" losses, and gradients can't be audited: {why}.",
+                self._remedy(),
+            )
         if why not in self._told:
             self._told.add(why)
             warn(f"Gradients by shares aren't audited for {self._model.name}: {why}.")
@@ -785,18 +831,6 @@ class StepAudit:
 
 def _is_finite(gradients: Sketch) -> bool:
     return all(math.isfinite(gradients.size(name)) for name in gradients.sums)
-
-
-def find_users_line(error: BaseException) -> str:
-    """Return the last line of user code in an error's traceback, such as ` (train.py, line 3)`.
-
-    Return "" if there is none.
-    """
-    own = str(Path(__file__).parents[1])
-    for frame in reversed(traceback.extract_tb(error.__traceback__)):
-        if "site-packages" not in frame.filename and not frame.filename.startswith(own):
-            return f" ({Path(frame.filename).name}, line {frame.lineno})"
-    return ""
 
 
 @contextmanager
@@ -808,18 +842,6 @@ def _plain_float32() -> Iterator[None]:
         yield
     finally:
         tf.config.experimental.enable_tensor_float_32_execution(before)
-
-
-def _read_triple(batch: Tensors) -> Tensors:
-    """Return (x, y, weight) of a batch, or of this process's rows of it, as tensors."""
-    data = batch.data if isinstance(batch, OwnRows) else batch
-    return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
-
-
-def _to_tensor(each: Any) -> Any:
-    if each is None or isinstance(each, tf.SparseTensor | tf.RaggedTensor):
-        return each
-    return tf.convert_to_tensor(each)
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
@@ -867,6 +889,21 @@ def _states_differ(before: Any, one: Any, other: Any) -> bool:
     return _norm(first - second) > STATES_DIFFER * change + SAFETY * rounding * size
 
 
+MOST_WATCHED = 16  # the most numbers of a variable whose changes are counted
+
+
+def _is_small(handle: Any) -> bool:
+    """True if a variable has few numbers."""
+    count = handle._handle_data.shape_and_type[0].shape
+    sizes = tf.TensorShape(count).num_elements()
+    return sizes is not None and sizes <= MOST_WATCHED
+
+
+def _to_bytes(value: Any) -> bytes:
+    found: bytes = value.numpy().tobytes()
+    return found
+
+
 def _as_float64(value: Any) -> Any:
     return tf.cast(value, tf.float64)
 
@@ -910,6 +947,34 @@ def _mixed_labels(y: Any) -> Any:
         return y
     order = np.random.default_rng(5).permutation(int(y.shape[0]))
     return tf.gather(y, order)
+
+
+def _other_labels(y: Any, outputs: Tensors) -> Any:
+    """Return labels of a different class in each row, or values that grow from row to row.
+
+    The number of classes is that of the outputs. Return None unless each output has its labels.
+    """
+    labels = keras.tree.flatten(y)
+    found = keras.tree.flatten(outputs)
+    if len(labels) != len(found) or not all(isinstance(each, tf.Tensor) for each in labels):
+        return None
+    pairs = zip(labels, found, strict=True)
+    changed = [tf.cast(_vary_labels(each.numpy(), out), each.dtype) for each, out in pairs]
+    return keras.tree.pack_sequence_as(y, changed)
+
+
+def _vary_labels(y: Any, outputs: Any) -> Any:
+    rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
+    if y.dtype.kind not in "iuf":
+        return y
+    if y.dtype.kind == "f" and not (y == np.round(y)).all():
+        return y * np.linspace(0.1, 2.0, len(y)).reshape(rows.shape)
+    classes = int(outputs.shape[-1]) if outputs.shape.rank > 1 else 1
+    if y.min() < 0 or y.max() >= max(classes, 2):
+        return y
+    if y.ndim > 1 and y.shape[-1] == classes > 1:  # one-hot
+        return np.take_along_axis(y, (np.arange(classes) - rows) % classes, -1)
+    return (y + rows) % max(classes, 2)
 
 
 def _missing_labels(missing: float, y: Any) -> Any:

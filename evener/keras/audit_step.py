@@ -6,6 +6,7 @@ when they reach the optimizer, and all variables that the graph touches are rest
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -18,18 +19,27 @@ from tensorflow.python.eager import context
 from tensorflow.python.ops import gen_resource_variable_ops
 
 from ..training.audit import PROJECTIONS, Sketch
-from .attributes import CallTensors, keras_attributes
+from .attributes import CallTensors, Leaves, keras_attributes
 from .compatibility import all_layers
 from .decisions import Margins, Shifts, list_decisions, read_margin
 from .equal_draws import draws_alike
 from .instances import replaced
 from .keras_step import Tensors, calls_of_steps
+from .passes import SEED_NAME, is_seed
 
 DRAWING = ("Random", "Multinomial", "TruncatedNormal", "Rng")  # in the names of operations
 SEED = (7, 7)
 PLAIN = (bool, int, float, str, type(None))
 
 Values = dict[int, Any]  # values of variables, by their keys
+
+
+class StepCall(NamedTuple):
+    """What the model's call in a plain step left for the loss."""
+
+    outputs: Tensors  # with the masks that Keras attaches
+    losses: list[Any]  # of layers, then of the weights' regularizers
+    attributes: Leaves  # tensors that the call left in attributes
 
 
 class StepResult(NamedTuple):
@@ -40,6 +50,7 @@ class StepResult(NamedTuple):
     states: Values
     margins: Margins  # margins of the step's decisions
     outputs: list[Any]  # outputs of the model, each summed up by rows
+    call: StepCall | None  # None if the step isn't plain, or if its outputs aren't tensors
 
 
 class StepVariable(NamedTuple):
@@ -63,10 +74,10 @@ class TracedStep:
     """The graph of a step for batches (x, y, weight) of this type with any number of rows.
 
     `variables` are the variables that the step reads or assigns, by key; `assigned` has the keys of
-    the variables that it may assign. With `shifted`, its decisions can be forced to either side. A
-    `plain` step computes one loss, and its results contain the outputs from which that loss is
-    computed. `draws` is True if the step draws random numbers that can't be made independent of
-    where a row is computed.
+    the variables that it may assign, and `attributes` the plain values that attributes got while it
+    was traced. With `shifted`, its decisions can be forced to either side. A `plain` step computes
+    one loss, and its results contain what the model's call left for that loss. `draws` is True if
+    the step draws random numbers that can't be made independent of where a row is computed.
     """
 
     def __init__(
@@ -79,11 +90,13 @@ class TracedStep:
     ) -> None:
         self._model = model
         self._plain = plain
+        self._left: Any = None  # the attributes as a plain step's call leaves them
         self._shifts = Shifts() if shifted else None
         self._places: list[str] = []  # of each decision, as find_place names it
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
-        with kept_attributes(model), draws_alike(model), calls_of_steps():
+        kept = kept_attributes(model)
+        with kept as self.attributes, draws_alike(model), calls_of_steps():
             traced = tf.function(self._run, autograph=False)
             seed = tf.TensorSpec([2], tf.int32)
             self._graph = traced.get_concrete_function(spec, seed)
@@ -112,7 +125,7 @@ class TracedStep:
             for key, value in given.items():
                 self.variables[key].assign(value)
             with _not_rewritten():
-                sums, figures, margins, outputs = self._graph(data, tf.constant(SEED))
+                sums, figures, margins, outputs, call = self._graph(data, tf.constant(SEED))
             states = {key: self.variables[key].read() for key in self.assigned}
         finally:
             for variable, value in before:
@@ -124,18 +137,25 @@ class TracedStep:
         by_place: Margins = {}
         for place, margin in zip(self._places, margins, strict=True):
             by_place.setdefault(place, []).append(margin.numpy())
-        return StepResult(sketch, numbers, states, by_place, [each.numpy() for each in outputs])
+        summed = [each.numpy() for each in outputs]
+        return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
-    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any]:
+    def leave(self, call: StepCall) -> None:
+        """Set the model's attributes to the tensors that this call left there."""
+        self._left.restore()
+        self._left.put(call.attributes)
+
+    def _run(self, data: Tensors, seed: Any) -> tuple[Any, Any, Any, Any, Any]:
         """Run the step while it is traced.
 
         Returns the gradients' random sums (a row for each name in `_kinds`), the logs, the margins
-        of decisions (in the order of `_places`), and sums of the model's outputs.
+        of decisions (in the order of `_places`), sums of the model's outputs, and the parts of a
+        `StepCall`, with masks after the outputs.
         """
         found: list[tuple[Any, Any]] = []
-        outputs: list[Any] = []
+        calls: list[tuple[Any, ...]] = []
         applies = replaced(self._model.optimizer, "apply_gradients", found.extend)
-        with applies, self._noting(outputs):
+        with applies, self._noting(calls):
             self._model.reset_metrics()
             figures = self._step(keras.utils.pack_x_y_sample_weight(*data))
         names, half = _name_weights(self._model), computes_in_half(self._model)
@@ -145,23 +165,33 @@ class TracedStep:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
         gradients = [each for each, _ in reached]
         sums = _sum_up(gradients, [variable.shape for _, variable in reached], seed)
-        return sums, figures, self._read_margins(), [_sum_rows(each, seed) for each in outputs]
+        margins = self._read_margins()  # before operations are added that aren't the user's
+        call = calls[-1] if calls else None
+        leaves = [] if call is None else keras.tree.flatten(call[0])
+        outputs = [_sum_rows(each, seed) for each in leaves if _has_rows(each)]
+        if not all(tf.is_tensor(each) for each in leaves):
+            call = None
+        return sums, figures, margins, outputs, call
 
     @contextmanager
-    def _noting(self, outputs: list[Any]) -> Iterator[None]:
-        """Collect in `outputs` the outputs from which a plain step computes its loss."""
+    def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
+        """Append to `calls` what the model's call has left whenever a plain step has a loss."""
         if not self._plain:
             yield
             return
-        compute = self._model._compute_loss
+        model = self._model
+        before = CallTensors(model)
+        compute = model._compute_loss
 
         def compute_loss(*given: Any, **words: Any) -> Any:
-            outputs[:] = [
-                each for each in keras.tree.flatten(words.get("y_pred")) if _has_rows(each)
-            ]
+            outputs = words.get("y_pred")
+            masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
+            attributes = {name: each for name, each in before.collect().items() if _is_here(each)}
+            calls.append((outputs, masks, list(model.losses), attributes))
+            self._left = CallTensors(model)
             return compute(*given, **words)
 
-        with replaced(self._model, "_compute_loss", compute_loss):
+        with replaced(model, "_compute_loss", compute_loss):
             yield
 
     def _read_margins(self) -> list[Any]:
@@ -173,6 +203,105 @@ class TracedStep:
             for place, operation in found:
                 self._shifts.insert(place, operation)
         return margins
+
+
+class PlainSteps:
+    """Keras' own steps of a model on one device, traced once for each type of batch."""
+
+    def __init__(self, model: Any, device: str) -> None:
+        self._model = model
+        self._device = device
+        self._traced: dict[tuple[bool, str], TracedStep | Exception] = {}
+
+    def clear(self, training: bool) -> None:
+        """Discard the training steps, or the test steps."""
+        self._traced = {key: step for key, step in self._traced.items() if key[0] != training}
+
+    def trace(self, spec: Tensors, training: bool) -> TracedStep:
+        """Return the graph of a step for batches (x, y, weight) of this type.
+
+        Raises whatever the user's program raises.
+        """
+        key = training, repr(spec)
+        if key not in self._traced:
+            self._traced[key] = self._trace(spec, training)
+        found = self._traced[key]
+        if isinstance(found, Exception):
+            raise found
+        return found
+
+    def _trace(self, spec: Tensors, training: bool) -> TracedStep | Exception:
+        model = self._model
+        own = type(model).train_step if training else type(model).test_step
+        try:
+            with tf.device(self._device):
+                return TracedStep(
+                    model, functools.partial(own, model), spec, shifted=training, plain=True
+                )
+        except Exception as error:  # whatever the user's program raises
+            return error
+
+
+LATE = 1_000_000  # a step so late that everything that grows with the steps has grown
+
+
+def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
+    """Return the variables that a step may assign, other than weights, metrics and seeds."""
+    others = [
+        *model.trainable_variables,
+        *model.metrics_variables,
+        *model.optimizer.variables,
+        *(each for each in model.non_trainable_variables if is_seed(each)),
+    ]
+    left_out = {id(each.value.handle) for each in others}
+    return [
+        each
+        for key, each in step.variables.items()
+        if key not in left_out and not each.name.endswith(SEED_NAME)
+    ]
+
+
+def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
+    """Return nonzero values for variables that are 0, and late-step values for counters.
+
+    Also returns the names of these variables.
+    """
+    values: Values = {}
+    names = []
+    moved = {each.key for each in list_states(model, step)}
+    moved |= {id(each.value.handle) for each in model.trainable_variables}
+    moved.add(id(model.optimizer._iterations.value.handle))
+    for number, (key, variable) in enumerate(step.variables.items()):
+        if key not in moved:
+            continue
+        value = variable.read()
+        if value.dtype.is_floating and not bool(tf.reduce_any(value != 0)):
+            drawn = tf.random.stateless_uniform(value.shape, (number, 4), 0.5, 1.0, tf.float32)
+            scale = 1.0 if value.shape.rank == 0 else 0.2
+            values[key] = tf.cast(scale * drawn, value.dtype)
+        elif value.dtype.is_integer and value.shape.rank == 0:
+            values[key] = value + tf.cast(LATE, value.dtype)
+        else:
+            continue
+        names.append(variable.name)
+    return values, names
+
+
+def _with_masks(call: Any) -> StepCall | None:
+    """Return the call whose parts a graph has returned, with the masks attached to the outputs."""
+    if call is None:
+        return None
+    outputs, masks, losses, attributes = call
+    for leaf, mask in zip(keras.tree.flatten(outputs), masks, strict=True):
+        if mask is not None:
+            leaf._keras_mask = mask
+    return StepCall(outputs, losses, attributes)
+
+
+def _is_here(tensor: Any) -> bool:
+    """True unless the tensor belongs to another graph than the one that is being traced."""
+    here = tf.compat.v1.get_default_graph()
+    return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
 
 def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
@@ -338,21 +467,35 @@ def _not_rewritten() -> Iterator[None]:
 
 
 @contextmanager
-def kept_attributes(model: Any) -> Iterator[None]:
-    """Restore tensors and plain values in the attributes of layers and of the loss."""
+def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
+    """Restore tensors and plain values in the attributes of layers and of the loss.
+
+    Yields a dictionary that has, in the end, the plain values that were restored, by the names of
+    layer and attribute.
+    """
     left = CallTensors(model)
-    holders = [vars(each) for each in (model, *all_layers(model)) if hasattr(each, "__dict__")]
-    if hasattr(model.loss, "__dict__"):
-        holders.append(vars(model.loss))
+    every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]
     before = [
-        {name: value for name, value in holder.items() if isinstance(value, PLAIN)}
-        for holder in holders
+        {name: value for name, value in vars(each).items() if isinstance(value, PLAIN)}
+        for each in every
     ]
+    changed: dict[str, Any] = {}
     try:
-        yield
+        yield changed
     finally:
         left.restore()
-        for holder, plain in zip(holders, before, strict=True):
-            for name, value in plain.items():
-                if name not in keras_attributes() and isinstance(holder.get(name), PLAIN):
-                    holder[name] = value
+        for owner, plain in zip(every, before, strict=True):
+            changed |= _restore_plain(owner, plain)
+
+
+def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
+    """Restore the plain values of an object's attributes; return those that had changed."""
+    holder = vars(owner)
+    changed = {}
+    for name, value in plain.items():
+        now = holder.get(name)
+        if name in keras_attributes() or not isinstance(now, PLAIN) or now == value:
+            continue
+        changed[f"{getattr(owner, 'name', 'the loss')}.{name}"] = now
+        holder[name] = value
+    return changed

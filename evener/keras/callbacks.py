@@ -59,6 +59,27 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self.model.stop_training = bool(stops > 0)
 
 
+class EpochBegins(kinds.Callback):  # type: ignore[misc]
+    """Call a function at the beginning of each epoch."""
+
+    def __init__(self, call: Callable[[], None]) -> None:
+        super().__init__()
+        self._call = call
+
+    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
+        """Call it."""
+        self._call()
+
+
+def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
+    """Return the callbacks that were given to `fit` together with one more."""
+    if not isinstance(given, kinds.CallbackList):
+        return [*keras.tree.flatten(given or []), own]
+    own.set_model(model)
+    given.append(own)
+    return given
+
+
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """Return the callbacks of this process, with `Together` as the last one.
 

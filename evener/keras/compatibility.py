@@ -11,7 +11,6 @@ from hashlib import blake2b
 from typing import Any, NoReturn
 
 import keras
-import msgspec
 import tensorflow as tf
 
 from ..errors import RequestError
@@ -118,12 +117,6 @@ def check_workers(model: Any) -> None:
     Each process of this engine computes the loss of its own rows only.
     """
     check_step(model)
-    if model.run_eagerly:
-        raise RequestError(
-            "engine='multiworker' can't run eagerly: where Python decides by a process's own rows,"
-            " the others would wait for sums that never come.",
-            "Compile with run_eagerly=False, or use engine='towers'.",
-        )
     _warn_local_statistics(model)
 
 
@@ -179,48 +172,6 @@ def warn_small_data(rows: int, planned: int | None) -> None:
         )
 
 
-def warn_inner_metric(state: Any) -> None:
-    """Warn that the model updates a metric while it is called.
-
-    The metric is exact if it is given rows, but not if it is given their mean.
-    """
-    metric = state.path.rpartition("/")[0]
-    warn(
-        f"{metric} is updated inside the model, once on each device: give that metric the "
-        f"rows, not their mean."
-    )
-
-
-def warn_loss_metric(state: Any) -> None:
-    """Warn that `compute_loss` updates a metric with only a part of the batch at a time."""
-    metric = state.path.rpartition("/")[0]
-    warn(
-        f"{metric} is updated in compute_loss, which each process or pass calls with its own "
-        f"rows: its figure is a mean of theirs. It is that of all rows if they are its weight: "
-        f"update_state(figure, sample_weight=number of rows)."
-    )
-
-
-def warn_summed_metrics(model: Any) -> None:
-    """Warn that metrics other than Keras' own may be wrong, unless they add up over rows.
-
-    It is called if the outputs are too large to be sent to every process, so that each process
-    counts its own rows.
-    """
-    metrics = model._compile_metrics.metrics if model._compile_metrics else []
-    own = [
-        each.name
-        for each in metrics
-        if not (getattr(each, "_fn", None) or type(each)).__module__.startswith("keras.")
-    ]
-    if own:
-        warn(
-            f"The outputs are too large to be sent to every process for {own[0]}: each counts "
-            f"its own rows, and what "
-            "is shown is right only for a metric that adds up over rows, as means and counts do."
-        )
-
-
 def all_layers(model: Any) -> list[Any]:
     """Return every layer of a model, including those inside inner models and other layers."""
     found: list[Any] = model._flatten_layers(include_self=False)
@@ -255,6 +206,12 @@ def list_normalizations(model: Any, synchronized: bool | None = False) -> list[A
     return [each for each in found if synchronized in (None, each.synchronized)]
 
 
+def list_normalization_states(model: Any, synchronized: bool | None = False) -> list[Any]:
+    """Return the moving averages of the model's BatchNormalization layers."""
+    layers = list_normalizations(model, synchronized)
+    return [state for layer in layers for state in layer.non_trainable_variables]
+
+
 def _warn_local_statistics(model: Any) -> None:
     local = [layer for layer in list_normalizations(model, synchronized=False) if layer.trainable]
     if local:
@@ -262,55 +219,4 @@ def _warn_local_statistics(model: Any) -> None:
             f"{local[0].name} takes its statistics from each device's own rows, not from the "
             f"whole batch; "
             "synchronized=True with engine='multiworker' uses the whole batch."
-        )
-
-
-ROWS, SUM, SAME = "rows", "sum", "same"
-COUNTS = (
-    "steps",
-    "labels",
-    "weights",
-)  # units other than rows that a loss may be averaged over, counted in each step
-OTHER = ""  # none of them
-
-
-class PartKinds(msgspec.Struct, frozen=True):
-    """How losses, states and attributes of parts of a batch combine into the whole batch's.
-
-    By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
-    ROWS, SUM, one of COUNTS, or OTHER. `states` gives the kind (ROWS, SUM, SAME or OTHER) of each
-    state's change, by its index in `model.non_trainable_variables`. `attributes` gives the kind of
-    tensors that a call leaves in attributes and that don't consist of rows.
-    """
-
-    loss: str = ROWS
-    added: tuple[str, ...] = ()
-    states: dict[int, str] = {}
-    attributes: dict[str, str] = {}
-    seen: str = ""  # a message about the loss, if it is OTHER
-
-    def added_kind(self, place: int) -> str:
-        """Return how the layers' loss number `place` adds up: ROWS unless `added` has its kind."""
-        return self.added[place] if place < len(self.added) else ROWS
-
-
-def refuse_partial(found: PartKinds, engine: str, in_passes: bool) -> None:
-    """Raise RequestError if the batch's loss can't be computed from its parts' losses.
-
-    The parts are the rows of the engine's processes or passes.
-    """
-    who = "A plan with passes" if in_passes else f"engine={engine!r}"
-    if found.loss == OTHER:
-        seen, remedy = found.seen.rstrip("."), f"{TOWERS} {NO_PASSES}" if in_passes else TOWERS
-        raise RequestError(f"{who} can't put this loss together. {seen}.", remedy)
-    if in_passes and found.loss in COUNTS:
-        over = {
-            "steps": "the steps that a mask leaves",
-            "labels": "labels that aren't ignored",
-            "weights": "weights",
-        }
-        raise RequestError(
-            f"A plan with passes can't weight this loss exactly: it is a mean over "
-            f"{over[found.loss]}, not over rows.",
-            NO_PASSES,
         )

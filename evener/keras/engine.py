@@ -9,16 +9,17 @@ from __future__ import annotations
 
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Protocol
 
 import tensorflow as tf
 
 from ..live.reporter import DeviceTimes
 from ..shares.divisions import Cut
-from .compatibility import PartKinds, check_compiled
+from .compatibility import check_compiled
 from .data import ArrayBatches
 from .keras_step import Tensors
+from .part_kinds import PartKinds
 
 Steps = Callable[[Any], Any]  # Keras' function of some steps, given an iterator of batches
 
@@ -36,6 +37,9 @@ class Engine(Protocol):
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the scope in which Keras' own steps run unchanged."""
+
+    def sharing_failures(self) -> AbstractContextManager[None]:
+        """Return a context whose errors also end the other processes of the group."""
 
     def check_model(self) -> None:
         """Raise RequestError at the start of `fit` if the engine can't train this model."""
@@ -107,6 +111,10 @@ class OneProcess:
         """Return the scope in which Keras' own steps run unchanged: the first device."""
         scope: AbstractContextManager[Any] = tf.device(self.device)
         return scope
+
+    def sharing_failures(self) -> AbstractContextManager[None]:
+        """Return an empty context, as there is only one process."""
+        return nullcontext()
 
     def check_test_step(self) -> None:
         """Accept every model: a `test_step` that the user overrides runs on the whole batch."""

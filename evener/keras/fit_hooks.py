@@ -19,6 +19,8 @@ from ..errors import RequestError
 from ..plan.check import check_global_batch
 from ..shares.whole_rows import batch_in_one_pass, largest_pass
 from .audit import StepAudit
+from .audit_step import PlainSteps
+from .callbacks import EpochBegins, with_callback
 from .compatibility import check_passes, overrides, warn, warn_small_data
 from .data import (
     ArrayBatches,
@@ -35,7 +37,7 @@ from .data import (
 from .engine import Engine
 from .group import check_same_arrays
 from .keras_step import from_frame, warn_of_own_loop
-from .measuring import measure_first
+from .measure_kinds import measure_first
 from .own_train_step import OwnTrainStep
 from .step_times import StepTimes
 
@@ -69,9 +71,10 @@ class FitHooks:
             max(len(micros), batch_in_one_pass(split.shares, micros)) if micros else None
         )
         self.times = StepTimes()
+        self._plain = PlainSteps(engine.model, engine.device)
         self.audit: StepAudit | None = None
         if engine.splits and split.audited:
-            self.audit = StepAudit(engine, split.strict, self._pass_rows)
+            self.audit = StepAudit(engine, self._plain, split.strict, self._pass_rows)
 
     def attach(self) -> None:
         """Replace the model's steps, and the methods that prepare them, on the instance."""
@@ -134,7 +137,8 @@ class FitHooks:
 
         @functools.wraps(MethodType(getattr(type(self.model), name), self.model))
         def method(*arguments: Any, **keywords: Any) -> Any:
-            return hook(*arguments, **keywords)
+            with self.engine.sharing_failures():
+                return hook(*arguments, **keywords)
 
         method.hooks = self  # type: ignore[attr-defined]
         return method
@@ -182,6 +186,7 @@ class FitHooks:
         """Wrap Keras' function of some steps in what the engine, audits and clocks do around it."""
         engine = self.engine
         training = name == "train_function"
+        self._plain.clear(training)
         if training:
             function = engine.around_training(function)
             function = self.times.around_steps(function, lambda: self.model.steps_per_execution)
@@ -194,7 +199,7 @@ class FitHooks:
         if tests and self.audit is not None:
             function = self.audit.before_tests(function)
         if engine.splits and (training or tests):
-            function = measure_first(engine, training, function)
+            function = measure_first(engine, self._plain, training, function)
         return self.times.around_call(function) if training else function
 
     def fit(self, *arguments: Any, **keywords: Any) -> Any:
@@ -210,6 +215,9 @@ class FitHooks:
         else:
             self._fit_dataset(chosen)
         chosen["callbacks"] = self.engine.begin_fit(chosen["callbacks"])
+        if self.audit is not None:
+            notes = EpochBegins(self.audit.begin_epoch)
+            chosen["callbacks"] = with_callback(chosen["callbacks"], notes, self.model)
         return type(self.model).fit(*call.args, **call.kwargs)
 
     def evaluate(self, *arguments: Any, **keywords: Any) -> Any:

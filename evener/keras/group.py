@@ -21,6 +21,7 @@ from ..shares.divisions import divide_sums
 from ..training.launched import find_host, launched_device
 from ..training.share_order import RankInfo, check_agreement, check_places
 from .data import array_rows
+from .group_failures import GroupFailures
 
 GROUP_KEY = 10_000  # of these collectives; the strategy numbers its own from 1
 KINDS = (
@@ -48,6 +49,7 @@ class Group:
         )
         self.rank = rank
         self.size = len(peers)
+        self.failures = GroupFailures(rank, len(peers))
         self.name = hashlib.blake2b(
             ",".join(peers).encode(), digest_size=8
         ).hexdigest()  # the same in all processes

@@ -16,7 +16,8 @@ import tensorflow as tf
 from tensorflow.python.framework.errors import InaccessibleTensorError
 
 from ..errors import RequestError
-from .compatibility import SUM, PartKinds, all_layers, check_assigned, warn
+from .compatibility import all_layers, check_assigned, warn
+from .part_kinds import PartKinds, main_part
 
 Tensors = Any  # nested tensors, as Keras passes them to a train step
 
@@ -174,6 +175,26 @@ def calls_of_steps() -> Iterator[None]:
         in_step.reset(token)
 
 
+def build_model(model: Any, x: Tensors) -> None:
+    """Create the weights of a model that would create them from its first batch."""
+    if not all(layer.built for layer in (model, *all_layers(model))):
+        call_once(model, x)
+
+
+def call_once(model: Any, x: Tensors) -> Tensors:
+    """Return the model's outputs for one row; what the call assigns is dropped.
+
+    They are outputs for all rows if the model can't compute one alone, for example because the rows
+    are the nodes of one graph.
+    """
+    try:
+        with keras.StatelessScope():
+            return model(cut_rows(x, 0, 1), training=False)
+    except (tf.errors.OpError, ValueError):
+        with keras.StatelessScope():
+            return model(x, training=False)
+
+
 def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
     """Call the model on these rows; pass `training` only if its `call` has that argument."""
     with calls_of_steps():
@@ -318,14 +339,6 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
     """Return what a layer's loss on some of the rows contributes to the whole batch's loss."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
-
-
-def main_part(kind: str, part: Any) -> Any:
-    """Return the weight of a part's value in the value of the whole batch.
-
-    It is 1 if `kind` is SUM (0 for a filler row), otherwise `part`, the part's fraction.
-    """
-    return tf.cast(part > 0, part.dtype) if kind == SUM else part
 
 
 def scale_loss(model: Any, loss: Any) -> Any:

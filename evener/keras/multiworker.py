@@ -27,15 +27,12 @@ from ..training.passes import PassLimit
 from ..training.retreat import Retreat, say
 from .callbacks import group_callbacks, save_whole
 from .compatibility import (
-    COUNTS,
-    PartKinds,
     check_step,
     check_test_step,
     check_workers,
     list_normalizations,
     overrides,
     warn,
-    warn_summed_metrics,
 )
 from .data import ArrayBatches, batch_samples
 from .engine import Steps, draw_number
@@ -50,18 +47,17 @@ from .keras_step import (
     OwnRows,
     Tensors,
     apply_gradients,
+    build_model,
     call_model,
     count_rows,
     cut_rows,
-    main_part,
     pad_rows,
     part_of_loss,
     scale_loss,
     take_rows,
     update_metrics,
 )
-from .loss_kinds import count_all
-from .measuring import MOST_ROWS, build_model
+from .part_kinds import COUNTS, PartKinds, count_units, main_part
 from .passes import (
     PassSums,
     StateUpdate,
@@ -71,7 +67,7 @@ from .passes import (
     kinds_of_states,
 )
 from .rebalancing import GroupRebalancer, WorkTimes
-from .sparse_gradients import SharedSlices, without_filler
+from .sparse_gradients import SharedSlices, fill_gradients, without_filler
 from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
@@ -119,6 +115,11 @@ class Workers:
         """Return an empty scope: a process has one device, so Keras' own steps run anywhere."""
         return nullcontext()
 
+    def sharing_failures(self) -> AbstractContextManager[None]:
+        """Return a context whose errors also end the other processes."""
+        shared: AbstractContextManager[None] = self.group.failures.shared()
+        return shared
+
     def check_model(self) -> None:
         """Raise RequestError if no engine can split the model."""
         check_step(self.model)
@@ -154,8 +155,9 @@ class Workers:
 
     def _on_batch(self, name: str, x: Any, *arguments: Any, **keywords: Any) -> Any:
         """Call Keras' method of this name after creating the weights from x, if necessary."""
-        self.build(x)
-        return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
+        with self.sharing_failures():
+            self.build(x)
+            return getattr(type(self.model), name)(self.model, x, *arguments, **keywords)
 
     def build(self, x: Any) -> None:
         """Create the weights of a model that would create them from its first batch.
@@ -385,7 +387,7 @@ class Workers:
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
-            counted = count_all(self.model, *batch[1:])[found.loss] * tf.cast(
+            counted = count_units(self.model, *batch[1:])[found.loss] * tf.cast(
                 own.size > 0, tf.float64
             )
             main = tf.math.divide_no_nan(counted, self.group.sum([counted])[0])
@@ -407,7 +409,10 @@ class Workers:
         """
         loss = result.loss
         kind = loss.dtype
-        reached = {i: each for i, each in enumerate(result.gradients) if each is not None}
+        gradients = result.gradients
+        if tf.executing_eagerly():
+            gradients = fill_gradients(self.model, self.group, gradients)
+        reached = {i: each for i, each in enumerate(gradients) if each is not None}
         sparse = {i: each for i, each in reached.items() if isinstance(each, tf.IndexedSlices)}
         dense = {i: each for i, each in reached.items() if i not in sparse}
         added = [each for _, each in changes]
@@ -438,7 +443,7 @@ class Workers:
         joined = slices.join([next(left) for _ in slices.own])
         reached = dict(zip(sparse, joined, strict=True))
         reached |= zip(reversed(dense), left, strict=True)
-        apply_gradients(self.model, [reached.get(place) for place in range(len(result.gradients))])
+        apply_gradients(self.model, [reached.get(place) for place in range(len(gradients))])
         return summed, loss
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
@@ -495,11 +500,14 @@ def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
 
 
+FEW_ROWS = 8  # that create the weights of a model
+
+
 def _first_rows(array: Any) -> Any:
     """Return the first rows as a tensor; tensors that aren't dense are returned unchanged."""
     if isinstance(array, tf.SparseTensor | tf.RaggedTensor):
         return array
-    return tf.convert_to_tensor(array[:MOST_ROWS])
+    return tf.convert_to_tensor(array[:FEW_ROWS])
 
 
 LARGEST_ROW = 1 << 16  # the most bytes of a row's outputs that are sent
@@ -551,7 +559,6 @@ class StepMetrics:
     def _count_own(self, *batch: Any) -> None:
         count = tf.function(lambda: self._model.compute_metrics(*batch), autograph=False)
         count.get_concrete_function()  # creates states without counting
-        warn_summed_metrics(self._model)
         self._gaining += _read([self._model._compile_metrics])
         self._model.compute_metrics(*batch)
 

@@ -27,10 +27,18 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
         return _inner.get()(data)
 
 
-def _above_engine(kind: type) -> type:
-    """Return a class like this one whose `super().train_step` is the engine's step."""
-    made: type = type(kind)(kind.__name__, (kind, _EngineStep), {"__module__": kind.__module__})
-    return made
+def _view(model: Any) -> Any:
+    """Return an object with the model's attributes whose `super().train_step` is the engine's step.
+
+    Both have the same dictionary of attributes, so what the step sets is set on the model. Its
+    class is made for it, and the model keeps its own.
+    """
+    kind = type(model)
+    make_class: Any = type(kind)
+    above = make_class(kind.__name__, (kind, _EngineStep), {"__module__": kind.__module__})
+    view = object.__new__(above)
+    object.__setattr__(view, "__dict__", vars(model))
+    return view
 
 
 class OwnTrainStep:
@@ -46,8 +54,7 @@ class OwnTrainStep:
 
     def __call__(self, data: Tensors) -> Any:
         """Run the step and return the logs of the model's own `train_step`."""
-        model = self._model
-        kind = type(model)
+        kind = type(self._model)
         calls: list[Tensors] = []
 
         def run(data: Tensors) -> dict[str, Any]:
@@ -55,11 +62,9 @@ class OwnTrainStep:
             return self._step(data)
 
         token = _inner.set(run)
-        model.__class__ = _above_engine(kind)
         try:
-            logs = kind.train_step(model, data)
+            logs = kind.train_step(_view(self._model), data)
         finally:
-            model.__class__ = kind
             _inner.reset(token)
         if len(calls) != 1:
             times = "never" if not calls else f"{len(calls)} times"

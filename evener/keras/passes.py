@@ -2,8 +2,8 @@
 
 Forward and backward run on some rows at a time, then gradients and states are put together. The
 loss of a pass is weighted by its rows, or added, so only losses that are means or sums over rows
-are exact (`refuse_partial` refuses others). The passes are a loop in the graph, so the device keeps
-the activations of one pass only, and one trace serves any number of passes.
+are exact. The passes are a loop in the graph, so the device keeps the activations of one pass only,
+and one trace serves any number of passes.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ import keras
 import tensorflow as tf
 
 from .attributes import PlainVariables
-from .compatibility import ROWS, SAME, SUM, PartKinds, warn_inner_metric
 from .equal_draws import are_alike
 from .keras_step import (
     CopiesScope,
     Tensors,
     call_in_scope,
     cut_rows,
-    main_part,
     part_of_loss,
     scale_loss,
     take_rows,
 )
+from .part_kinds import ROWS, SAME, SUM, PartKinds, main_part
 from .sparse_gradients import PassGradient, without_filler
 
+SEED_NAME = "seed_generator_state"  # Keras' name for the state of a generator
 CHAINED, ADDED, AVERAGED = "chained", "added", "averaged"
 HOST = "CPU:0"  # counts and cuts rows; on the device, each pass would have to wait for it
 SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices draw the same numbers
@@ -82,14 +82,10 @@ class StepStates:
         return starts
 
     def update(self, state: Any, value: Any) -> StateUpdate:
-        """Return the update of a state after a device's calls.
-
-        Warn if the state belongs to a metric inside the model.
-        """
+        """Return the update of a state after a device's calls."""
         if id(state) in self._losses:
             return StateUpdate(state, value, AVERAGED)
         if self._counts(state):
-            warn_inner_metric(state)
             return StateUpdate(state, value, ADDED)
         return StateUpdate(state, value, self._kinds[id(state)])
 
@@ -133,7 +129,6 @@ class StepStates:
             if new is begin:
                 continue
             if id(state) in self._metrics:
-                warn_inner_metric(state)
                 new = self._counted[id(state)] = tf.where(size > 0, new, begin)
                 found.append(StateUpdate(state, new, CHAINED))
             else:
@@ -188,7 +183,7 @@ def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
 
 def is_seed(state: Any) -> bool:
     """True if random numbers are drawn from this state."""
-    return bool(state.name == "seed_generator_state")
+    return bool(state.name == SEED_NAME)
 
 
 class PassSums(NamedTuple):

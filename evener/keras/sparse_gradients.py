@@ -33,6 +33,32 @@ def spec_of(tensor: Any) -> Any:
     )
 
 
+def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
+    """Return the gradients of an eager step, with zeros where only other processes have one.
+
+    Python may decide by a process's own rows which weights it uses. Without the zeros, the
+    processes would sum tensors of different lengths, and wait for each other without end. Every
+    process must call this. A gradient is dense if it is dense in any process.
+    """
+    sparse = [float(isinstance(each, tf.IndexedSlices)) for each in gradients]
+    dense = [
+        float(each is not None) - is_sparse
+        for each, is_sparse in zip(gradients, sparse, strict=True)
+    ]
+    any_dense, any_sparse = group.sum([tf.constant(dense), tf.constant(sparse)])
+    filled = []
+    for place, weight in enumerate(model.trainable_weights):
+        gradient = gradients[place]
+        if any_dense[place] > 0:
+            gradient = tf.zeros_like(weight) if gradient is None else tf.convert_to_tensor(gradient)
+        elif any_sparse[place] > 0 and gradient is None:
+            shape = tf.shape(weight, tf.int64)
+            none = tf.zeros([0, *weight.shape[1:]], weight.dtype)
+            gradient = tf.IndexedSlices(none, tf.zeros([0], tf.int64), shape)
+        filled.append(gradient)
+    return filled
+
+
 class PassGradient:
     """A weight's gradient over the passes of a loop: dense gradients are summed, slices collected.
 

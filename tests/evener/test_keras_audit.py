@@ -31,6 +31,7 @@ HIDDEN = {
         "a decision": (0, "decides by a figure"),
         "labels of -1 later": (0, "labels of -1"),
         "a figure carried on": (3, "the variable"),
+        "a threshold that falls": (8, "In step 9"),
     },
 }
 EXACT = {

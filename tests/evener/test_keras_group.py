@@ -107,3 +107,13 @@ def test_a_training_that_was_killed_between_two_files_of_a_backup_goes_on_as_if_
     assert first["whole"]
     assert "model.keras" in first["files"]
     assert "backup" not in first["files"]
+
+
+def test_a_process_that_fails_ends_the_others(keras_ranks: Callable[..., list[Any]]) -> None:
+    """It lives on, so without a word from it the others would wait for its sums without end."""
+    program = "tests.support.keras_group_programs.fail_in_one"
+    first, second = keras_ranks(program, roles=("worker", "worker"))
+    assert second["kind"] == "ValueError"
+    assert first["kind"] == "DeviceError"
+    assert "Rank 1 has failed" in first["said"]
+    assert "a file is missing here" in first["said"]

@@ -7,6 +7,7 @@ batch is one row.
 
 from __future__ import annotations
 
+import faulthandler
 import os
 import tempfile
 import warnings
@@ -638,3 +639,36 @@ def half(split: Split) -> dict[str, Any]:
         keras.config.set_dtype_policy(before[1])
     weights = [model.get_weights() for model in models]
     return {"scales": found, "apart": difference(weights[0], weights[-1])}
+
+
+class FailsLate(layers.Layer):
+    """Can't be traced by the second process for a training."""
+
+    def __init__(self, rank: int) -> None:
+        super().__init__()
+        self.rank = rank
+
+    def call(self, x: Any, training: Any = None) -> Any:
+        """The rows, unchanged."""
+        if training and self.rank == 1:
+            raise ValueError("a file is missing here")
+        return x
+
+
+def fail_in_one(rank: int) -> dict[str, str]:
+    """What each process raises if the second one's step can't be traced and the process lives on.
+
+    A process that waits without end is ended by a timer.
+    """
+    faulthandler.dump_traceback_later(400, exit=True)
+    split = Split(make_plan(6, 2))
+    stack = [keras.Input((4,)), FailsLate(rank), layers.Dense(1)]
+    model = split.build(keras.Sequential(stack))
+    model.compile("sgd", "mse")
+    found = {}
+    try:
+        model.fit(X, Y, batch_size=BATCH, verbose=0)
+    except Exception as error:
+        found = {"kind": type(error).__name__, "said": str(error)}
+    faulthandler.cancel_dump_traceback_later()
+    return found

@@ -23,7 +23,9 @@ from keras import layers
 
 from evener.errors import EvenerError
 from evener.keras import Split, SplitWarning, make_logical_cpus
-from evener.keras.measuring import make_call, measure
+from evener.keras.audit_step import PlainSteps, kept_attributes
+from evener.keras.keras_step import open_rows
+from evener.keras.measure_kinds import measure
 from tests.support.keras_program_layers import (
     RANDOM_LAYERS,
     Counted,
@@ -207,5 +209,9 @@ def _measure(model: Any) -> None:
 
 
 def _measure_loss(model: Any, data: Any) -> Any:
-    """What a training is measured to have in common with its parts, of which each has a loss."""
-    return measure(model, data, True, True, make_call(model, data[0], True))
+    """How losses and states of parts add up, where each part has a loss."""
+    model.optimizer.build(model.trainable_variables)
+    with kept_attributes(model):
+        spec = tf.nest.map_structure(open_rows, data)
+        step = PlainSteps(model, "CPU:0").trace(spec, True)
+        return measure(model, step, data, True, True)

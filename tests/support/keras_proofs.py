@@ -26,8 +26,8 @@ from keras import layers, losses, optimizers
 
 from evener.errors import EvenerError
 from evener.keras import Report, Split, SplitWarning, make_logical_cpus
-from evener.keras.compatibility import PartKinds
 from evener.keras.group import check_options
+from evener.keras.part_kinds import PartKinds
 from evener.keras.passes import StepStates
 from evener.live.reporter import read_trainings
 from evener.plan.file import Plan, Share, Throughput, make_layout

@@ -20,7 +20,8 @@ import tensorflow as tf
 from evener.errors import RequestError
 from evener.keras.compatibility import all_layers, model_digest
 from evener.keras.data import ArrayBatches, array_rows, as_it_is
-from evener.keras.measuring import build_variables, make_call
+from evener.keras.keras_step import build_model
+from evener.keras.measure_kinds import build_variables
 from evener.keras.split import Split
 from evener.keras.step_times import StepTimes
 from evener.keras.tf_devices import make_logical_cpus
@@ -166,10 +167,9 @@ class KerasWorkload(Workload):
         with self.steps.split.scope():
             self.model, self.sample_batch, training_data = build_recipe()
             row = as_arrays(self.sample_batch(1))
-            if not self.model.built:
-                self.model(row[0])
             triple = keras.utils.unpack_x_y_sample_weight(row)
-            build_variables(self.model, triple, make_call(self.model, row[0], True))
+            build_model(self.model, triple[0])
+            build_variables(self.model, triple)
         self.steps.attach(self.model)
         self.data = None if training_data is None else as_training_data(training_data())
         self._callbacks = keras.callbacks.CallbackList(add_history=True, model=self.model)

@@ -1,0 +1,78 @@
+"""The first batch of Keras' function of some steps, read before the function gets it."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from .data import DealtArrays
+from .keras_step import OwnRows, Tensors
+
+PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
+
+
+def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
+    """Return the first batch, and an iterator that gives all batches including that one.
+
+    The first batch is None if there is none, or if the iterator has elements that aren't tensors.
+    Up to `steps` batches are read ahead.
+    """
+    if not isinstance(batches, tf.data.Iterator):
+        seen = list(islice(batches, steps))
+        return (seen or [None])[0], seen
+    if not all(isinstance(spec, PLAIN_SPECS) for spec in tf.nest.flatten(batches.element_spec)):
+        return None, batches
+    seen = list(islice(batches, steps))
+
+    with tf.device("CPU:0"):
+        again = iter(_dataset_of(seen, batches.element_spec))
+    return (seen or [None])[0], again
+
+
+def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
+    """Return these batches as a dataset with this element spec, in which open axes stay open.
+
+    The step is traced by this spec.
+    """
+
+    def repeat() -> Iterator[Any]:
+        yield from seen
+
+    if seen and all(
+        isinstance(each, tf.TensorSpec) and each.shape.rank is not None
+        for each in tf.nest.flatten(spec)
+    ):
+        other = tf.nest.map_structure(_other_size, spec, seen[0])
+        every = [tf.data.Dataset.from_tensors(each) for each in seen]
+        joined = functools.reduce(
+            lambda one, more: one.concatenate(more),
+            every,
+            tf.data.Dataset.from_tensors(other).take(0),
+        )
+        if joined.element_spec == spec:
+            return joined  # without a function to trace
+    return tf.data.Dataset.from_generator(repeat, output_signature=spec)
+
+
+def _other_size(spec: Any, tensor: Any) -> Any:
+    """Return an empty or zero tensor whose open axes differ in length from this tensor's."""
+    sizes = zip(spec.shape, tensor.shape, strict=True)
+    return tf.zeros([int(have == 0) if size is None else size for size, have in sizes], spec.dtype)
+
+
+def read_triple(batch: Tensors) -> Tensors:
+    """Return (x, y, weight) of a batch, or of this process's rows of it, as tensors."""
+    data = batch.data if isinstance(batch, OwnRows | DealtArrays) else batch
+    return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
+
+
+def _to_tensor(each: Any) -> Any:
+    """Return a tensor; None and tensors that aren't dense are returned unchanged."""
+    if each is None or isinstance(each, tf.SparseTensor | tf.RaggedTensor):
+        return each
+    return tf.convert_to_tensor(each)

@@ -1,0 +1,95 @@
+"""What happens in a group when one of its processes fails: the others end too, and say why.
+
+A process that raises an error leaves the sums of its group, and the others would wait for it as
+long as it lives. So it tells them through TensorFlow's coordination service. If all processes fail,
+as when a model is refused, each raises its own error and the group can go on; if only some do, the
+sums of the others are aborted with the error's text.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+import tensorflow as tf
+from tensorflow.python.eager import context
+
+from ..errors import DeviceError, EvenerError
+from .user_errors import find_users_line, first_line
+
+WAIT_S = 5.0  # for the errors of the other processes
+MARK = "evener: rank "  # at the start of the text that the others get
+END = " (evener)"
+
+
+class GroupFailures:
+    """The failures of a group's processes; each process has one such object."""
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._count = 0  # failures of this process
+        self._inside = False
+
+    @contextmanager
+    def shared(self) -> Iterator[None]:
+        """End the other processes' sums if an error leaves this context in this process only.
+
+        Raises DeviceError if another process has failed. Contexts within this one do nothing.
+        """
+        if self._inside:
+            yield
+            return
+        self._inside = True
+        try:
+            yield
+        except Exception as error:
+            text = read_failure(error)
+            if text:
+                raise DeviceError(text, "Look at the end of that rank's output.") from None
+            self._tell(error)
+            raise
+        finally:
+            self._inside = False
+
+    def _tell(self, error: Exception) -> None:
+        """Abort the sums of the other processes, unless all of them fail too."""
+        self._count += 1
+        service = context.context()
+        try:
+            service.set_config_key_value(self._key(self._rank), "failed")
+            if not self._all_fail(service):
+                service.report_error_to_cluster(tf.errors.ABORTED, self._describe(error))
+        except tf.errors.OpError:
+            return  # the service has ended, as another process has
+
+    def _all_fail(self, service: Any) -> bool:
+        """True if all processes fail within `WAIT_S`."""
+        end = time.monotonic() + WAIT_S
+        for rank in range(self._size):
+            left = max(1, int(1000 * (end - time.monotonic())))
+            try:
+                service.get_config_key_value(self._key(rank), left)
+            except tf.errors.DeadlineExceededError:
+                return False
+        return True
+
+    def _key(self, rank: int) -> str:
+        return f"evener/failed/{self._count}/{rank}"
+
+    def _describe(self, error: Exception) -> str:
+        kind = "" if isinstance(error, EvenerError) else f"{type(error).__name__}: "
+        said = first_line(error).rstrip(".")
+        return f"{MARK}{self._rank} has failed{find_users_line(error)}: {kind}{said}.{END}"
+
+
+def read_failure(error: BaseException) -> str:
+    """Return the sentence about the process that failed; "" if this error doesn't come from it."""
+    if not isinstance(error, tf.errors.OpError):
+        return ""
+    _, mark, rest = str(error).partition(MARK)
+    if not mark:
+        return ""
+    return f"Rank {rest.partition(END)[0]}"

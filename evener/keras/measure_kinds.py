@@ -1,0 +1,416 @@
+"""Measures how losses, states and attributes of parts of a batch add up to the whole batch's.
+
+An engine combines what its devices compute of their own rows, so it has to know whether a loss is a
+mean over rows, a mean over tokens or a sum. Before the first step, a few rows of its batch go
+through Keras' own step together and in two unequal parts, in a graph that leaves nothing behind.
+Whether the combination is exact is the audit's question, not this file's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+import keras
+import msgspec
+import numpy as np
+import tensorflow as tf
+
+from ..errors import RequestError
+from .attributes import CallTensors
+from .audit_step import (
+    PlainSteps,
+    StepCall,
+    StepResult,
+    TracedStep,
+    Values,
+    kept_attributes,
+    raise_zeros,
+)
+from .compatibility import NO_PASSES, list_normalization_states, plain_variables
+from .engine import Engine
+from .equal_draws import kept_generators
+from .first_batch import peek, read_triple
+from .keras_step import (
+    Tensors,
+    build_model,
+    call_once,
+    count_rows,
+    cut_rows,
+    open_rows,
+    own_loss,
+    split_losses,
+    take_rows,
+)
+from .part_kinds import (
+    COUNTS,
+    OTHER,
+    ROWS,
+    SAME,
+    SUM,
+    PartKinds,
+    count_units,
+    find_fitting,
+)
+from .passes import is_seed
+
+MOST_ROWS = 8
+# Relative differences by which equal values may differ.
+CLOSE = {"float64": 1e-10}  # of states and layers' losses
+NEAR = 1e-3  # of those, in types that aren't in CLOSE
+LOSS_CLOSE = {"float64": 1e-6}  # models of float64 often compute softmax and norms in float32
+LOSS_NEAR = 1e-5
+UNITS = {
+    "steps": "the steps that a mask leaves",
+    "labels": "labels that aren't ignored",
+    "weights": "weights",
+}
+
+
+def measure_first(
+    engine: Engine, plain: PlainSteps, training: bool, run: Callable[[Any], Any]
+) -> Callable[[Any], Any]:
+    """Wrap Keras' function of some steps so that it measures the first batch it is given.
+
+    The result is stored in the engine. Raises RequestError if the engine can't combine a loss of
+    the measured kind.
+    """
+    is_first = True
+
+    def run_measured(batches: Any) -> Any:
+        nonlocal is_first
+        if is_first:
+            is_first = False
+            first, batches = peek(batches, engine.model.steps_per_execution)
+            if first is not None:
+                measure_batch(engine, plain, first, training)
+        return run(batches)
+
+    return run_measured
+
+
+def measure_batch(engine: Engine, plain: PlainSteps, first: Tensors, training: bool) -> None:
+    """Measure a batch, and store the result in the engine.
+
+    In a group, the process with most rows measures for all of them. Raises RequestError if the
+    engine can't combine a loss of this kind.
+    """
+    model, group = engine.model, engine.group
+    with tf.device(engine.device), kept_attributes(model):
+        data = read_triple(first)
+        with suppress(Exception):  # the step itself will report what a program raises
+            build_model(model, data[0])
+            build_variables(model, data, training)
+        weights = engine.cut.weights
+        chosen = weights.index(max(weights))
+        found = PartKinds()
+        step = None
+        with suppress(Exception):
+            step = plain.trace(tf.nest.map_structure(open_rows, data), training)
+        if step is not None and (group is None or group.rank == chosen):
+            with suppress(Exception):
+                found = measure(model, step, data, training, engine.judges_parts(training))
+    if group is not None:
+        text = msgspec.json.encode(found) if group.rank == chosen else b""
+        found = msgspec.json.decode(group.share_text(text, chosen), type=PartKinds)
+    engine.kinds[training] = found
+    if training and engine.cut.in_passes and found.loss in COUNTS:
+        raise RequestError(
+            f"A plan with passes can't weight this loss exactly: it is a mean over"
+            f" {UNITS[found.loss]}, not over rows.",
+            NO_PASSES,
+        )
+
+
+def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
+    """Create the variables of optimizer, losses and metrics from rows of (x, y, weight).
+
+    TensorFlow would trace a step twice if the step created variables.
+    """
+    if training and not model.optimizer.built and model.trainable_variables:
+        model.optimizer.build(model.trainable_variables)
+    x, y, _ = data
+    parts = model._compile_loss, model._compile_metrics
+    missing = [part for part in parts if part is not None and not part.built]
+    if missing and y is not None:
+        outputs = call_once(model, x)
+        for part in missing:
+            part.build(cut_rows(y, 0, 1), outputs)
+
+
+def measure(
+    model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
+) -> PartKinds:
+    """Compare parts of the first rows of a batch, (x, y, weight), with all of them.
+
+    `step` is Keras' own step on such rows. `partial`: each part of a batch has a loss of its own.
+    """
+    if int(count_rows(data)) < 2:
+        data = tf.nest.map_structure(_add_row, data)
+    rows = min(int(count_rows(data)), MOST_ROWS)
+    first = max(1, 3 * rows // 8)
+    every = [cut_rows(data, *edge) for edge in ((0, rows), (0, first), (first, rows))]
+    results = [step.run(each) for each in every]
+    whole, *parts = [each.call for each in results]
+    if whole is None or None in parts:
+        return PartKinds()
+    measured = Measured(model, step, every, results, (first, rows - first))
+    return PartKinds(
+        measured.find_loss(training) if partial else ROWS,
+        tuple(measured.find_added()),
+        measured.find_states(),
+        measured.find_attributes(),
+    )
+
+
+def _add_row(row: Any) -> Any:
+    """Return rows with a second row of different numbers."""
+    return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
+
+
+class Measured(NamedTuple):
+    """Results of Keras' own step on some rows: first on all of them, then on parts."""
+
+    model: Any
+    step: TracedStep
+    every: list[Tensors]  # (x, y, weight) of each run
+    results: list[StepResult]
+    sizes: tuple[int, ...]  # rows of each part
+
+    def find_added(self) -> list[str]:
+        """Return how each loss that layers add adds up.
+
+        A loss of 0 reveals nothing: its factor may start from 0, or it may not concern any of these
+        rows. It is measured again with other values of the variables, and other rows.
+        """
+        found = self._read_added(self.results)
+        for vary in (self._raise_zeros, self._change_weights):
+            if all(any(values) for values in found):
+                break
+            with suppress(Exception):  # values that the model can't compute with
+                values, rows = vary()
+                again = self._read_added([self.step.run(each, values) for each in rows])
+                found = [
+                    before if any(before) else after
+                    for before, after in zip(found, again, strict=True)
+                ]
+        near = CLOSE.get(keras.config.floatx(), LOSS_NEAR)
+        kinds = [find_fitting(one, each, {ROWS: self.sizes}, near) for one, *each in found]
+        return [fitting[0] if fitting else OTHER for fitting in kinds]
+
+    def _read_added(self, results: Sequence[StepResult]) -> list[tuple[float, ...]]:
+        """Return, for each loss that layers add, its value on all rows and on each part."""
+        calls = [each.call for each in results if each.call is not None]
+        added = [split_losses(self.model, each.losses)[0] for each in calls]
+        values = [[float(tf.reduce_sum(loss)) for loss in losses] for losses in added]
+        return list(zip(*values, strict=True))
+
+    def _raise_zeros(self) -> tuple[Values, list[Tensors]]:
+        """Return nonzero values for variables that are 0, and the rows unchanged."""
+        return raise_zeros(self.model, self.step)[0], self.every
+
+    def _change_weights(self) -> tuple[Values, list[Tensors]]:
+        """Return values like `_raise_zeros`, weights with added noise, and negated inputs."""
+        values, _ = self._raise_zeros()
+        for number, variable in enumerate(self.model.trainable_variables):
+            value = tf.convert_to_tensor(variable)
+            noise = tf.random.stateless_normal(value.shape, (number, 5), dtype=value.dtype)
+            values[id(variable.value.handle)] = value + 0.5 * noise
+        return values, [(tf.nest.map_structure(_negate, x), *others) for x, *others in self.every]
+
+    def find_states(self) -> dict[int, str]:
+        """Return how the change of each assigned state adds up, by the state's index.
+
+        It is judged from two different values of the states: the current ones, and the ones after
+        the first run. A sum that decays can't be distinguished from a plain sum while it is 0.
+        Changes of BatchNormalization's states are always weighted by rows.
+        """
+        variables = self.model.non_trainable_variables
+        keys = {
+            place: id(each.value.handle)
+            for place, each in enumerate(variables)
+            if not is_seed(each) and id(each.value.handle) in self.step.assigned
+        }
+        starts = {key: tf.convert_to_tensor(variables[place]) for place, key in keys.items()}
+        once = self._judge_states(keys, starts, self.results)
+        if keys:
+            later = {key: self.results[0].states[key] for key in keys.values()}
+            again = [self.step.run(each, later) for each in self.every]
+            twice = self._judge_states(keys, later, again)
+            once = {place: kind if twice[place] == kind else OTHER for place, kind in once.items()}
+        averages = set(map(id, list_normalization_states(self.model)))
+        return once | {place: ROWS for place, each in enumerate(variables) if id(each) in averages}
+
+    def _judge_states(
+        self, keys: Mapping[int, int], starts: Values, results: Sequence[StepResult]
+    ) -> dict[int, str]:
+        found = {}
+        for place, key in keys.items():
+            whole, *parts = (np.asarray(each.states[key]) for each in results)
+            found[place] = _judge_state(np.asarray(starts[key]), whole, parts, self.sizes)
+        return found
+
+    def find_attributes(self) -> dict[str, str]:
+        """Return how tensors in attributes that don't consist of rows add up, such as a mean."""
+        whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
+        found = {}
+        for name, value in whole.items():
+            own = [part.get(name) for part in parts]
+            if any(each is None or each.shape != value.shape for each in own):
+                continue
+            found[name] = SAME
+            if value.dtype.is_floating:
+                first, *others = (np.asarray(each, np.float64) for each in (value, *own))
+                found[name] = _judge_state(np.zeros_like(first), first, others, self.sizes)
+        return found
+
+    def find_loss(self, training: bool) -> str:
+        """Return how the model's loss without the layers' losses adds up.
+
+        Labels without padding, for example, don't show whether padding counts. So masks, weights
+        and labels are changed, and of the kinds that fit these rows, those are kept that fit the
+        changed ones too.
+        """
+        calls = [each.call for each in self.results if each.call is not None]
+        now = CallTensors(self.model)
+        left: list[str] = []
+        try:
+            for number, batch in enumerate(_list_variants(self.model, self.every[0], calls[0])):
+                fitting = self._fit_losses(batch, calls, training)
+                if fitting is None:
+                    continue
+                left = [kind for kind in fitting if not number or kind in left] or left
+        finally:
+            now.restore()
+        return next((kind for kind in (*COUNTS, ROWS, SUM) if kind in left), OTHER)
+
+    def _fit_losses(
+        self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
+    ) -> list[str] | None:
+        """Return the kinds that fit the loss of (x, y, outputs, weight); None if there is none."""
+        values: list[float] = []
+        counts: list[dict[str, float]] = []
+        edges = (0, *np.cumsum(self.sizes).tolist())
+        ranges = [(0, edges[-1]), *pairwise(edges)]
+        for (start, stop), call in zip(ranges, calls, strict=True):
+            self.step.leave(call)
+            try:
+                own = [_cut_masked(each, start, stop) for each in batch]
+                with _leaving_nothing(self.model):
+                    loss = own_loss(self.model, calls[0].losses, own, training)
+            except Exception:  # whatever the user's program raises
+                return None
+            values.append(float(loss))
+            units = count_units(self.model, *own[1:])
+            counts.append({ROWS: stop - start} | {name: float(n) for name, n in units.items()})
+        if not np.isfinite(values[0]):
+            return None
+        by_name = {name: tuple(each[name] for each in counts[1:]) for name in counts[0]}
+        near = LOSS_CLOSE.get(loss.dtype.name, LOSS_NEAR)
+        return find_fitting(values[0], values[1:], by_name, near)
+
+
+def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
+    """Return how the changes of a state by parts of some rows add up to the change by all rows."""
+    if whole.dtype.kind not in "iuf":
+        return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
+    values = [np.asarray(each, np.float64) for each in (start, whole, *parts)]
+    largest = max(np.abs(each).max(initial=0.0) for each in values)
+    near = CLOSE.get(whole.dtype.name, NEAR) * largest
+    before, after, *others = values
+    meant = _combine(before, others, sizes, near)
+    if whole.dtype.kind != "f":
+        del meant[ROWS]
+    fitting = [kind for kind, each in meant.items() if np.allclose(after, each, rtol=0, atol=near)]
+    return fitting[0] if fitting else OTHER
+
+
+def _combine(
+    before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
+) -> dict[str, Any]:
+    """Return, by kind, the whole's state that would follow from the parts' states.
+
+    SAME is possible only if the parts' states differ by no more than `near`.
+    """
+    changes = [each - before for each in parts]
+    weighted = [size * change for size, change in zip(sizes, changes, strict=True)]
+    meant = {ROWS: before + sum(weighted) / sum(sizes), SUM: before + sum(changes)}
+    if all(np.allclose(each, parts[0], rtol=0, atol=near) for each in parts):
+        meant = {SAME: parts[0]} | meant
+    return meant
+
+
+@contextmanager
+def _leaving_nothing(model: Any) -> Iterator[None]:
+    """Restore variables, losses and random states after the loss has been called."""
+    values = [(variable, variable.numpy()) for variable in plain_variables(model)]
+    # regularizers that run in a scope see only the weights that the scope was given
+    given = [
+        (each, tf.convert_to_tensor(each))
+        for each in model.trainable_weights
+        if each.regularizer is not None
+    ]
+    try:
+        with kept_generators(), keras.StatelessScope(state_mapping=given, collect_losses=True):
+            yield
+    finally:
+        for variable, value in values:
+            variable.assign(value)
+        model._clear_losses()
+
+
+def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
+    """Return rows with their masks."""
+    cut = cut_rows(data, start, stop)
+    for one, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
+        mask = getattr(one, "_keras_mask", None)
+        if mask is not None:
+            part._keras_mask = mask[start:stop]
+    return cut
+
+
+def _negate(leaf: Any) -> Any:
+    return -leaf if isinstance(leaf, tf.Tensor) and leaf.dtype.is_floating else leaf
+
+
+# ------------------------------------------------------------------ rows that tell kinds apart
+
+
+def _list_variants(model: Any, rows: Tensors, call: StepCall) -> Iterator[tuple[Any, ...]]:
+    """Yield (x, y, outputs, weight) unchanged, then with other masks, weights and labels."""
+    x, y, weight = rows
+    outputs = call.outputs
+    yield x, y, outputs, weight
+    if any(getattr(each, "_keras_mask", None) is not None for each in keras.tree.flatten(outputs)):
+        yield x, y, _with_other_masks(outputs), weight
+    if tf.is_tensor(weight):
+        yield x, y, outputs, weight * tf.cast(_ramp(weight), weight.dtype)
+    ignored = getattr(model.loss, "ignore_class", None)
+    if ignored is not None and tf.is_tensor(y):
+        yield x, tf.cast(_pad_labels(ignored, y.numpy()), y.dtype), outputs, weight
+
+
+def _ramp(values: Any) -> Any:
+    """Return a factor for each row, growing from 0.1 to 2."""
+    return np.linspace(0.1, 2.0, len(values)).reshape(-1, *[1] * (len(values.shape) - 1))
+
+
+def _pad_labels(padding: int, y: Any) -> Any:
+    """Return labels with more padding in each row than in the one before."""
+    if y.ndim < 2 or y.shape[-1] < 2:
+        return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
+    rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))
+    return np.where(np.cumsum(np.ones_like(y), axis=-1) > 1 + rows % y.shape[-1], padding, y)
+
+
+def _with_other_masks(outputs: Tensors) -> Tensors:
+    """Return a copy of the outputs whose masks keep the first 1, 2, 3... steps of their rows."""
+    changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
+    for each in keras.tree.flatten(changed):
+        mask = getattr(each, "_keras_mask", None)
+        if mask is not None and mask.shape.rank > 1:
+            rows, steps = np.indices(mask.shape)[:2]
+            each._keras_mask = tf.constant(steps <= rows % mask.shape[1])
+    return changed

@@ -1,0 +1,99 @@
+"""The ways in which losses, states and attributes of parts of a batch add up to the whole batch's.
+
+`measure_kinds.py` finds out which way it is for a model.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Any
+
+import keras
+import msgspec
+import tensorflow as tf
+
+ROWS, SUM, SAME = "rows", "sum", "same"
+COUNTS = ("steps", "labels", "weights")  # units other than rows that a loss may be a mean over
+OTHER = ""  # none of them
+
+
+class PartKinds(msgspec.Struct, frozen=True):
+    """How losses, states and attributes of parts of a batch combine into the whole batch's.
+
+    By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
+    ROWS, SUM, one of COUNTS, or OTHER. `states` gives the kind (ROWS, SUM, SAME or OTHER) of each
+    state's change, by its index in `model.non_trainable_variables`. `attributes` gives the kind of
+    tensors that a call leaves in attributes and that don't consist of rows. What is OTHER is
+    combined like ROWS; audits find out whether that is exact.
+    """
+
+    loss: str = ROWS
+    added: tuple[str, ...] = ()
+    states: dict[int, str] = {}
+    attributes: dict[str, str] = {}
+
+    def added_kind(self, place: int) -> str:
+        """Return how the layers' loss number `place` adds up: ROWS unless `added` has its kind."""
+        return self.added[place] if place < len(self.added) else ROWS
+
+
+def main_part(kind: str, part: Any) -> Any:
+    """Return the weight of a part's value in the value of the whole batch.
+
+    It is 1 if `kind` is SUM (0 for a filler row), otherwise `part`, the part's fraction.
+    """
+    return tf.cast(part > 0, part.dtype) if kind == SUM else part
+
+
+def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
+    """Count the units other than rows that a mean may be over, as float tensors by name."""
+    found = {}
+    masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
+    mask = next((each for each in masks if each is not None), None)
+    if mask is not None:
+        found["steps"] = tf.reduce_sum(tf.cast(mask, tf.float64))
+    ignored = getattr(model.loss, "ignore_class", None)
+    if ignored is not None and tf.is_tensor(y):
+        found["labels"] = tf.reduce_sum(tf.cast(y != tf.cast(ignored, y.dtype), tf.float64))
+    if tf.is_tensor(weight):
+        found["weights"] = tf.reduce_sum(_spread(tf.cast(weight, tf.float64), mask))
+    return found
+
+
+def _spread(weight: Any, mask: Any) -> Any:
+    """Return the weights of the steps that a mask leaves."""
+    if mask is None:
+        return weight
+    if weight.shape.rank == 1:
+        weight = tf.reshape(weight, [-1, *[1] * (mask.shape.rank - 1)])
+    return weight * tf.cast(mask, tf.float64)
+
+
+def find_fitting(
+    whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
+) -> list[str]:
+    """Return the kinds by which the values of parts add up to the value of the whole.
+
+    `counts` has, by name, how many of a unit each part has: {"rows": (3, 5), "labels": (20, 61)}.
+    A name fits if the mean of the parts' values, weighted by these counts, equals the whole's
+    value, within the relative `rounding`. SUM fits if their sum does.
+    """
+    values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
+    near = rounding * max(values, default=0.0)
+    sums = {name: mean_by(parts, each) for name, each in counts.items()}
+    sums[SUM] = sum(parts)
+    return [name for name, value in sums.items() if abs(value - whole) <= near]
+
+
+def mean_by(values: Sequence[float], counts: Sequence[float]) -> float:
+    """Return the mean of values, weighted by counts.
+
+    A value with count 0 is ignored, as a mean over nothing is NaN. If all counts are 0, the
+    mean is infinite.
+    """
+    total = sum(counts)
+    if not total:
+        return math.inf
+    pairs = zip(values, counts, strict=True)
+    return sum(count * value for value, count in pairs if count) / total

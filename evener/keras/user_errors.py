@@ -1,0 +1,33 @@
+"""One-line descriptions of errors that a user's program raises in a step."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from pathlib import Path
+
+
+def find_users_line(error: BaseException) -> str:
+    """Return the last line of user code in an error's traceback, such as ` (train.py, line 3)`.
+
+    Return "" if there is none.
+    """
+    own = str(Path(__file__).parents[1])
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if "site-packages" not in frame.filename and not frame.filename.startswith(own):
+            return f" ({Path(frame.filename).name}, line {frame.lineno})"
+    return ""
+
+
+# Lines of an error that say where it was raised, not what it is.
+PLACES = re.compile(
+    r"^(Exception encounter|Graph execution error|Detected at node|<stack|File )|root error"
+)
+
+
+def first_line(error: Exception) -> str:
+    """Return the message of an error of Keras or TensorFlow, without its location."""
+    plain = re.sub(r"\x1b\[\d+m| ?\[Op:.*|\{\{.*?\}\} ?", "", str(error))
+    lines = [re.sub(r"^\(\d+\) [A-Z_]+:", "", line.strip()).strip() for line in plain.splitlines()]
+    said = [line for line in lines if line and not PLACES.search(line)]
+    return said[0] if said else type(error).__name__
