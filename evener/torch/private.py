@@ -32,6 +32,9 @@ plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
 # The mode that watches calls of PyTorch's functions in this thread, or None.
 function_mode: Callable[[], Any] = _get_current_function_mode
 
+# A context in which functions of tensors are hidden from modes that record them.
+without_functions: Callable[[], Any] = torch._C.DisableTorchFunction
+
 BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNorm
 
 

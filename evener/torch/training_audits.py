@@ -49,6 +49,7 @@ from .audit.rows import FEWER, ROWS, FewRows, cut_few, digest_rows, fetch_rows
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
+from .left_out import LeftOutBatches
 from .members import Members
 from .private import default_store
 from .rows.structure import cut_rows, each_tensor, tensors_in
@@ -78,6 +79,11 @@ PADDED = (
 MAY_COUNT = "it has a number that may be its rows, which batch.size(0) says"
 CANT = "its loss can't be computed again to compare it ({}: {})"
 AHEAD = 2  # batches that a loop may take before it computes the first of them
+LEFT_OUT = (
+    "In step {}, {} left out a batch that others learned from: the loss was computed by other"
+    " operations than before, and was 0. One device would leave out the whole batch or none of it."
+)
+LEFT_OUT_REMEDY = "Decide by the whole batch, with split.total(value) or split.mean(value)."
 NEAR_NUMBERS = 1e-4  # relative difference of equal numbers that are rounded differently
 OTHER_NUMBERS = (
     "The ranks compute their losses with other numbers: one has {:.6g} where another has {:.6g}"
@@ -118,6 +124,7 @@ class TrainingAudits:
         self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
         self._parted: Any = None  # the batch whose parts were computed last
         self._number = next(_NUMBERS)  # the same on every rank
+        self._left_out = LeftOutBatches(f"evener/left out/{self._number}", training.rank)
         self._told: dict[int, list[str]] = {}  # by step: the store's keys of each rank's result
         self._go_even: Callable[[str], None] | None = None
         # the question to ask if nothing could be audited, and the remedy for each cause, in the
@@ -167,19 +174,22 @@ class TrainingAudits:
         if batch is not self._batch or batch is None:
             self._batch = batch
             self._hear()
+            self._compare_left_out()
             due = self.judge.begin(self._trained()) or self._changed
             self.judge.thorough |= self._changed
             self._due = due or self._measures
             self._changed = False
         return self._due
 
-    def note_loss(self, made_of: tuple[Any, ...], caller: FrameType) -> None:
+    def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         """Audit the next loss if this one is made of new operations, or by changed code.
 
         Called as the program calls backward on a loss; `caller` is the frame that does.
         """
         if self._batch is None or self.judge.over:
             return
+        if self._is_together:
+            self._left_out.note(loss, made_of)
         changed = self.judge.sees(made_of)
         code = find_code(caller) if self._is_loops else None
         if code is not None:
@@ -624,14 +634,36 @@ class TrainingAudits:
         They usually audit the same step, so that the verdicts can be compared.
         """
         training = self._training
-        alone = not dist.is_initialized() or dist.get_world_size() != training.world
-        if training.world == 1 or alone:
+        if not self._is_together:
             return
         place = f"evener/audits/{self._number}/{self.judge.step}"
         store = default_store()
         with suppress(dist.DistError):  # the store has gone with the rank that ended first
             store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
         self._told[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
+
+    @property
+    def _is_together(self) -> bool:
+        """True if this rank can exchange results with others through the group's store."""
+        world: int = self._training.world
+        return world > 1 and dist.is_initialized() and dist.get_world_size() == world
+
+    def _compare_left_out(self) -> None:
+        """Act on a batch that some ranks alone have left out; every rank does in the same step."""
+        if self.judge.over or not self._is_together:
+            return
+        found = self._left_out.begin(self.judge.step + 1, self._training.ranks.batches)
+        if found is None:
+            return
+        step, ranks = found
+        message = LEFT_OUT.format(step, _list_ranks(ranks))
+        if self._go_even is not None:
+            self.judge.over = True
+            self._go_even(message)
+        else:
+            strict = self._training.strict
+            verdict = RankVerdict(message, LEFT_OUT_REMEDY)
+            self._follow(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _hear(self) -> None:
         """Compare the results of all ranks in an audit, once every rank has left its result.
@@ -731,6 +763,10 @@ class TrainingAudits:
         if words not in self._said:
             self._said.add(words)
             warnings.warn(words, stacklevel=2)
+
+
+def _list_ranks(ranks: Sequence[int]) -> str:
+    return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:

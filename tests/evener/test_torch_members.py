@@ -61,7 +61,7 @@ class Listener:
     def __init__(self) -> None:
         self.heard: list[tuple[Any, FrameType]] = []
 
-    def note_loss(self, made_of: tuple[Any, ...], caller: FrameType) -> None:
+    def note_loss(self, _: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
         self.heard.append((made_of, caller))
 
 

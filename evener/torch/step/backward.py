@@ -28,8 +28,8 @@ DEPTH, MOST = 8, 32  # depth, and number, of operations before the loss to list
 class HearsLosses(Protocol):
     """A listener that is called with each loss before its backward pass."""
 
-    def note_loss(self, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Called with the operations that made a loss, and the frame that calls backward."""
+    def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
+        """Called with a loss, the operations that made it, and the frame that calls backward."""
 
 
 _LISTENERS: WeakList[Any] = WeakList()
@@ -61,7 +61,7 @@ def _make_backward(own: Callable[..., Any]) -> Callable[..., Any]:
         if listeners:
             made_of, caller = list_operations(self), sys._getframe(1)
             for each in listeners:
-                each.note_loss(made_of, caller)
+                each.note_loss(self, made_of, caller)
         return own(self, *arguments, **keywords)
 
     return backward
