@@ -32,7 +32,7 @@ from ..torch.audit.sketch import name_tensors
 from ..torch.audit.state import kept_state
 from ..torch.audit.step import Ways, compare_losses
 from ..torch.rows.structure import address, cut_rows
-from ..torch.training_audits import devices_ways, launchers_ways
+from ..torch.training_audits import devices_ways, launchers_ways, weigh_gradients
 from ..training.audit import IN_EQUAL_PARTS, describe
 from .origins import Origins
 
@@ -257,7 +257,8 @@ class Guard(Recorder):
 
     def _audit(self, record: LossRecord) -> str:
         def ways(few: FewRows, compute: Compute) -> Ways:
-            return launchers_ways(few, lambda part: compute(part.batch, part.rows))
+            made = launchers_ways(few, lambda part: compute(part.batch, part.rows))
+            return weigh_gradients(made, few.rows / (2 * record.rows))
 
         bench = partial(self._make_bench, record.models)
         rows, first = self._list_rows(), self._step == 1

@@ -421,11 +421,18 @@ class TrainingAudits:
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
         """Audit a recorded loss, which the rank has multiplied by `factor`."""
 
+        weights = self._training.weights
+
         def ways(few: FewRows, compute: Compute) -> Ways:
             def loss(part: Part) -> Any:
                 return compute(part.batch, part.rows) / factor
 
-            return self.make_ways(few, loss, counted)
+            made = self.make_ways(few, loss, counted)
+            weighs_gradients = self._is_loops and not weights.by_loss
+            rows = sum(weights.current.sizes)
+            if self.follows_launcher:  # two ranks' equal rows
+                rows = 2 * rows // self._training.world
+            return weigh_gradients(made, few.rows / rows) if weighs_gradients else made
 
         def bench() -> Bench:
             return self._bench(None, is_sharded_model(record.models))
@@ -828,6 +835,31 @@ def launchers_ways(
         trained = changes["collation"].trained
         changes["collation"] = AuditChange(trained, as_launched(few.even_cut))
     return msgspec.structs.replace(made, reference=as_launched(few.even), changes=changes)
+
+
+def weigh_gradients(ways: Ways, scale: float) -> Ways:
+    """Return the ways with gradients that are weighted after the backward pass, not before it.
+
+    So loops of one's own compute them. `scale` is the audited part of a batch's rows: with it, a
+    row counts in a backward pass as much as in the training.
+    """
+
+    def weigh(way: Way) -> Way:
+        return [msgspec.structs.replace(each, scale=scale) for each in way]
+
+    def weigh_loss(way: Way) -> Way:
+        return [msgspec.structs.replace(each, scale=scale * each.weight) for each in way]
+
+    changes = {
+        name: AuditChange(
+            weigh(each.trained), None if each.reference is None else weigh(each.reference)
+        )
+        for name, each in ways.changes.items()
+    }
+    changes["size"] = AuditChange(weigh_loss(ways.trained), weigh_loss(ways.reference))
+    return msgspec.structs.replace(
+        ways, reference=weigh(ways.reference), trained=weigh(ways.trained), changes=changes
+    )
 
 
 def _make_way(

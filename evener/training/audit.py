@@ -368,6 +368,12 @@ CAUSES = {
         "The loss grows with the number of rows: it is a sum, not a mean over rows",
         "Divide it by the number of rows that the device has.",
     ),
+    "size": LikelyCause(
+        "The backward pass goes by the size of a gradient within it, such as a hook that clips the"
+        " gradient of an activation, and a row's is larger where a loss is a mean over fewer rows",
+        "Compute the loss by split.step, which multiplies it by its weight before the backward"
+        " pass, or clip the gradients of weights.",
+    ),
     "rows": LikelyCause(
         "The loss of a batch isn't the mean of its parts' losses: it isn't a mean over rows",
         _MEAN,

@@ -22,8 +22,8 @@ from evener.torch.audit.compute import Bench  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
 from evener.torch.audit.sketch import SIGNS, name_tensors, project_small  # noqa: E402
-from evener.torch.audit.step import DRAWN, Audited, audit  # noqa: E402
-from evener.torch.training_audits import devices_ways  # noqa: E402
+from evener.torch.audit.step import DRAWN, Audited, Ways, audit  # noqa: E402
+from evener.torch.training_audits import devices_ways, weigh_gradients  # noqa: E402
 
 Loss = Callable[[Any, Any, Any], Any]
 
@@ -80,14 +80,20 @@ def find_cause(
 
 
 def audit_rows(
-    model: Any, loss: Loss, data: Any, collate: Any, known: KnownPasses, most: int = ROWS
+    model: Any,
+    loss: Loss,
+    data: Any,
+    collate: Any,
+    known: KnownPasses,
+    most: int = ROWS,
+    change: Callable[[Ways], Ways] = lambda ways: ways,
 ) -> Audited:
-    """An audit of a model's loss of some rows."""
+    """An audit of a model's loss of some rows, by changed ways."""
     device = next(model.parameters()).device
     few = fetch_rows(data, collate, range(45), most)
     assert few is not None
     ways = devices_ways(few, lambda part: loss(model, *[each.to(device) for each in part.batch]))
-    return audit(Bench([model], name_tensors([model]), known=known), ways, moves=True)
+    return audit(Bench([model], name_tensors([model]), known=known), change(ways), moves=True)
 
 
 def _list_random_states() -> list[Any]:
@@ -316,6 +322,42 @@ def test_the_cause_of_a_difference_is_named(loss: Loss, cause: str) -> None:
 
 def test_a_zero_head_hides_no_weights_of_classes() -> None:
     assert find_cause(zero_head, WEIGHTED) == "rows"
+
+
+class Clamped(nn.Module):
+    """Clamps the gradient of an activation, by a hook."""
+
+    def __init__(self, most: float) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(5, 4), nn.Linear(4, 3)
+        self.most = most
+
+    def forward(self, x: Any) -> Any:
+        made = self.first(x)
+        if made.requires_grad:
+            made.register_hook(lambda gradient: gradient.clamp(-self.most, self.most))
+        return self.last(made.tanh())
+
+
+@pytest.mark.parametrize(
+    ("most", "scale", "cause"),
+    [(0.01, 1.0, "size"), (0.01, 0.001, ""), (10.0, 1.0, ""), (0.01, None, "")],
+)
+def test_a_clamp_within_the_backward_pass_counts_where_it_acts(
+    most: float, scale: float | None, cause: str
+) -> None:
+    """A loop's gradients are weighted after the backward pass, others before it.
+
+    Large batches have small gradients of each row, which a clamp leaves as they are.
+    """
+
+    def weigh(ways: Ways) -> Ways:
+        return ways if scale is None else weigh_gradients(ways, scale)
+
+    torch.manual_seed(0)
+    model = Clamped(most)
+    found = audit_rows(model, classify, Points(45), default_collate, KnownPasses(), change=weigh)
+    assert found.cause == cause
 
 
 def test_one_row_is_no_audit() -> None:

@@ -37,10 +37,15 @@ MOVE = 0.01  # the standard deviation of what is added to weights that are all e
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """Some rows that are computed at once: their loss, and its weight in the gradient."""
+    """Some rows that are computed at once: their loss, and its weight in the gradient.
+
+    The backward pass begins with `scale` times the loss, and what comes out is multiplied by what
+    is left of the weight. With None, it begins with the weighted loss.
+    """
 
     loss: Callable[[], Any]
     weight: Any = 1.0
+    scale: float | None = None
 
 
 class Bench:
@@ -160,7 +165,9 @@ class Bench:
         """Add the gradient of a piece to the sums, computed in a mode of PyTorch's functions."""
         seed_all(seed)
         before = self._list_buffers()
-        self._adds = partial(sums.add, weight=piece.weight, loss_only=self.losses_only)
+        self._adds = partial(
+            sums.add, weight=piece.weight, scale=piece.scale, loss_only=self.losses_only
+        )
         try:
             with mode, torch.set_grad_enabled(not self.losses_only):
                 loss = piece.loss()

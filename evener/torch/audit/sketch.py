@@ -162,17 +162,23 @@ class GradientSums:
         self._zeros: dict[tuple[Any, ...], torch.Tensor] = {}
         self._kinds: dict[str, torch.dtype] = {}  # types of sums that aren't a tensor's gradient
         self._losses: list[torch.Tensor] = []
+        self._factor: float | torch.Tensor = 1.0  # of the sums that are being added
 
     def add(
         self,
         loss: torch.Tensor,
         weight: float | torch.Tensor = 1.0,
+        scale: float | None = None,
         loss_only: bool = False,
         retain_graph: bool | None = None,
     ) -> None:
-        """Add the gradient of a loss, times its weight; with `loss_only`, add the loss itself."""
-        scaled = loss * weight
-        value = scaled.detach().double().sum()
+        """Add the gradient of a loss, times its weight; with `loss_only`, add the loss itself.
+
+        `scale` is that of Piece.
+        """
+        scaled = loss * (weight if scale is None else scale)
+        value = (loss * weight).detach().double().sum()
+        self._factor = 1.0 if scale is None else weight / scale
         self._losses.append(value)
         if loss_only:
             self._sums.append(([LOSS], value.expand(1, PROJECTIONS)))
@@ -193,24 +199,27 @@ class GradientSums:
     def _take(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         with torch.no_grad(), without_modes():
             if gradient.is_sparse:
-                self._sums.append(([name], project(gradient, self._signs)[None]))
+                self._add([name], project(gradient, self._signs)[None])
                 return torch.sparse_coo_tensor(size=gradient.shape).to(gradient)
             kind = gradient.device, gradient.dtype
             if 0 < gradient.numel() <= SMALL:
                 self._waiting.setdefault(kind, []).append((name, gradient))
                 self._size += gradient.numel()
             else:
-                self._sums.append(([name], project(gradient, self._signs)[None]))
+                self._add([name], project(gradient, self._signs)[None])
             if self._size > MOST_WAITING:
                 self._project_waiting()
             if kind not in self._zeros:
                 self._zeros[kind] = gradient.new_zeros(())
             return self._zeros[kind].expand(gradient.shape)
 
+    def _add(self, names: list[str], sums: torch.Tensor) -> None:
+        self._sums.append((names, sums * self._factor))
+
     def _project_waiting(self) -> None:
         for pairs in self._waiting.values():
             sums = project_small([gradient for _, gradient in pairs], self._signs)
-            self._sums.append(([name for name, _ in pairs], sums))
+            self._add([name for name, _ in pairs], sums)
         self._waiting.clear()
         self._size = 0
 
