@@ -26,6 +26,7 @@ from statistics import median
 from typing import Any
 from unittest import mock
 
+import msgspec
 import torch
 from torch import nn
 from torch.nn import functional
@@ -40,6 +41,7 @@ from evener.torch.audit.rows import FEWER, ROWS, FewRows, cut_few
 from evener.torch.audit.sketch import name_tensors
 from evener.torch.audit.step import Ways, audit
 from evener.training.audit import (
+    EARLY,
     REPEATS,
     GradientDifference,
     Sketch,
@@ -109,11 +111,13 @@ def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool
     """Print a step's memory and time, and what audits of several kinds add.
 
     "first" is the very first audit, with all that is done once; "thorough" a later one of as many
-    rows, as after a change; "quick" the usual one; "measuring" one that measures rounding too.
+    rows, as after a change; "quick" the usual one, with fewer rows after step 64 ("late quick");
+    "measuring" one that measures rounding too.
     """
     device = next(model.parameters()).device
     optimizer = _make_optimizer(model)
-    batch = [torch.randint(0, words, (rows, length + 1), device=device)]
+    read = [torch.randint(0, words, (rows, length + 1))]  # as a loader gives it
+    batch = [each.to(device) for each in read]
     loss_of = partial(loss_of_texts, model)
     known = KnownPasses()
 
@@ -122,20 +126,19 @@ def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool
             loss = loss_of(batch)
         loss.backward()
         if most:
-            few = cut_few(batch, rows, most=min(most, rows // 2))
-            assert few is not None
+            few = _take_rows(read, device, min(most, rows // 2))
             audit_rows(model, loss_of, few, measures, known if quick else None)
         optimizer.step()
         optimizer.zero_grad()
 
     step()
     step_seconds, step_peak = _time(step, device.type)
-    few = cut_few(batch, rows)
-    assert few is not None
+    few = _take_rows(read, device, ROWS)
     kinds: dict[str, Callable[[], None]] = {
         "first": partial(step, ROWS),
         "thorough": partial(step, ROWS),
-        "quick": partial(step, FEWER, quick=True),
+        "quick": partial(step, ROWS, quick=True),
+        "late quick": partial(step, FEWER, quick=True),
         "measuring": partial(step, ROWS, True),
     }
     count = sum(map(is_audited, range(1, STEPS + 1)))
@@ -149,18 +152,28 @@ def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool
     for name, kind in kinds.items():
         if name == "quick":
             audit_rows(model, loss_of, few, known=known)
-            step(FEWER, quick=True)
+        if name != "first":
+            kind()
         seconds, peak = _time(kind, device.type, 1 if name == "first" else 3)
         more[name] = max(0.0, seconds - step_seconds)
         figures[f"{name} audit ms"] = round(more[name] * 1e3, 2)
         if step_peak:
             figures[f"{name} audit: peak beside a step's"] = round(peak / step_peak, 4)
-    part = (more["first"] + (count - 1) * more["quick"]) / (STEPS * step_seconds)
+    early = sum(map(is_audited, range(2, EARLY + 1)))
+    spent = more["first"] + early * more["quick"] + (count - 1 - early) * more["late quick"]
+    part = spent / (STEPS * step_seconds)
     figures["audits: part of the time"] = round(part, 5)
     print(json.dumps(figures), flush=True)
-    few = cut_few(batch, rows, most=FEWER)
-    assert few is not None
+    few = _take_rows(read, device, FEWER)
     measure_parts(model, loss_of, few, known)
+
+
+def _take_rows(read: list[torch.Tensor], device: torch.device, most: int) -> FewRows:
+    """Some rows of a batch that a loader has read, on the device."""
+    few = cut_few(read, len(read[0]), most=most)
+    assert few is not None
+    parts = tuple([each.to(device) for each in part] for part in few.parts)
+    return msgspec.structs.replace(few, whole=[each.to(device) for each in few.whole], parts=parts)
 
 
 def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses) -> None:
@@ -200,8 +213,8 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
     with bench.open():
         note("forward alone", lambda: take(False))
         note("forward and backward alone", lambda: take(True))
-        note("reference", lambda: bench.sketch_quickly(ways.reference))
-        note("parts", lambda: bench.sketch_quickly(ways.trained))
+        note("reference", lambda: bench.sum_quickly(ways.reference))
+        note("parts", lambda: bench.sum_quickly(ways.trained))
         note("reference, each operation looked at", lambda: bench.sketch(ways.reference))
     print(json.dumps(figures), flush=True)
 

@@ -14,7 +14,7 @@ from typing import Any
 
 from ..errors import RequestError
 from ..torch.audit.compute import Bench, Piece
-from ..torch.audit.rows import FewRows, digest_rows
+from ..torch.audit.rows import FewRows
 from ..torch.audit.step import AuditChange, Audited, Way, Ways, audit
 from ..torch.rows.structure import cut_rows
 from ..torch.step.wrapped import is_sharded
@@ -113,8 +113,7 @@ class TrainerWays:
         if few.cut is not None and few.cut is not few.parts:
             changes["collation"] = AuditChange(by_shares(few.cut, micro=micro))
         reference = self._by_launcher(few) if follows_launcher else self.at_once(few)
-        digest = digest_rows(few.whole)
-        return Ways(reference, trained, changes, few.sizes, digest, few.pads)
+        return Ways(reference, trained, changes, few.sizes, few.digest, few.pads)
 
     def at_once(self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0) -> Way:
         """Return the way to compute all rows at once, like one of `world` processes.

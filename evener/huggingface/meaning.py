@@ -20,7 +20,9 @@ from ..torch.audit.compute import Bench
 from ..torch.audit.rows import FewRows
 from ..torch.audit.step import audit, compare_losses
 from ..torch.messages import gather_messages
-from ..torch.sums.collectives import MeetingError
+from ..torch.step.recovery import is_out_of_memory
+from ..torch.sums.collectives import MEETS, MEETS_REMEDY, MeetingError
+from ..torch.training_audits import describe_error
 from ..training.audit import (
     CAUSES,
     REPEATS,
@@ -80,7 +82,7 @@ def find_loss(
                     raise  # else the loss may not know ignored labels
         return LossFinder(trainer, ways, few, meets).find()
 
-    found = find() if in_parts else _find_together(find)
+    found = find() if in_parts else _find_together(find, trainer.keeps_launcher)
     if gathering.calls > calls and len(set(passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(
@@ -106,6 +108,7 @@ class LossFinder:
         self._meets = meets
         self._world = trainer._shares.world
         self._passes = trainer._shares.passes
+        self._keeps_launcher = trainer.keeps_launcher
         self._bench: Bench = ways.bench()
         self._repeats: list[Sketch] = []  # of the reference, once needed
         self._nearest = ROWS  # the name with the smallest difference
@@ -114,11 +117,14 @@ class LossFinder:
         """Return what the loss is a mean over.
 
         Return None if these rows don't show it, or ranks meet in the loss. Raises RequestError if
-        ranks would meet in the loss in different numbers of passes.
+        ranks would meet in the loss in different numbers of passes, or if the program's own
+        launcher would give them equal numbers of rows there.
         """
         try:
             return self._find()
         except MeetingError:
+            if self._keeps_launcher:
+                raise RequestError(MEETS, MEETS_REMEDY) from None
             if len(set(self._passes)) > 1:
                 raise RequestError(
                     "The loss meets other ranks, by torch.distributed or in a layer, and ranks have"
@@ -250,20 +256,25 @@ class _Finding(msgspec.Struct):
     remedy: str = ""
 
 
-def _find_together(find: Callable[[], TrainerLoss | None]) -> TrainerLoss | None:
+def _find_together(
+    find: Callable[[], TrainerLoss | None], keeps_launcher: bool
+) -> TrainerLoss | None:
     """Return the result of `find` on the first rank where it isn't None; every rank calls this.
 
     Raises RequestError on every rank if `find` raises one on any rank. After any other error the
     meaning of the loss is unknown: either the program has an error of its own, which its first step
-    raises again, or memory ran out.
+    raises again, or memory ran out. A program that has a launcher of its own isn't trained by
+    shares after an error of its own.
     """
     own = _Finding()
     try:
         own.found = find()
     except RequestError as error:
         own = _Finding(message=error.message, remedy=error.remedy)
-    except Exception:
+    except Exception as error:
         own = _Finding()
+        if keeps_launcher and not is_out_of_memory(error):
+            own = _Finding(message=describe_error(error))
     every = [own]
     if dist.is_available() and dist.is_initialized():
         every = gather_messages(own, _Finding)

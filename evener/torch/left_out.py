@@ -33,7 +33,7 @@ class LeftOutBatches:
         self._place = place
         self._rank = rank
         self._usual: set[Hashable] = set()  # operations whose loss wasn't always 0
-        self._losses: list[bool] = []  # of this step: whether each is left out
+        self._learns: bool | None = None  # from any loss of this step; None before the first
         self._left: list[int] = []  # steps that the other ranks don't know of
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
@@ -41,7 +41,7 @@ class LeftOutBatches:
 
         Its value is read once for each kind of operations, and each time while it is 0.
         """
-        self._losses.append(self._is_left_out(loss, made_of))
+        self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
 
     def _is_left_out(self, loss: torch.Tensor, made_of: Hashable) -> bool:
         if made_of in self._usual or len(self._usual) >= MOST_KINDS:
@@ -59,9 +59,9 @@ class LeftOutBatches:
         Return None if there is none. All ranks call this for the same steps and get the same
         result. `shares` are the ranks' rows; ranks without rows leave nothing out.
         """
-        if self._losses and all(self._losses):
+        if self._learns is False:
             self._left.append(step - 1)
-        self._losses = []
+        self._learns = None
         with suppress(dist.DistError):  # the store has gone with the rank that ended first
             if _meets_in(step) and self._left:
                 self._write(step)

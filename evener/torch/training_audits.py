@@ -45,7 +45,7 @@ from .audit.record import (
     Recorder,
 )
 from .audit.replay import Compute, Replayed, audit_record
-from .audit.rows import FEWER, ROWS, FewRows, cut_few, digest_rows, fetch_rows
+from .audit.rows import FEWER, ROWS, FewRows, cut_few, fetch_rows
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
 from .audit.step import AuditChange, Audited, Way, Ways, audit
@@ -58,7 +58,13 @@ from .step.part import OfPart, Part, make_parts
 from .step.recovery import drop_frames, free_memory, is_out_of_memory
 from .step.weights import WholeBatchLoss
 from .step.wrapped import is_sharded
-from .sums.collectives import count_foreign, own_collectives, refuse_meeting
+from .sums.collectives import (
+    MEETS,
+    MeetingError,
+    count_foreign,
+    own_collectives,
+    refuse_meeting,
+)
 
 _NUMBERS = count()  # of this process's trainings, the same on every rank
 HEAR_AFTER, GIVE_UP_AFTER = (
@@ -188,8 +194,7 @@ class TrainingAudits:
         """
         if self._batch is None or self.judge.over:
             return
-        if self._is_together:
-            self._left_out.note(loss, made_of)
+        self._left_out.note(loss, made_of)
         changed = self.judge.sees(made_of)
         code = find_code(caller) if self._is_loops else None
         if code is not None:
@@ -214,9 +219,28 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Return the message of an audit made before the first step; empty if nothing differs."""
-        found = self._run(find)
-        return "" if found is None else self._judge(found).message
+        """Return the message of an audit made before the first step; empty if nothing differs.
+
+        There is a message, too, if the loss of a few rows can't be computed to compare it.
+        """
+        fault = ""
+
+        def note_fault() -> Audited | None:
+            nonlocal fault
+            try:
+                return find()
+            except MeetingError:
+                fault = MEETS
+            except RequestError as error:
+                fault = error.message
+            except Exception as error:
+                if is_out_of_memory(error):
+                    raise
+                fault = describe_error(error)
+            return None
+
+        found = self._run(note_fault)
+        return fault if found is None else self._judge(found).message
 
     def after_batch(
         self,
@@ -415,7 +439,7 @@ class TrainingAudits:
             with self._training.weights.checking(), self._resting():
                 fault = record.find_change()
         except Exception as error:
-            fault = CANT.format(type(error).__name__, str(error).partition("\n")[0])
+            fault = describe_error(error)
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
@@ -550,7 +574,7 @@ class TrainingAudits:
     @property
     def _most_rows(self) -> int:
         """The number of rows that an audit of this step computes, or fewer."""
-        return ROWS if self.judge.thorough else FEWER
+        return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
         """Return some of these rows of a data set, on this rank's device; None if too few."""
@@ -584,7 +608,7 @@ class TrainingAudits:
         trained = _make_way(loss, counted, [few.whole], [few.rows], FEW)
         changes = {"sum": AuditChange(_unweighted(trained))}
         sizes = split_passes(few.rows, FEW)
-        return Ways(whole, trained, changes, sizes, digest_rows(few.whole))
+        return Ways(whole, trained, changes, sizes, few.digest)
 
     # ------------------------------------------------------------------ what follows
 
@@ -601,8 +625,7 @@ class TrainingAudits:
                 drop_frames(error)
                 free_memory(self._training.device)
             else:
-                text = str(error).partition("\n")[0]
-                fault = CANT.format(type(error).__name__, text)
+                fault = describe_error(error)
                 self._say(NOT_AUDITED.format(fault + _place(error)) + self.question)
         return None
 
@@ -772,6 +795,11 @@ class TrainingAudits:
             warnings.warn(words, stacklevel=2)
 
 
+def describe_error(error: Exception) -> str:
+    """Return why a loss can't be compared after an error of its code, as a part of a message."""
+    return CANT.format(type(error).__name__, str(error).partition("\n")[0])
+
+
 def _list_ranks(ranks: Sequence[int]) -> str:
     return f"rank {ranks[0]}" if len(ranks) == 1 else f"ranks {', '.join(map(str, ranks))}"
 
@@ -810,7 +838,7 @@ def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micr
         changes["count"] = AuditChange(_make_way(loss, None, few.parts, few.sizes, micro))
     if few.cut is not None and few.cut is not few.parts:
         changes["collation"] = AuditChange(way(few.cut, few.sizes, micro))
-    return Ways(whole, trained, changes, few.sizes, digest_rows(few.whole), few.pads)
+    return Ways(whole, trained, changes, few.sizes, few.digest, few.pads)
 
 
 def launchers_ways(

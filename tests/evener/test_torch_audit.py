@@ -21,7 +21,7 @@ from torch.utils.data import default_collate  # noqa: E402
 from evener.torch.audit.compute import Bench  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
-from evener.torch.audit.sketch import SIGNS, name_tensors, project_small  # noqa: E402
+from evener.torch.audit.sketch import SIGNS, GradientSums, name_tensors, project_together  # noqa: E402
 from evener.torch.audit.step import DRAWN, Audited, Ways, audit  # noqa: E402
 from evener.torch.training_audits import devices_ways, weigh_gradients  # noqa: E402
 
@@ -208,6 +208,7 @@ EXACT: dict[str, Callable[[], Any]] = {
     "linear": head,
     "a zero head": zero_head,
     "dropout": lambda: nn.Sequential(nn.Dropout(0.3), head()),
+    "much dropout": lambda: nn.Sequential(nn.Dropout(0.8), head()),
     "BatchNorm": lambda: nn.Sequential(nn.BatchNorm1d(5), head()),
     "noise and times": lambda: nn.Sequential(Noise(), head()),
     "random slopes": lambda: nn.Sequential(nn.RReLU(), head()),
@@ -245,14 +246,39 @@ def test_a_generator_that_starts_to_draw_ends_quick_audits() -> None:
 def test_sums_of_a_small_gradient_are_the_same_beside_others() -> None:
     torch.manual_seed(0)
     many = [torch.randn(size) for size in (1, 5, 255, 256, 257, 1000, 40_000)]
-    together = project_small(many, SIGNS)
-    alone = torch.cat([project_small([each], SIGNS) for each in reversed(many)]).flip(0)
+    together = project_together(many, SIGNS)
+    alone = torch.cat([project_together([each], SIGNS) for each in reversed(many)]).flip(0)
     torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-3)
     norms = torch.stack([each.double().norm() for each in many])
-    found = torch.stack([project_small([each * 3], SIGNS)[0] for each in many])
+    found = torch.stack([project_together([each * 3], SIGNS)[0] for each in many])
     torch.testing.assert_close(found, together * 3, rtol=1e-4, atol=1e-3)
     sizes = together.square().mean(1).sqrt() / norms
     assert bool(((sizes > 0.2) & (sizes < 4)).all())
+
+
+def test_gradients_that_are_freed_one_by_one_have_the_same_sums() -> None:
+    """As on a GPU that has no memory left for all of them."""
+    torch.manual_seed(0)
+    rows = torch.randn(6, 300)
+    tied = nn.Linear(300, 300)
+    layers = [tied, nn.Tanh(), tied, nn.Linear(300, 30_000), nn.Linear(30_000, 2).bfloat16()]
+    model = nn.Sequential(*layers[:4], nn.Flatten(), Cast(), layers[4])
+    model[3].weight.register_hook(lambda gradient: gradient * 2)
+    found = []
+    for at_once in (True, False):
+        sums = GradientSums(name_tensors([model]), SIGNS, at_once)
+        sums.add(model(rows[:4]).float().square().mean(), 0.75)
+        sums.add(model(rows[4:]).float().square().mean(), 0.25, scale=0.5)
+        found.append(sums.sketch())
+    assert found[0].kinds == found[1].kinds
+    assert found[0].sums.keys() == dict(model.named_parameters()).keys()
+    for name, each in found[0].sums.items():
+        assert found[1].sums[name] == pytest.approx(each, rel=1e-4, abs=1e-6)
+
+
+class Cast(nn.Module):
+    def forward(self, x: Any) -> Any:
+        return x.bfloat16()
 
 
 def test_kernels_of_a_gpu_leave_no_trace_either() -> None:

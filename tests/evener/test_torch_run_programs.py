@@ -18,6 +18,10 @@ from tests.support.rank_server import RankServer, place_ranks
 from tests.support.torch_start import free_port
 
 skip_without("torch")
+
+from evener.torch.sums.collectives import MEETS  # noqa: E402
+from evener.torch.training_audits import CANT  # noqa: E402
+
 ROOT = Path(__file__).resolve().parents[2]
 PARTS, SCRIPTS = "tests.support.run_parts", "tests.support.script_ranks"
 EXACT = [
@@ -125,6 +129,7 @@ def check_lines(said: str) -> None:
     ("module", "name"),
     [
         ("other", "labels ignored later"),
+        ("other", "batches left out"),
         ("unlike", "averaged by rows"),
     ],
 )
@@ -231,3 +236,20 @@ def test_a_trainer_whose_loss_changes_later_goes_even(
     kind, words = run(server, tmp_path, "trainers", name)
     assert kind == "warned"
     assert "DataLoader" not in words  # by the trainer's own hooks
+
+
+@pytest.mark.parametrize(
+    ("name", "why"),
+    [
+        ("a trainer that gathers", CANT.partition("(")[0]),
+        ("a module that gathers", MEETS),
+    ],
+)
+def test_a_trainer_whose_ranks_meet_in_the_loss_stays_even(
+    server: RankServer, tmp_path: Path, name: str, why: str
+) -> None:
+    """The audit of a Trainer's loss sees one rank, so a list for two is an error in it."""
+    skip_without("transformers", "lightning")
+    kind, words = run(server, tmp_path, "trainers", name)
+    assert kind == "even"
+    assert words.startswith(why)

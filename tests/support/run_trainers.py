@@ -7,6 +7,9 @@ import tempfile
 from typing import Any
 from unittest import mock
 
+import torch
+import torch.distributed as dist
+from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.utils.data import DataLoader
 
 from tests.support.huggingface_programs import make_arguments, make_parts
@@ -50,5 +53,24 @@ class PlainMoments(LateMoments):
     dropout = 0.0
 
 
+def gather(loss: torch.Tensor) -> torch.Tensor:
+    """A loss with a weight by the mean of the ranks' losses."""
+    every = [torch.zeros_like(loss) for _ in range(dist.get_world_size())]
+    dist.all_gather(every, loss.detach())
+    return loss * (1 + torch.stack(every).mean())
+
+
+class Gathering(PlainMoments):
+    def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return gather(F.mse_loss(predicted, targets))
+
+
+class GatheringModule(Late):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        return gather(F.mse_loss(self.head(self.layers(batch[0])), batch[1]))
+
+
+PROGRAMS["a trainer that gathers"] = lambda: train_huggingface(Gathering)
+PROGRAMS["a module that gathers"] = lambda: train_lightning(GatheringModule)
 PROGRAMS["a trainer"] = lambda: train_huggingface(PlainMoments)
 PROGRAMS["a module"] = lambda: train_lightning(Late)

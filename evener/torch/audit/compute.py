@@ -21,7 +21,7 @@ from ...training.audit import Sketch
 from ..private import BatchNorm, free_gathered, unwrap_compiled
 from .closures import keep_closure
 from .precision import full_precision
-from .quick import KnownPasses, QuickPass
+from .quick import KnownPasses, QuickPass, without_dropout
 from .randomness import (
     SEED,
     EvenRandomness,
@@ -33,6 +33,7 @@ from .randomness import (
 from .sketch import SIGNS, GradientSums
 from .state import keep_with_frozen
 
+HOST_ROOM = 1 << 29  # bytes
 MOVE = 0.01  # the standard deviation of what is added to weights that are all equal
 
 
@@ -93,6 +94,7 @@ class Bench:
         self.drawn: set[int] = set()
         self._adds: Callable[..., None] | None = None  # set within a piece
         self._restores: list[Callable[[], None]] = []  # set while open
+        self._at_once = False
 
     @contextmanager
     def open(self, moves: bool = False) -> Iterator[Bench]:
@@ -120,6 +122,7 @@ class Bench:
             ]
             if moves:
                 stack.enter_context(_moved(self._tensors.values()))
+            self._at_once = _has_room(self._tensors.values())
             yield self
 
     def sketch(self, way: Sequence[Piece], disturbance: int = 0, seed: int = SEED) -> Sketch:
@@ -129,7 +132,7 @@ class Bench:
         differs by as much as rounding may cause, in a way that depends on this number. Random
         numbers start from `seed` in each piece.
         """
-        sums = GradientSums(self._tensors, SIGNS)
+        sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
         self.drawn = set()
         draws = 0
@@ -145,21 +148,26 @@ class Bench:
 
     @property
     def is_quick(self) -> bool:
-        """True if `sketch_quickly` may give a result."""
+        """True if `sum_quickly` may give a result."""
         return self._known.draws is False and not (self.losses_only or self.measures)
 
-    def sketch_quickly(self, way: Sequence[Piece]) -> Sketch | None:
-        """Return the gradient of some rows, or None if their passes draw random numbers."""
-        sums = GradientSums(self._tensors, SIGNS)
-        computed = set(self._known.computed)
+    def sum_quickly(self, way: Sequence[Piece]) -> GradientSums | None:
+        """Return the sums of some rows' gradients, or None if their passes draw random numbers.
+
+        `read` makes a sketch of them. The host doesn't wait for a GPU before that.
+        """
+        sums = GradientSums(self._tensors, SIGNS, self._at_once)
         for piece in way:
             quick = QuickPass()
             self._compute(piece, sums, quick, SEED)
             if quick.has_drawn:
                 self._known.draws = True
                 return None
-            computed |= quick.kinds
-        return sums.sketch(computed)
+        return sums
+
+    def read(self, sums: GradientSums) -> Sketch:
+        """Return the sketch of sums by quick passes."""
+        return sums.sketch(self._known.computed)
 
     def _compute(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
         """Add the gradient of a piece to the sums, computed in a mode of PyTorch's functions."""
@@ -169,7 +177,7 @@ class Bench:
             sums.add, weight=piece.weight, scale=piece.scale, loss_only=self.losses_only
         )
         try:
-            with mode, torch.set_grad_enabled(not self.losses_only):
+            with without_dropout(), mode, torch.set_grad_enabled(not self.losses_only):
                 loss = piece.loss()
                 self.drawn.add(digest_draws())
                 self._note_changes(before)
@@ -201,6 +209,26 @@ class Bench:
     def _note_changes(self, before: Mapping[str, tuple[int, int]]) -> None:
         now = self._list_buffers()
         self.changed |= {name for name, state in now.items() if before.get(name) != state}
+
+
+def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
+    """True if all gradients of these tensors fit into memory at once.
+
+    On a GPU they have to fit twice into what the step has used at most and has freed, so that an
+    audit doesn't raise the peak. They are projected beside each other.
+    """
+    sizes: dict[torch.device, int] = {}
+    for each in tensors:
+        if each.requires_grad:
+            sizes[each.device] = sizes.get(each.device, 0) + each.nbytes
+    return all(2 * size <= _measure_room(device) for device, size in sizes.items())
+
+
+def _measure_room(device: torch.device) -> int:
+    """Return the bytes that a device's tensors may take more than now."""
+    if device.type != "cuda":
+        return HOST_ROOM
+    return int(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
 
 
 @contextmanager

@@ -76,8 +76,8 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     def _call(self, function: Any, arguments: Any, keywords: dict[str, Any]) -> Any:
         """Return the result of an operation that drops values or draws random numbers."""
         places = _find_dropout(function)
-        if places:
-            arguments = _turn_dropout_off(places, arguments, keywords)
+        if places:  # without dropout, these draw nothing
+            return function(*_turn_dropout_off(places, arguments, keywords), **keywords)
         if function.overloadpacket is _DROPOUT_BACKWARD:
             return arguments[0].clone()  # all values were kept, and none was scaled
         if torch.Tag.nondeterministic_seeded not in function.tags:

@@ -17,7 +17,7 @@ from .randomness import SEED, seed_all
 from .state import kept_state
 
 ROWS = 8  # that are computed
-FEWER = 4  # rows, if nothing has changed since an audit of ROWS
+FEWER = 4  # rows after step 64, if nothing has changed since an audit of ROWS
 TIMES = 4  # rows are chosen from as many times more
 CANDIDATES = TIMES * ROWS
 _IGNORED = -100
@@ -27,7 +27,8 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
     """A few rows as one batch (`whole`), and in the parts of two devices, each collated separately.
 
     `cut` are the parts cut from the whole batch, with its padding; None if it can't be cut. `even`
-    are parts of equal size, like the program's own launcher makes them.
+    are parts of equal size, like the program's own launcher makes them. `digest` is that of the
+    whole batch's numbers.
     """
 
     whole: Any
@@ -37,6 +38,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
     even: tuple[Any, ...]
     even_sizes: tuple[int, ...]
     even_cut: tuple[Any, ...] | None = None  # the even parts, cut from the whole batch
+    digest: int = 0
 
     @property
     def rows(self) -> int:
@@ -87,6 +89,7 @@ def fetch_rows(
             halves,
             (half, len(chosen) - half),
             _cut(whole, half, len(chosen)),
+            digest_rows(whole),
         )
         if cut is None or _are_equal(whole, collated(chosen, SEED + 1)):
             return made
@@ -137,7 +140,9 @@ def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> 
         return None
     if parts is None or even is None:
         return None
-    return FewRows(whole, parts, (first, count - first), parts, even, (half, count - half))
+    sizes, even_sizes = (first, count - first), (half, count - half)
+    digest = digest_rows(whole)
+    return FewRows(whole, parts, sizes, parts, even, even_sizes, digest=digest)
 
 
 def _first(rows: int) -> int:

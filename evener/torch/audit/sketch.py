@@ -1,10 +1,10 @@
 """Sketches of a loss's gradient: a few random sums of each tensor's gradient.
 
 Gradients are taken by torch.autograd.grad, which runs none of the hooks that accumulate gradients:
-the step's own gradients stay unchanged, and no exchange between ranks is triggered. A hook on each
-tensor computes the sums as soon as the gradient arrives and returns an empty gradient, so that the
-memory is freed at once. Gradients of few values wait until several are there, as a GPU computes the
-sums of many of them in the time that it takes to start those of one.
+the step's own gradients stay unchanged, and no exchange between ranks is triggered. Where memory is
+short, a hook on each tensor computes the sums as soon as the gradient arrives and returns an empty
+one, so that the memory is freed. Gradients of few values wait until several are there, as a GPU
+computes the sums of many of them in the time that it takes to start those of one.
 """
 
 from __future__ import annotations
@@ -23,10 +23,13 @@ from ...training.audit import LOSS, MIXED, PROJECTIONS, Sketch
 from .randomness import SEED, without_modes
 
 WIDTH = 4096  # values in each of the lines into which a large gradient is cut
-NARROW = 256  # values in each of the lines of small gradients
-SMALL = 1 << 16  # values: gradients of up to this size are projected together
-MOST_WAITING = 1 << 22  # values of small gradients that are kept until they are projected
-MOST_LAYOUTS = 256  # groups of small gradients whose layout is kept
+NARROW = 256  # values in each of the lines of gradients of up to SMALL values
+SMALL = 1 << 16
+JOINED = 1 << 23  # values of the largest gradients that are projected together with others
+MOST_WAITING = 1 << 25  # values of gradients that are kept until they are projected
+# the same two, if there is little memory: gradients are freed one by one
+JOINED_SINGLY, MOST_WAITING_SINGLY = SMALL, 1 << 22
+MOST_LAYOUTS = 256  # groups of gradients whose layout is kept
 BLOCK = 1 << 24  # values that are converted at once
 
 
@@ -54,28 +57,28 @@ class Signs:
             self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like)
         return self._pools[key][:count]
 
-    def lay_out(self, sizes: tuple[int, ...], like: torch.Tensor) -> _Layout:
-        """Return how small gradients of these sizes lie in lines, one gradient after the other."""
-        key = sizes, like.device, like.dtype
+    def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
+        """Return how gradients of these sizes lie in lines, one gradient after the other."""
+        key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
                 self._layouts.clear()
-            self._layouts[key] = self._make_layout(sizes, like)
+            self._layouts[key] = self._make_layout(sizes, width, like)
         return self._layouts[key]
 
-    def _make_layout(self, sizes: tuple[int, ...], like: torch.Tensor) -> _Layout:
-        counts = torch.tensor([-(-size // NARROW) for size in sizes])
+    def _make_layout(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
+        counts = torch.tensor([-(-size // width) for size in sizes])
         signs = self.take(int(counts.max()), 0, like)
-        zeros = like.new_zeros(NARROW)
+        zeros = like.new_zeros(width)
         return _Layout(
-            rests=[zeros[: -size % NARROW] for size in sizes],
+            rests=[zeros[: -size % width] for size in sizes],
             signs=torch.cat([signs[:count] for count in counts.tolist()]),
             owners=torch.arange(len(sizes)).repeat_interleave(counts).to(like.device),
         )
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """How several small gradients lie in lines.
+    """How several gradients lie in lines.
 
     `rests` are the zeros that fill each gradient's last line. Each line has its `signs`, and its
     gradient's place in `owners`.
@@ -93,37 +96,47 @@ def project(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
     """Return PROJECTIONS random sums of a gradient, as float64."""
     if gradient.is_sparse:
         return _project_sparse(gradient.coalesce(), signs)
+    if gradient.numel() <= JOINED:
+        return project_together([gradient], signs)[0] if gradient.numel() else _none(gradient)
     flat = _flatten(gradient)
-    width = min(WIDTH, max(1, flat.numel()))
-    lines = flat.numel() // width
-    wide = flat.dtype in (torch.float32, torch.float64)
-    at_once = lines if wide else max(1, BLOCK // width)
-    total = torch.zeros(PROJECTIONS, dtype=torch.float64, device=flat.device)
-    for first in range(0, lines, max(1, at_once)):
-        count = min(at_once, lines - first)
-        block = _widen(flat[first * width : (first + count) * width].view(count, width))
-        sums = block @ signs.take(width, 1, block)
-        sums *= signs.take(lines, 0, block)[first : first + count]
+    lines = flat.numel() // WIDTH
+    own = signs.take(lines + 1, 0, _widen(flat[:1]))
+    at_once = BLOCK // WIDTH if flat.dtype.itemsize < 4 else lines
+    total = _none(gradient)
+    for first in range(0, lines, at_once):
+        last = min(first + at_once, lines)
+        block = _widen(flat[first * WIDTH : last * WIDTH].view(-1, WIDTH))
+        sums = (block @ signs.take(WIDTH, 1, block)).mul_(own[first:last])
         total += sums.sum(0, dtype=torch.float64)
-    rest = _widen(flat[lines * width :])
+    rest = _widen(flat[lines * WIDTH :])
     if rest.numel():
-        total += signs.take(width, 1, rest)[: rest.numel()].T @ rest
+        total += (signs.take(WIDTH, 1, rest)[: rest.numel()].T @ rest) * own[lines]
     return total
 
 
-def project_small(gradients: Sequence[torch.Tensor], signs: Signs) -> torch.Tensor:
+def _none(gradient: torch.Tensor) -> torch.Tensor:
+    return torch.zeros(PROJECTIONS, dtype=torch.float64, device=gradient.device)
+
+
+def project_together(gradients: Sequence[torch.Tensor], signs: Signs) -> torch.Tensor:
     """Return PROJECTIONS random sums of each gradient, in a few operations for all of them.
 
-    The gradients are dense, on one device and of one type. Their sums are the same beside other
-    gradients.
+    The gradients are dense, on one device, of one type and lie in lines of one width. Their sums
+    are the same beside other gradients.
     """
     flat = [_flatten(each) for each in gradients]
-    layout = signs.lay_out(tuple(each.numel() for each in flat), _widen(flat[0][:1]))
+    width = _line_width(flat[0])
+    layout = signs.lay_out(tuple(each.numel() for each in flat), width, _widen(flat[0][:1]))
     pieces = [part for pair in zip(flat, layout.rests, strict=True) for part in pair]
-    lines = _widen(torch.cat(pieces)).view(-1, NARROW)
-    sums = (lines @ signs.take(NARROW, 1, lines)).mul_(layout.signs).double()
+    lines = _widen(torch.cat(pieces)).view(-1, width)
+    sums = (lines @ signs.take(width, 1, lines)).mul_(layout.signs).double()
     found = sums.new_zeros((len(flat), PROJECTIONS))
     return found.index_add_(0, layout.owners, sums)
+
+
+def _line_width(gradient: torch.Tensor) -> int:
+    values = gradient.numel() * (2 if gradient.is_complex() else 1)
+    return NARROW if values <= SMALL else WIDTH
 
 
 def _flatten(gradient: torch.Tensor) -> torch.Tensor:
@@ -149,12 +162,18 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 class GradientSums:
     """The random sums of these tensors' gradients, over all losses that are added.
 
-    The host doesn't wait for a GPU before `sketch`.
+    `at_once` is True if there is memory for all gradients of a loss at once; else each is projected
+    and freed as it arrives. The host doesn't wait for a GPU before `sketch`.
     """
 
-    def __init__(self, tensors: Mapping[str, torch.Tensor], signs: Signs) -> None:
+    def __init__(
+        self, tensors: Mapping[str, torch.Tensor], signs: Signs, at_once: bool = False
+    ) -> None:
         self._tensors = tensors
         self._signs = signs
+        self._at_once = at_once
+        self._joined = JOINED if at_once else JOINED_SINGLY
+        self._most_waiting = MOST_WAITING if at_once else MOST_WAITING_SINGLY
         # sums of several tensors' gradients: (tensors, PROJECTIONS)
         self._sums: list[tuple[list[str], torch.Tensor]] = []
         self._waiting: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
@@ -187,38 +206,48 @@ class GradientSums:
         trained = {name: each for name, each in self._tensors.items() if each.requires_grad}
         if not scaled.requires_grad or not trained:
             return
+        take = partial(torch.autograd.grad, scaled.sum(), list(trained.values()))
         with ExitStack() as stack:
             for name, each in trained.items():
-                stack.enter_context(_only_hook(each, partial(self._take, name)))
-            torch.autograd.grad(
-                scaled.sum(), list(trained.values()), retain_graph=retain_graph, allow_unused=True
-            )
+                if each._backward_hooks or not self._at_once:
+                    hook = None if self._at_once else partial(self._exchange, name)
+                    stack.enter_context(_only_hook(each, hook))
+            found = take(retain_graph=retain_graph, allow_unused=True)
         with torch.no_grad(), without_modes():
+            if self._at_once:
+                for name, gradient in zip(trained, found, strict=True):
+                    if gradient is not None:
+                        self._take(name, gradient)
             self._project_waiting()
 
-    def _take(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+    def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
+        """Take a gradient, and return an empty one in its place."""
         with torch.no_grad(), without_modes():
+            self._take(name, gradient)
             if gradient.is_sparse:
-                self._add([name], project(gradient, self._signs)[None])
                 return torch.sparse_coo_tensor(size=gradient.shape).to(gradient)
             kind = gradient.device, gradient.dtype
-            if 0 < gradient.numel() <= SMALL:
-                self._waiting.setdefault(kind, []).append((name, gradient))
-                self._size += gradient.numel()
-            else:
-                self._add([name], project(gradient, self._signs)[None])
-            if self._size > MOST_WAITING:
-                self._project_waiting()
             if kind not in self._zeros:
                 self._zeros[kind] = gradient.new_zeros(())
             return self._zeros[kind].expand(gradient.shape)
+
+    def _take(self, name: str, gradient: torch.Tensor) -> None:
+        """Project a gradient, or keep it until others can be projected with it."""
+        if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
+            self._add([name], project(gradient, self._signs)[None])
+            return
+        kind = gradient.device, gradient.dtype, _line_width(gradient)
+        self._waiting.setdefault(kind, []).append((name, gradient))
+        self._size += gradient.numel()
+        if self._size > self._most_waiting:
+            self._project_waiting()
 
     def _add(self, names: list[str], sums: torch.Tensor) -> None:
         self._sums.append((names, sums * self._factor))
 
     def _project_waiting(self) -> None:
         for pairs in self._waiting.values():
-            sums = project_small([gradient for _, gradient in pairs], self._signs)
+            sums = project_together([gradient for _, gradient in pairs], self._signs)
             self._add([name for name, _ in pairs], sums)
         self._waiting.clear()
         self._size = 0
@@ -259,16 +288,20 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 
 @contextmanager
-def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any]) -> Iterator[None]:
-    """Enter a context in which only `function` gets a tensor's gradient, not the step's hooks."""
+def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
+    """Enter a context in which only `function`, or none, gets a tensor's gradient.
+
+    The hooks of the step don't.
+    """
     own = dict(tensor._backward_hooks or {})
     if own:
         tensor._backward_hooks.clear()
-    handle = tensor.register_hook(function)
+    handle = None if function is None else tensor.register_hook(function)
     try:
         yield
     finally:
-        handle.remove()
+        if handle is not None:
+            handle.remove()
         if own:
             tensor._backward_hooks.update(own)
 

@@ -47,6 +47,13 @@ class MeetingError(RequestError):
     """Raised if a loss that one rank computes alone calls a collective."""
 
 
+MEETS = (
+    "its ranks exchange figures while its loss is computed, and by shares they would be those of"
+    " different numbers of rows"
+)
+MEETS_REMEDY = "Exchange what is only logged after the step, or train it with its own launcher."
+
+
 def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
     """Return `compute` with a check that it begins no collective with other ranks.
 
