@@ -35,6 +35,9 @@ function_mode: Callable[[], Any] = _get_current_function_mode
 # A context in which functions of tensors are hidden from modes that record them.
 without_functions: Callable[[], Any] = torch._C.DisableTorchFunction
 
+# The module through which recurrent layers call PyTorch's functions.
+recurrent_functions: Any = torch._VF
+
 BatchNorm = _BatchNorm  # the base class of all BatchNorms, also of SyncBatchNorm
 
 

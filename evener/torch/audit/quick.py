@@ -17,6 +17,7 @@ import torch
 from torch.nn import functional
 
 from ...system.replaced import replaced
+from ..private import recurrent_functions
 from .randomness import RandomState
 
 _DROPOUTS = [
@@ -81,8 +82,8 @@ def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
         if hasattr(owner, name)
     ]
     made.append((functional, _ATTENTION, partial(_attend, getattr(functional, _ATTENTION))))
-    recurrent = torch._VF
-    made += [(recurrent, name, partial(_recur, getattr(recurrent, name))) for name in _RECURRENT]
+    functions = recurrent_functions
+    made += [(functions, name, partial(_recur, getattr(functions, name))) for name in _RECURRENT]
     return made
 
 
