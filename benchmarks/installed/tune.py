@@ -6,7 +6,9 @@ Its own launcher is `tune run`, which is torchrun.
 from __future__ import annotations
 
 import os
+import runpy
 import sys
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -97,10 +99,10 @@ def make_settings(folder: Path, adapters: bool) -> Any:
 
 def train(adapters: bool) -> None:
     """What `tune run` does with the recipe."""
-    if adapters:
-        from recipes.lora_finetune_distributed import LoRAFinetuneRecipeDistributed as Recipe
-    else:
-        from recipes.full_finetune_distributed import FullFinetuneRecipeDistributed as Recipe
+    name = "LoRAFinetuneRecipeDistributed" if adapters else "FullFinetuneRecipeDistributed"
+    kind = "lora" if adapters else "full"
+    recipes = Path(str(find_spec("torchtune").origin)).parents[1] / "recipes"
+    made = runpy.run_path(str(recipes / f"{kind}_finetune_distributed.py"))  # as `tune run` does
     folder = Path(f"rank{os.environ['RANK']}").absolute()
     folder.mkdir()
     torch.manual_seed(3)
@@ -108,7 +110,7 @@ def train(adapters: bool) -> None:
     settings = make_settings(folder, adapters)
     if not torch.distributed.is_initialized():
         torch.distributed.init_process_group("gloo")
-    recipe = Recipe(cfg=settings)
+    recipe = made[name](cfg=settings)
     recipe.setup(cfg=settings)
     recipe.train()
     recipe.cleanup()
