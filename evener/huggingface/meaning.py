@@ -15,7 +15,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-from ..errors import RequestError
+from ..errors import DeviceError, RequestError
 from ..torch.audit.compute import Bench
 from ..torch.audit.rows import FewRows
 from ..torch.audit.step import audit, compare_losses
@@ -44,6 +44,12 @@ TELLING = 0.25  # relative difference of weights by labels and by rows that dist
 PARTIAL = (
     "Leave out what is added for each batch, such as an auxiliary loss of experts"
     " (model.config.output_router_logits=False). " + REMEDIES["rows"]
+)
+
+NO_MEMORY = "Memory ran out while a few rows' loss was checked, before the first step in shards."
+MORE_MEMORY = (
+    "Give this device a smaller part of the model or fewer rows in the plan. With check=False"
+    " nothing is checked: do that if you know that the loss is a mean over rows or labels."
 )
 
 
@@ -82,7 +88,10 @@ def find_loss(
                     raise  # else the loss may not know ignored labels
         return LossFinder(trainer, ways, few, meets).find()
 
-    found = find() if in_parts else _find_together(find, trainer.keeps_launcher)
+    if in_parts:
+        found = find()
+    else:
+        found = _find_together(find, trainer.keeps_launcher, trainer._shares.is_sharded)
     if gathering.calls > calls and len(set(passes)) > 1:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(
@@ -257,7 +266,7 @@ class _Finding(msgspec.Struct):
 
 
 def _find_together(
-    find: Callable[[], TrainerLoss | None], keeps_launcher: bool
+    find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
     """Return the result of `find` on the first rank where it isn't None; every rank calls this.
 
@@ -265,6 +274,9 @@ def _find_together(
     meaning of the loss is unknown: either the program has an error of its own, which its first step
     raises again, or memory ran out. A program that has a launcher of its own isn't trained by
     shares after an error of its own.
+
+    With a model in shards, raises DeviceError on a rank that ran out of memory: the others are
+    waiting for its part of the model, and end because it does.
     """
     own = _Finding()
     try:
@@ -272,6 +284,8 @@ def _find_together(
     except RequestError as error:
         own = _Finding(message=error.message, remedy=error.remedy)
     except Exception as error:
+        if in_shards and is_out_of_memory(error):
+            raise DeviceError(NO_MEMORY, MORE_MEMORY) from error
         own = _Finding()
         if keeps_launcher and not is_out_of_memory(error):
             own = _Finding(message=describe_error(error))

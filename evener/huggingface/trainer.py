@@ -22,8 +22,8 @@ from transformers.trainer_utils import seed_worker
 
 from ..errors import RequestError
 from ..plan.file import Plan
-from ..torch.audit.rows import CANDIDATES, FewRows, fetch_rows
 from ..torch.audit.rows import ROWS as ROWS_COMPUTED
+from ..torch.audit.rows import TIMES, FewRows, fetch_rows
 from ..torch.audit.state import kept_attributes
 from ..torch.planned import PlannedTraining
 from ..torch.ranks.ranks import find_shares, open_plan
@@ -278,7 +278,11 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
             return assume_loss(self, world)
-        fetch = partial(self._fetch_few, in_parts or ROWS_COMPUTED)
+        most = in_parts or ROWS_COMPUTED
+        if self._shares.is_sharded:  # a device in shards has no more memory than its passes need
+            smallest = min(micro for micro in self._shares.micros if micro)
+            most = min(most, max(2, smallest))
+        fetch = partial(self._fetch_few, most, chooses=not in_parts)
         return find_loss(
             self, self._audit.ways, fetch, self._gathering, ignores, in_parts=in_parts > 0
         )
@@ -458,11 +462,17 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
 
 def _fetch_few(
-    sampler: Any, dataset: Any, collate: Any, most: int = ROWS_COMPUTED
+    sampler: Any,
+    dataset: Any,
+    collate: Any,
+    most: int = ROWS_COMPUTED,
+    chooses: bool = True,
 ) -> FewRows | None:
-    """Return up to `most` rows, from the next ones and the whole epoch.
+    """Return up to `most` rows, which are the same on every rank.
 
-    The rows are the same on every rank.
+    With `chooses`, they are the most different ones of the next rows and others of the epoch; else
+    they are the next rows.
     """
-    more = CANDIDATES - ROWS_COMPUTED if most == ROWS_COMPUTED else 0
-    return fetch_rows(dataset, collate, sampler.sample_rows(most, more))
+    more = (TIMES - 1) * most if chooses else 0
+    rows = sampler.sample_rows(most, more)
+    return fetch_rows(dataset, collate, rows, min(most, ROWS_COMPUTED))

@@ -19,6 +19,8 @@ if not all(map(find_spec, ("torch", "transformers", "accelerate"))):
 
 import torch
 
+from evener.errors import DeviceError
+from evener.huggingface.meaning import _find_together
 from tests.support.frameworks import skip_without
 from tests.support.rank_server import run_on_gpus
 
@@ -107,6 +109,21 @@ def trained(trainer_ranks: Run, expected: Ended) -> list[tuple[str, Ended, Ended
             assert set(rank) == set(names)
             found += [(name, expected[name], rank[name]) for name in names]
     return found
+
+
+def test_in_shards_a_check_of_the_loss_has_no_more_rows_than_a_pass(trained: Any) -> None:
+    checked = {name: rank["most rows checked"] for name, _, rank in trained if "changes" in rank}
+    assert checked["LoRA, in shards"] == 2
+    assert checked["tokens by cost"] == 8
+
+
+def test_memory_that_runs_out_while_others_wait_for_a_shard_ends_the_rank() -> None:
+    def find() -> None:
+        raise torch.OutOfMemoryError
+
+    assert _find_together(find, keeps_launcher=False, in_shards=False) is None
+    with pytest.raises(DeviceError):
+        _find_together(find, keeps_launcher=False, in_shards=True)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -14,6 +14,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
+from unittest.mock import patch
 
 import msgspec
 import torch
@@ -22,10 +23,12 @@ from accelerate.utils import DistributedType
 from torch.utils.data import DataLoader
 from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArguments
 
+from evener.huggingface import trainer as adapter
 from evener.huggingface import with_plan
 from evener.huggingface.rows import PassSampler
 from evener.plan.file import Plan, Share, make_layout
 from evener.shares.curves import Cost
+from evener.torch.audit.rows import fetch_rows
 from evener.torch.rows.sampler import RowOrder, UnevenBatchSampler
 from evener.torch.shards.sharded import Sharded
 from tests.support import launched_plan
@@ -475,9 +478,12 @@ def train(program: Program, plan: Plan, folder: Path, resumed_by: Plan) -> dict[
         trainer = kind(args=make_arguments(program, path), **make_parts(program))
         if program.rebalance:
             rotate_shares(trainer._planned.rebalancing)
+        with patch.object(adapter, "fetch_rows", wraps=fetch_rows) as fetch:
+            output = trainer.train()
         return {
-            **describe(trainer, trainer.train()),
+            **describe(trainer, output),
             "changes": len(trainer._planned.reporter.changes),
+            "most rows checked": max((call.args[3] for call in fetch.call_args_list), default=0),
         }
     if not checkpoint.exists():
         saves = {
