@@ -353,12 +353,15 @@ def group(rank: int, *peers: str) -> dict[str, Any]:
     workload = build("keras_mnist", rank=rank, peers=peers, settings={"filters": 4, "dense": 16})
     traces = count_traces(workload.model)
     sizes = (((9, 3), ()), ((1, 16), (1, 5)), ((30, 2), ()), ((9, 3), (2, 3)))
-    seen = [losses(workload, shares, 3, micro)[-1] for shares, micro in sizes]
+    seen, traced = [], []
+    for shares, micro in sizes:
+        seen.append(losses(workload, shares, 3, micro)[-1])
+        traced.append(len(traces))
     weights = float(np.sum([np.abs(weight).sum() for weight in workload.model.get_weights()]))
     return {
         "losses": seen,
         "weights": weights,
-        "traces": len(traces),
+        "traces": traced,
         "engine": workload.facts()["engine"],
         "refused": attempt(lambda: workload.prepare((4, 0) if rank else (0, 4))),
     }
