@@ -1,7 +1,8 @@
-"""Tensors that a call of the model leaves in attributes, such as `self.z_mean` in a VAE.
+"""Tensors that a call of the model stores in attributes, such as `self.z_mean` in a VAE.
 
-A loss may read them. A tower's call leaves only the tensors of its own rows, so they are collected
-after each call, joined in the order of the rows, and written back before the loss is computed.
+A loss may read such tensors. The call on one device (tower) stores only tensors that are computed
+from this device's rows, so the tensors are collected after each call, joined in the order of the
+rows, and written back before the loss is computed.
 """
 
 from __future__ import annotations
@@ -54,11 +55,11 @@ class TensorPlace(NamedTuple):
 
 
 class CallTensors:
-    """The tensors that a call of the model leaves in attributes of its layers.
+    """The tensors that a call of the model stores in attributes of its layers.
 
-    They may also be in lists, dictionaries and plain objects in such attributes. Make this object
-    before the first call. After each call, `collect` the tensors that it left; before the next
-    call, `restore` what was there before the first.
+    They may also be in lists, dictionaries and plain objects in such attributes. Create this object
+    before the first call. After each call, `collect` returns the tensors that the call stored;
+    before the next call, `restore` resets the attributes to their state before the first call.
     """
 
     def __init__(self, model: Any) -> None:
@@ -76,7 +77,7 @@ class CallTensors:
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
 
     def restore(self) -> None:
-        """Restore attributes and containers that hold tensors, or did when this was made."""
+        """Reset attributes and containers that can hold tensors to their state before the calls."""
         for layer, before in zip(self._layers, self._attributes, strict=True):
             now = _users_attributes(layer)
             for name in {**before, **now}:
@@ -90,7 +91,7 @@ class CallTensors:
             _fill(container, content)
 
     def put(self, leaves: Leaves) -> None:
-        """Replace each tensor that the last call left by the one of the same name in `leaves`."""
+        """Replace each tensor that the last call stored with the tensor of its name in `leaves`."""
         for slot in self._find_slots([]):
             flat = [leaves.get(name, leaf) for name, leaf in slot.leaves().items()]
             value = tf.nest.pack_sequence_as(slot.container[slot.key], flat)
@@ -113,7 +114,8 @@ class CallTensors:
 def keras_attributes() -> frozenset[str]:
     """Return the names of the attributes that every model and layer has.
 
-    The model that is made to find them has a name, so that Keras' name counters don't change.
+    They are read from a new model. It gets an explicit name, so that Keras' counters for automatic
+    names don't change.
     """
     return frozenset(vars(keras.Model(name="without_layers")))
 
@@ -141,9 +143,9 @@ def _slots(
 
 
 def _open(value: Any) -> Any:
-    """Return the list or dict that may hold tensors; None for values that can't.
+    """Return the list or dict in which a value may hold tensors; None if it can't hold any.
 
-    It is the value itself, or the attributes of a plain object.
+    A list or dict is returned itself; for a plain object, the dict of its attributes is returned.
     """
     if isinstance(value, list | dict):
         return value
@@ -184,9 +186,10 @@ def join_leaves(
 ) -> Leaves:
     """Return the tensors of a whole batch, given the tensors of each device's rows.
 
-    `sizes` are the numbers of rows that count on each device, `parts` the same divided by the rows
-    of the batch. Tensors that `kinds` names, such as means over rows, are added up by their kind;
-    other tensors consist of rows and are concatenated.
+    `sizes` has the number of rows that count on each device, and `parts` has these numbers divided
+    by the rows of the batch. Scalars and the tensors that `kinds` names, such as means over rows,
+    are summed, weighted according to their kind (see `main_part`). Other tensors consist of rows,
+    so they are padded with `pad` and concatenated.
     """
     joined = {}
     for name in every[0]:
@@ -204,7 +207,7 @@ def join_leaves(
 
 
 def _counted_rows(leaf: Any, size: Any) -> Any:
-    """Return all rows of the tensor, or no rows if `size` is 0 and it belongs to a filler row."""
+    """Return all rows of the tensor; none if `size` is 0, because its only row is a filler row."""
     return leaf[: tf.where(size > 0, tf.shape(leaf, tf.int64)[0], 0)]
 
 

@@ -1,9 +1,9 @@
 """Audits of a Keras training: does the engine compute the same gradient as one device?
 
-Before an audited step, a few rows of its batch are trained on twice, in graphs that leave nothing
-behind: with Keras' own step on one device, and with the engine's step, shares and passes.
-`evener/training/audit.py` decides when to audit, which differences exceed rounding, and what
-follows from them.
+Before an audited step, a few rows of its batch are trained on twice, in graphs without side
+effects: with Keras' own step on one device, and with the engine's step, shares and passes.
+`evener/training/audit.py` decides when to audit, which differences exceed rounding, and whether to
+warn or to raise an error.
 """
 
 from __future__ import annotations
@@ -64,8 +64,8 @@ from .part_kinds import OTHER
 from .passes import is_seed
 from .user_errors import find_users_line, first_line
 
-FEW = 8  # rows that are audited in late steps, if the batch has so many
-MOST = 32  # the most rows in the first EARLY steps
+FEW = 8  # the number of rows audited in a late step, if the batch has that many
+MOST = 32  # the most rows audited in each of the first EARLY steps
 ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # relative rounding error of the numbers in a repeat
 FINEST_ROUNDING = 2e-7  # float64 models often compute something in float32
 FIGURES_DIFFER = 1e-5  # relative difference of logged values that causes a warning
@@ -89,7 +89,7 @@ IN_PARTS = LikelyCause(
 )
 
 
-Steps = tuple[TracedStep, TracedStep]  # Keras' own on one device, and the engine's
+Steps = tuple[TracedStep, TracedStep]  # Keras' own step on one device, and the engine's step
 
 
 class Finding(msgspec.Struct):
@@ -116,30 +116,30 @@ class StepAudit:
         self._group: Any = engine.group
         self._most = MOST if pass_rows is None else min(MOST, max(FEW, pass_rows // 2))
         self.audits = Audits(strict=strict)
-        self.warnings: list[str] = []  # differences after which the training went on
+        self.warnings: list[str] = []  # messages about differences that didn't end the training
         self._traced: dict[Any, Steps | None] = {}
         self._specs: dict[Any, Any] = {}
         self._compiled = 0
-        self._varied: set[Any] = set()  # signatures that were checked for hidden differences
+        self._varied: set[Any] = set()  # batch types that were checked for hidden differences
         self._told: set[str] = set()
         self._moment = ""  # the start of a message: when the audit took place
-        self._trains = True  # the audit is of a training step, not of an evaluation
-        self._fails = False  # the step can't be run on the rows of this audit
+        self._trains = True  # True while a training step is audited, False for an evaluation
+        self._fails = False  # True if the step can't be run on the rows of this audit
         self._spec: Any = None  # element spec of the last iterator, and its text
         self._spec_text = ""
         self._watched: list[StepVariable] = []  # variables that the step reads and users assign
         self._values: list[bytes] = []  # their last known values
         self._changes = 0  # how often these values have changed
-        self._looks = False  # the next step begins an epoch, so their values are read again
+        self._looks = False  # True if the next step begins an epoch, so these values are read again
 
     def begin_anew(self) -> None:
-        """Discard all graphs, because the model was compiled again or its step is made again."""
+        """Discard all graphs, because the model was recompiled or its step is rebuilt."""
         self._compiled += 1
         self._traced.clear()
         self._specs.clear()
 
     def before_steps(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap Keras' function of some steps, with an audit before steps that are due for one."""
+        """Wrap Keras' train function so that steps that are due for an audit are audited first."""
 
         def run_audited(batches: Any) -> Any:
             steps = self._model.steps_per_execution
@@ -159,14 +159,15 @@ class StepAudit:
         return run_audited
 
     def begin_epoch(self) -> None:
-        """Note that the next step is the first one of an epoch."""
+        """Read the watched variables again before the next step, because it begins an epoch."""
         self._looks = True
 
     def _see_changes(self, begins_epoch: bool, is_loop: bool) -> None:
-        """Count a change of variables that the step reads and the user assigns.
+        """Count a change in the watched variables, which the step reads and the user assigns.
 
-        An example is the threshold of a loss that a callback lowers. The values are read at the
-        beginning of each epoch, and before each step of a loop of the user's own in one process.
+        An example is a loss's threshold that a callback lowers. The values are read at the
+        beginning of each epoch and, in one process, before each step of a training loop that
+        the user wrote.
         """
         if not begins_epoch and not (is_loop and self._group is None):
             return
@@ -189,7 +190,7 @@ class StepAudit:
     def _describe_batches(self, batches: Any, first: Any) -> str:
         """Return the types and shapes of batches as text.
 
-        It omits the number of rows if the batches aren't an iterator of TensorFlow.
+        The number of rows is omitted unless `batches` is a TensorFlow iterator.
         """
         if not isinstance(batches, tf.data.Iterator):
             leaves = tf.nest.flatten(first)
@@ -201,7 +202,7 @@ class StepAudit:
         return self._spec_text
 
     def look(self, batch: Tensors, signature: Any = None) -> None:
-        """Audit a batch; warn about a difference, or raise RequestError."""
+        """Audit a batch, then warn or raise RequestError if `Audits.decide` requires that."""
         self._moment = f"In step {self.audits.step}"
         self._trains = True
         with _plain_float32():
@@ -223,7 +224,7 @@ class StepAudit:
         warn(f"{finding.said} The training goes on; strict=True would end it. {remedy}")
 
     def before_tests(self, run: Callable[[Any], Any]) -> Callable[[Any], Any]:
-        """Wrap Keras' function of some test steps, with an audit before the first one."""
+        """Wrap Keras' test function so that its first batch is audited before the evaluation."""
         is_first = True
 
         def run_audited(batches: Any) -> Any:
@@ -238,7 +239,11 @@ class StepAudit:
         return run_audited
 
     def _look_at_test(self, batch: Tensors) -> None:
-        """Evaluate a few rows in both ways; raise RequestError if losses or states differ."""
+        """Audit the evaluation of a few rows of a batch.
+
+        Raises RequestError if the losses or states after Keras' own step and the
+        engine's step differ.
+        """
         self._moment = "In an evaluation"
         self._trains = False
         with _plain_float32():
@@ -271,7 +276,10 @@ class StepAudit:
             return self._gather(triple, isinstance(batch, OwnRows), whole, rows)
 
     def _gather(self, data: Tensors, is_own: bool, whole: int, rows: int) -> Tensors:
-        """Gather the first rows of each process's share; None if they can't be sent."""
+        """Return the first rows of each process's share, gathered in every process.
+
+        Return None if they aren't plain numbers, which can't be sent.
+        """
         cut, rank = self._engine.cut, self._group.rank
         shares = cut.sizes(whole)
         if any(few > own for few, own in zip(cut.sizes(rows), shares, strict=True)):
@@ -309,7 +317,10 @@ class StepAudit:
         self._say_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
-        """Return the steps; None if their random numbers depend on where a row is computed."""
+        """Return the steps; warn and return None if their random numbers depend on a row's place.
+
+        The place is the device or pass in which the row is computed.
+        """
         if steps is not None and any(step.draws for step in steps):
             self._say_once("it draws random numbers that aren't Keras'; use keras.random")
             return None
@@ -343,7 +354,7 @@ class StepAudit:
 
     @contextmanager
     def _in_small_passes(self, rows: int) -> Iterator[None]:
-        """Make each device take two passes for this number of rows, if the engine takes passes."""
+        """Divide each device's part of these rows into two passes, if the engine uses passes."""
         cut = self._engine.cut
         if not cut.in_passes:
             yield
@@ -357,10 +368,11 @@ class StepAudit:
     def _find_failure(
         self, plain: TracedStep, rows: Tensors, batch: Tensors, signature: Any
     ) -> Finding | None:
-        """Find out whether rows depend on the other rows of their batch.
+        """Check whether the result for a row depends on the other rows of its batch.
 
-        Returns a finding if rows can't be computed without the others, or have different outputs
-        then. If the whole batch can't be computed either, the training's own step will report why.
+        Return a finding if some rows can't be computed without the rest of the batch, or have
+        different outputs without it. If the whole batch can't be computed either, return None,
+        because the training step will raise the error itself.
         """
         self._fails = False
         count = int(count_rows(rows))
@@ -383,14 +395,14 @@ class StepAudit:
     def _mixes_rows(self, signature: Any) -> bool:
         """True if the user overrides the step, which may then mix rows.
 
-        Every engine runs such a step on the whole batch.
+        In every engine, such a step gets the whole batch.
         """
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Compare the outputs of rows that are computed together and in parts.
+        """Compare the outputs of rows computed together with their outputs computed in parts.
 
-        Returns a finding if they differ. The rows are computed in two parts of unequal size, which
+        Return a finding if they differ. The rows are computed in two parts of unequal size, which
         needn't match the shares, and one by one, if the model can compute single rows.
         """
         few = min(int(count_rows(rows)), FEW)
@@ -411,14 +423,17 @@ class StepAudit:
         return None
 
     def _are_close(self, one: Any, other: Any, whole: Any) -> bool:
-        """True if sums of outputs are equal except for rounding."""
+        """True if sums of outputs are equal except for rounding.
+
+        The tolerance is relative to the largest absolute value in `whole`.
+        """
         kind = computes_in_half(self._model) or keras.config.floatx()
         largest = np.nanmax(np.abs(whole), initial=1e-30)
         near = OUTPUTS_DIFFER.get(kind, OUTPUTS_DIFFER["float32"]) * largest
         return bool(np.allclose(one, other, rtol=0, atol=near, equal_nan=True))
 
     def _needs_all_rows(self, plain: TracedStep, batch: Tensors, error: Exception) -> bool:
-        """True if this error of a part of the batch doesn't occur with the whole batch.
+        """True if an error that a part of the batch raises doesn't occur with the whole batch.
 
         In a group, no process has all rows, so the type of the error decides.
         """
@@ -429,13 +444,13 @@ class StepAudit:
     def _list_own_passes(self, rows: Tensors) -> Iterator[Tensors]:
         """Yield the rows of each pass that this process computes.
 
-        A device takes two passes if the engine takes passes, otherwise one.
+        A device's rows are divided into two passes if the engine uses passes.
         """
         cut, total = self._engine.cut, int(count_rows(rows))
         edges = [int(edge) for edge in cut.bounds(total)]
         for device, (start, stop) in enumerate(pairwise(edges)):
             is_own = self._group is None or device == self._group.rank
-            passes = 2 if cut.in_passes and stop - start > 1 else 1  # as `_in_small_passes` has it
+            passes = 2 if cut.in_passes and stop - start > 1 else 1  # as in `_in_small_passes`
             middle = stop if passes == 1 else start + (stop - start) // 2
             for first, last in ((start, middle), (middle, stop)):
                 if is_own and last > first:
@@ -479,15 +494,15 @@ class StepAudit:
         values: Mapping[int, Any],
         moved: str,
     ) -> Finding | None:
-        """Compare gradients, losses, logs and states, with these values of variables.
+        """Compare the steps' gradients, losses, logs and states, with variables set to `values`.
 
-        Returns a finding if they differ; logs only cause a warning. If `moved` isn't empty, it
-        describes changed values or labels, and only gradients are compared.
+        Return a finding if they differ; a difference in logs only causes a warning. If `moved`
+        isn't empty, it describes changed values or labels, and only gradients are compared.
         """
         plain, shared = steps
         values = {**self._list_seeds(), **values}
         reference = None
-        # values and labels that the program can't compute with don't count against it
+        # an error that is caused by changed values or labels isn't the program's fault
         with suppress(Exception):
             reference = plain.run(rows, values)
         if not self._all(reference is not None) or reference is None:
@@ -507,7 +522,7 @@ class StepAudit:
         return self._compare_states(plain, rows, reference, trained)
 
     def _compare_tests(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Compare losses and states of evaluations of these rows; return a difference or None."""
+        """Compare the losses and states of both evaluations; return a finding if they differ."""
         plain, shared = steps
         seeds = self._list_seeds()
         reference = plain.run(rows, seeds)
@@ -550,11 +565,11 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference of the gradients, or else that of the losses, if any.
+        """Return the largest difference between the gradients, or else between the losses, or None.
 
-        Losses are compared because gradients of 0 would hide a difference; with `moved`, they
-        aren't.
-        The tolerance comes from `repeats`, results of the reference step with rounding errors.
+        Losses are compared because gradients of 0 would hide a difference; they aren't compared if
+        `moved` isn't empty. The tolerance is computed from `repeats`, results of the reference step
+        with random rounding errors.
         """
         sketches = [each.gradients for each in repeats]
         found = compare(reference.gradients, trained.gradients, sketches)
@@ -570,10 +585,10 @@ class StepAudit:
         return GradientDifference(LOSS, relative, allowed, abs(one), abs(other), (one, other))
 
     def _list_seeds(self) -> dict[int, Any]:
-        """Return values for the states that Keras draws random numbers from.
+        """Return a value for each state from which Keras draws random numbers, by the state's key.
 
-        They are the same in all processes, which may have drawn unequally often, and
-        change in each step.
+        The values are the same in all processes, even if they have drawn unequally often, and are
+        different in each step.
         """
         seeds = [each for each in self._model.non_trainable_variables if is_seed(each)]
         return {
@@ -654,9 +669,10 @@ class StepAudit:
         return None
 
     def _compare_attributes(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding about a Python number that an eager step leaves different, or None.
+        """Return a finding if an attribute has another value after the other eager step, or None.
 
-        An example is a counter of calls. The code of a step that isn't eager runs only once.
+        Only plain values such as numbers are compared, for example a counter of calls. The Python
+        code of a step that isn't eager runs only once.
         """
         if not self._model.run_eagerly:
             return None
@@ -678,9 +694,10 @@ class StepAudit:
         return compare(one, other) is not None
 
     def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
-        """Return a finding about a decision that parts of the rows may make differently, or None.
+        """Return a finding if a decision may be different for parts of the rows, or None.
 
-        The decision counts only if it changes the gradient.
+        A decision is a comparison in user code (see `decisions.py`). It counts only if it
+        changes the gradient.
         """
         plain, shared = steps
         whole = plain.run(rows).margins
@@ -748,9 +765,9 @@ class StepAudit:
     def _list_variants(
         self, plain: TracedStep, rows: Tensors
     ) -> Iterator[tuple[str, Mapping[int, Any], Tensors]]:
-        """Yield variants that may reveal what the first rows hide.
+        """Yield variants of values and rows that may reveal differences which the first rows hide.
 
-        Each is (description, values of variables, rows).
+        Each variant is (description, values of variables, rows).
         """
         values, names = raise_zeros(self._model, plain)
         if values:
@@ -766,7 +783,7 @@ class StepAudit:
         if others is not None:
             yield "with other labels in each row", values, (x, others, weight)
 
-    # ---------------------------------------------------------------- sharing and saying
+    # ---------------------------------------------------------------- agreement and messages
 
     def _if_all(self, steps: Steps | None) -> Steps | None:
         """Return the steps; None unless all processes have them."""
@@ -813,7 +830,7 @@ class StepAudit:
         return " and ".join(str(size) for size in sizes if size)
 
     def _say_once(self, why: str) -> None:
-        """Warn that this model can't be audited.
+        """Warn, once for each reason `why`, that this model can't be audited.
 
         Raises RequestError if it is also unknown how the losses of parts add up.
         """
@@ -865,7 +882,7 @@ def _norm(value: Any) -> float:
 
 
 def _distance(one: Any, other: Any) -> float:
-    """Return the distance of two values relative to the larger one's norm."""
+    """Return the norm of the difference of two tensors, relative to the larger norm of the two."""
     size = max(_norm(one), _norm(other))
     return _norm(_as_float64(one) - _as_float64(other)) / size if size else 0.0
 
@@ -889,11 +906,11 @@ def _states_differ(before: Any, one: Any, other: Any) -> bool:
     return _norm(first - second) > STATES_DIFFER * change + SAFETY * rounding * size
 
 
-MOST_WATCHED = 16  # the most numbers of a variable whose changes are counted
+MOST_WATCHED = 16  # the most elements of a variable whose changes are counted
 
 
 def _is_small(handle: Any) -> bool:
-    """True if a variable has few numbers."""
+    """True if a variable has at most MOST_WATCHED elements."""
     count = handle._handle_data.shape_and_type[0].shape
     sizes = tf.TensorShape(count).num_elements()
     return sizes is not None and sizes <= MOST_WATCHED
@@ -909,7 +926,7 @@ def _as_float64(value: Any) -> Any:
 
 
 def _summary(value: Any) -> Any:
-    """Return two sums of a variable's absolute values, by which different values are detected."""
+    """Return a sum and a weighted sum of absolute values, which detect unequal variables."""
     if not _is_number(value):
         return tf.zeros([2], tf.float64)
     columns = value.shape[-1] if value.shape.rank else 1
@@ -938,7 +955,7 @@ def _with_finite(difference: GradientDifference) -> GradientDifference:
     return msgspec.structs.replace(difference, **fields, losses=(0.0, 0.0))
 
 
-# ------------------------------------------------------------------ labels that come later
+# ------------------------------------------------------------------ labels of later batches
 
 
 def _mixed_labels(y: Any) -> Any:
@@ -950,9 +967,10 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _other_labels(y: Any, outputs: Tensors) -> Any:
-    """Return labels of a different class in each row, or values that grow from row to row.
+    """Return labels of a different class in each row, or values with a factor for each row.
 
-    The number of classes is that of the outputs. Return None unless each output has its labels.
+    The number of classes is the length of the output's last axis. The factors grow from row to row.
+    Return None unless each output has one tensor of labels.
     """
     labels = keras.tree.flatten(y)
     found = keras.tree.flatten(outputs)
@@ -978,7 +996,7 @@ def _vary_labels(y: Any, outputs: Any) -> Any:
 
 
 def _missing_labels(missing: float, y: Any) -> Any:
-    """Return the labels, some of them replaced by this number."""
+    """Return the labels, about 40 % of them replaced by `missing`."""
     if not isinstance(y, tf.Tensor) or not _is_number(y) or y.dtype.is_bool:
         return y
     if not y.dtype.is_floating and not (y.dtype.min < 0 and math.isfinite(missing)):

@@ -1,7 +1,8 @@
-"""A train step in a separate graph that leaves nothing behind, for an audit to compare.
+"""A training or test step in a separate graph without side effects, for an audit to compare.
 
-The step is Keras' own on one device, or an engine's. Its gradients are intercepted and summed up
-when they reach the optimizer, and all variables that the graph touches are restored after each run.
+The step is Keras' own on one device, or an engine's. Its gradients are intercepted before the
+optimizer applies them, and reduced to random sums. All variables that the graph assigns are
+restored after each run.
 """
 
 from __future__ import annotations
@@ -35,11 +36,11 @@ Values = dict[int, Any]  # values of variables, by their keys
 
 
 class StepCall(NamedTuple):
-    """What the model's call in a plain step left for the loss."""
+    """The results of the model's call in a plain step that its loss may read."""
 
     outputs: Tensors  # with the masks that Keras attaches
-    losses: list[Any]  # of layers, then of the weights' regularizers
-    attributes: Leaves  # tensors that the call left in attributes
+    losses: list[Any]  # losses of layers, then of the weights' regularizers
+    attributes: Leaves  # tensors that the call stored in attributes
 
 
 class StepResult(NamedTuple):
@@ -49,7 +50,7 @@ class StepResult(NamedTuple):
     figures: dict[str, float]
     states: Values
     margins: Margins  # margins of the step's decisions
-    outputs: list[Any]  # outputs of the model, each summed up by rows
+    outputs: list[Any]  # outputs of the model, each reduced to random sums of its rows
     call: StepCall | None  # None if the step isn't plain, or if its outputs aren't tensors
 
 
@@ -71,13 +72,14 @@ class StepVariable(NamedTuple):
 
 
 class TracedStep:
-    """The graph of a step for batches (x, y, weight) of this type with any number of rows.
+    """The graph of a step for batches (x, y, weight) of type `spec` with any number of rows.
 
     `variables` are the variables that the step reads or assigns, by key; `assigned` has the keys of
-    the variables that it may assign, and `attributes` the plain values that attributes got while it
-    was traced. With `shifted`, its decisions can be forced to either side. A `plain` step computes
-    one loss, and its results contain what the model's call left for that loss. `draws` is True if
-    the step draws random numbers that can't be made independent of where a row is computed.
+    the variables that it may assign. `attributes` has the plain values that attributes got while
+    the step was traced. With `shifted`, its decisions (comparisons in user code) can be forced to
+    either side. A `plain` step computes one loss, and its results contain the `StepCall` for that
+    loss. `draws` is True if the step draws random numbers that can't be made independent of the
+    device or pass in which a row is computed.
     """
 
     def __init__(
@@ -90,9 +92,9 @@ class TracedStep:
     ) -> None:
         self._model = model
         self._plain = plain
-        self._left: Any = None  # the attributes as a plain step's call leaves them
+        self._left: Any = None  # the attributes after the model's call in a plain step
         self._shifts = Shifts() if shifted else None
-        self._places: list[str] = []  # of each decision, as find_place names it
+        self._places: list[str] = []  # the place of each decision, as find_place returns it
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
         kept = kept_attributes(model)
@@ -117,7 +119,7 @@ class TracedStep:
             self._shifts.clear()
 
     def run(self, data: Tensors, values: Mapping[int, Any] | None = None) -> StepResult:
-        """Run the step on these rows, with these values of variables; restore all variables."""
+        """Set variables to `values`, run the step on these rows, and restore all variables."""
         given = {key: value for key, value in (values or {}).items() if key in self.variables}
         changed = [self.variables[key] for key in sorted(self.assigned | given.keys())]
         before = [(each, each.read()) for each in changed]
@@ -141,7 +143,7 @@ class TracedStep:
         return StepResult(sketch, numbers, states, by_place, summed, _with_masks(call))
 
     def leave(self, call: StepCall) -> None:
-        """Set the model's attributes to the tensors that this call left there."""
+        """Set the model's attributes to the tensors that `call` stored there."""
         self._left.restore()
         self._left.put(call.attributes)
 
@@ -175,7 +177,7 @@ class TracedStep:
 
     @contextmanager
     def _noting(self, calls: list[tuple[Any, ...]]) -> Iterator[None]:
-        """Append to `calls` what the model's call has left whenever a plain step has a loss."""
+        """Append the parts of a `StepCall` to `calls` whenever a plain step computes its loss."""
         if not self._plain:
             yield
             return
@@ -288,7 +290,10 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return the call whose parts a graph has returned, with the masks attached to the outputs."""
+    """Return the `StepCall` made of the parts that a graph returned; None if there are none.
+
+    The masks are attached to the outputs.
+    """
     if call is None:
         return None
     outputs, masks, losses, attributes = call
@@ -305,12 +310,12 @@ def _is_here(tensor: Any) -> bool:
 
 
 def _sum_up(gradients: Sequence[Any], shapes: Sequence[Any], seed: Any) -> Any:
-    """Return PROJECTIONS sums of each gradient's numbers with random signs.
+    """Return PROJECTIONS random sums of each gradient: its elements are added with random signs.
 
-    The result has a row for each gradient. A number's sign is the product of its row's and its
+    The result has a row for each gradient. An element's sign is the product of its row's and its
     column's sign. The sums are therefore matrix products, and the mean of a sum's square is the
     squared norm of the gradient, as it is for independent signs. All gradients use the same row and
-    column signs, so that few are drawn.
+    column signs, so that few signs have to be drawn.
     """
     pairs = zip(gradients, shapes, strict=True)
     matrices = [_as_matrix(gradient, shape) for gradient, shape in pairs]
@@ -427,7 +432,7 @@ READING = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd", "VariableShap
 
 
 def _find_assigned(graph: Any) -> set[int]:
-    """Return the keys of the variables that a graph may assign: all that it doesn't only read."""
+    """Return the keys of the variables that a graph may assign: all except those it only reads."""
     found = set()
     for outer, inner in graph.captures:
         uses = {operation.type for operation in inner.consumers()}
@@ -470,8 +475,8 @@ def _not_rewritten() -> Iterator[None]:
 def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
     """Restore tensors and plain values in the attributes of layers and of the loss.
 
-    Yields a dictionary that has, in the end, the plain values that were restored, by the names of
-    layer and attribute.
+    Yields a dictionary that is filled when the context ends: it then has the values that changed
+    plain attributes had before they were restored, by the names of layer and attribute.
     """
     left = CallTensors(model)
     every = [each for each in (model, *all_layers(model), model.loss) if hasattr(each, "__dict__")]
@@ -489,7 +494,7 @@ def kept_attributes(model: Any) -> Iterator[dict[str, Any]]:
 
 
 def _restore_plain(owner: Any, plain: Mapping[str, Any]) -> dict[str, Any]:
-    """Restore the plain values of an object's attributes; return those that had changed."""
+    """Restore the plain values of an object's attributes; return the changed values by name."""
     holder = vars(owner)
     changed = {}
     for name, value in plain.items():

@@ -24,7 +24,7 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class Together(kinds.Callback):  # type: ignore[misc]
-    """Keep the processes of a group in step; this is the last callback of a `fit`.
+    """Synchronize the processes of a group; this is the last callback of a `fit`.
 
     It starts every process from the state of the first one, and stops all of them when one stops.
     """
@@ -67,7 +67,7 @@ class EpochBegins(kinds.Callback):  # type: ignore[misc]
         self._call = call
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call it."""
+        """Call the function."""
         self._call()
 
 
@@ -83,7 +83,8 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
     """Return the callbacks of this process, with `Together` as the last one.
 
-    Callbacks that write files are kept only in the first process.
+    Only the first process writes files: other processes lose the callbacks in WRITERS, and their
+    ModelCheckpoint only updates its best value.
     """
     group = engine.group
     own = keras.tree.flatten(
@@ -132,8 +133,8 @@ def _only_judge(judge: Callable[..., bool], *figures: Any, **named: Any) -> bool
 def _save_backup(backup: Any) -> None:
     """Save like BackupAndRestore, but so that the epoch of the saved weights is always known.
 
-    That is so even if the process is killed while it saves: the metadata are written before the
-    weights, and name the optimizer's step and the epoch of the save before.
+    This holds even if the process is killed while it saves, because the metadata are written before
+    the weights and contain the optimizer's step and the epoch of the previous save.
     """
     path, steps = Path(backup._training_metadata_path), int(backup.model.optimizer.iterations)
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -150,10 +151,10 @@ def _save_backup(backup: Any) -> None:
 
 
 def _match_epoch(backup: Any) -> None:
-    """Set the initial epoch to that of the weights that were restored.
+    """Set the initial epoch to the epoch of the restored weights.
 
     If the optimizer's step isn't the one in the metadata, the last save was interrupted, so the
-    weights are those of the save before it.
+    weights are those of the previous save.
     """
     with suppress(OSError):
         note = json.loads(Path(backup._training_metadata_path).read_text())
@@ -169,8 +170,8 @@ def save_whole(
     """Call `save` or `save_weights` so that a `.keras` or `.h5` file is replaced atomically.
 
     So a reader always finds a complete file, even if the process is killed while it saves. A file
-    with another suffix, a remote file, and one saved with `zipped` or `overwrite` set to False is
-    saved directly.
+    with another suffix, a remote file, and a file saved with `zipped` or `overwrite` set to False
+    are saved directly.
     """
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False

@@ -55,7 +55,7 @@ def check_backend() -> None:
 def check_model(model: Any) -> None:
     """Raise RequestError unless `model` is a Keras model.
 
-    A typical cause is a function that forgot to return the model.
+    A typical cause is a function that doesn't return the model.
     """
     if not isinstance(model, keras.Model):
         raise RequestError(

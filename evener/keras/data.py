@@ -1,8 +1,8 @@
 """Batches from arrays, in an order that every process of a group can reproduce.
 
-The order of an epoch is a keyed permutation, so a step's rows follow from its number alone: a
-process gathers only its own rows of a global batch, and the next epoch's first batch is prepared
-while this epoch's last one trains.
+The order of an epoch is a keyed permutation, so the rows of a step can be computed from the step's
+number alone. A process therefore gathers only its own rows of a global batch, and the next epoch's
+first batch is prepared while this epoch's last batch is trained.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from ..training.dealing import Dealer
 from .compatibility import all_layers
 from .keras_step import OwnRows, Tensors, call_model, cut_rows, widen_if_empty
 
-SAME = 1e-3  # outputs of a row that differ by less, relative to the largest output, are equal
+SAME = 1e-3  # outputs that differ by less, relative to the largest output, count as equal
 
 _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without lengths."
 
@@ -65,7 +65,7 @@ def deal_arrays(dealer: Dealer, tokens: Any) -> tuple[Any, Any, Any]:
 
 
 def read_lengths(lengths: Any, x: Tensors, rows: int, dealer: Dealer) -> Any:
-    """Return the number of tokens in each row as int64.
+    """Return `lengths`, the number of tokens in each row, as an int64 array.
 
     Raises RequestError unless `lengths` fits the padded arrays x.
     """
@@ -91,7 +91,7 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, dealt: DealtArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, cut to the longest of them, and how many of them count."""
+    """Return each device's rows of x, cut to its longest row, and how many of them count."""
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(dealt.edges), tf.unstack(dealt.longest)
         return [
@@ -208,11 +208,11 @@ def _count_steps(x: Tensors) -> int | None:
 
 PREFETCHED_BATCHES = 2
 ENDLESS_STEPS = 1 << 62
-MOST_THREADS = 4  # that gather rows at the same time
+MOST_THREADS = 4  # the most threads that gather rows at the same time
 
 as_it_is = (
     tf.autograph.experimental.do_not_convert
-)  # for functions without tensors in their conditions, to start faster
+)  # traced faster; only for functions without tensors in their conditions
 Take = Callable[
     [Any, Any, Any], Any
 ]  # epoch, first row, row after the last -> an element of a dataset
@@ -221,8 +221,9 @@ Take = Callable[
 class ArrayBatches:
     """Batches of `batch` rows from nested arrays (x, y, weight); y and weight may be missing.
 
-    The last batch of an epoch has the remaining rows. An epoch has `rows` rows, for which the
-    arrays are repeated. Raises RequestError if the arrays have unequal numbers of rows, or none.
+    The last batch of an epoch has the remaining rows. An epoch has `rows` rows, by default as many
+    as the arrays have; if it has more, the arrays are repeated. Raises RequestError if the arrays
+    have unequal numbers of rows, or no rows.
     """
 
     def __init__(
@@ -262,7 +263,7 @@ class ArrayBatches:
     def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
         """Return a dataset of `DealtArrays`: global batches with rows distributed by length.
 
-        `tokens` are the lengths of all rows.
+        `tokens` are the lengths of all rows of the arrays, in tokens.
         """
 
         def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
@@ -316,7 +317,7 @@ def pack_arrays(
 ) -> tuple[Any, ...]:
     """Return (x, y, weight) without the missing ones.
 
-    Raises RequestError for weights without y, or if both kinds of weights are given.
+    Raises RequestError if there are weights without y, or both sample weights and class weights.
     """
     weight = _fold_weights(y, weight, class_weight)
     if y is None and weight is not None:
@@ -373,7 +374,7 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
     """Return the dataset if it gives batches; otherwise batch its single samples by `size`.
 
-    Raises RequestError for single samples without a size.
+    Raises RequestError if it gives single samples and there is no size.
     """
     if gives_batches(dataset, inputs) is not False:
         return dataset
@@ -387,7 +388,7 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
     """True if a dataset's elements are batches, False for single samples, None if unknown.
 
-    The shapes decide; `inputs` are the model's inputs, if it already has them.
+    This is inferred from the shapes; `inputs` are the model's inputs, if it already has them.
     """
     spec = dataset.element_spec
     if isinstance(spec, DealtArrays):
@@ -406,8 +407,8 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
 def _are_samples(x: Sequence[Any], inputs: Sequence[Any]) -> bool:
     """True if these are the shapes of single samples: they lack one axis of each input.
 
-    If all their first axes are open, they may be batches instead, so an input must have an open
-    axis beside the batch axis.
+    If the first axes of all shapes are open, the elements may be batches instead. The result is
+    then True only if an input has another open axis beside the batch axis.
     """
     missing = sum(len(each.shape) for each in inputs) - sum(shape.rank for shape in x)
     if missing != len(inputs):
@@ -437,7 +438,7 @@ def batch_rows(dataset: Any) -> int | None:
     while dataset is not None:
         size = getattr(
             dataset, "_batch_size", None
-        )  # of what batch() returns; TensorFlow has no public name for it
+        )  # set on what batch() returns; TensorFlow has no public attribute for it
         if size is not None:
             return int(size)
         dataset = getattr(dataset, "_input_dataset", None)
@@ -498,7 +499,7 @@ def _to_tensor(array: Any) -> Any:
 def _own_threads(count: int) -> Any:
     """Return tf.data options for a private pool of `count` threads.
 
-    TensorFlow's own pool would let a waiting collective or the training delay a batch.
+    In TensorFlow's shared pool, a waiting collective or the training could delay a batch.
     """
     options = tf.data.Options()
     options.threading.private_threadpool_size = count

@@ -2,8 +2,8 @@
 
 An example is the comparison of a batch's mean confidence with a threshold. Such a value is
 different for parts of a batch, so a part may take a different branch from the whole. Most batches
-don't show that, because the values of the batch and of its parts lie on the same side. An audit
-therefore compares the values, and the gradients on both sides.
+don't show that, because the values of the batch and of its parts lie on the same side of the
+threshold. An audit therefore compares the values, and the gradients of both branches.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tensorflow as tf
 
 COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
 MOST_NUMBERS = 4096  # the most elements that one comparison may have
-ROUNDING = 1e-6  # relative, of a margin
+ROUNDING = 1e-6  # relative rounding error of a margin
 OWN = f"{Path(__file__).parent}/"
 TENSORFLOW = f"{Path(tf.__file__).parent}/"
 KERAS = f"{Path(keras.__file__).parent}/src/"
@@ -116,7 +116,10 @@ def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str,
 
 
 def _farthest(margin: Any, others: Sequence[Any]) -> Any:
-    """Return the largest distances of other margins from `margin`; rounding counts as 0."""
+    """Return, elementwise, the largest distance between `margin` and other margins.
+
+    Distances within rounding count as 0.
+    """
     distances = [np.abs(other - margin) for other in others if other.shape == margin.shape]
     farthest = np.max(distances, axis=0) if distances else np.zeros_like(margin)
     return np.where(farthest > ROUNDING * (1 + np.abs(margin)), farthest, 0.0)
@@ -125,8 +128,8 @@ def _farthest(margin: Any, others: Sequence[Any]) -> Any:
 def both_sides(margins: Sequence[Any], apart: Sequence[Any]) -> Iterator[list[Any]]:
     """Yield amounts that move margins to the positive side of 0, then to the negative side.
 
-    The moved margins are half as far from 0 as the whole's margins are from the parts'. Margins
-    that all parts share aren't moved.
+    A moved margin is half as far from 0 as the whole batch's margin is from its parts' margins.
+    Margins that all parts share aren't moved.
     """
     for side in (0.5, -0.5):
         yield [

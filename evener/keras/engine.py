@@ -2,7 +2,7 @@
 
 `Solo` is Keras' own training on one device, `Towers` one process with several devices, `Workers`
 one process of a group. `FitHooks` gets the steps, the form of the data and the wrappers of Keras'
-functions from an engine, and contains no code for a particular one.
+functions from an engine, and contains no code for a particular engine.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from .data import ArrayBatches
 from .keras_step import Tensors
 from .part_kinds import PartKinds
 
-Steps = Callable[[Any], Any]  # Keras' function of some steps, given an iterator of batches
+Steps = Callable[[Any], Any]  # Keras' train or test function; takes an iterator of batches
 
 
 class Engine(Protocol):
@@ -30,7 +30,7 @@ class Engine(Protocol):
     name: str
     model: Any
     cut: Cut
-    kinds: defaultdict[bool, PartKinds]  # True: of training, False: of evaluation
+    kinds: defaultdict[bool, PartKinds]  # [True] for training, [False] for evaluation
     device: str  # the device on which this process computes losses
     group: Any  # the group of processes; None in one process
     splits: bool  # the engine's steps replace Keras'
@@ -39,7 +39,7 @@ class Engine(Protocol):
         """Return the scope in which Keras' own steps run unchanged."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context whose errors also end the other processes of the group."""
+        """Return a context whose errors also make the other processes of the group fail."""
 
     def check_model(self) -> None:
         """Raise RequestError at the start of `fit` if the engine can't train this model."""
@@ -66,10 +66,10 @@ class Engine(Protocol):
         """True if a separate loss is computed for each part of a batch."""
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' function that trains some steps in what the engine does around it."""
+        """Wrap Keras' train function with the engine's work before and after it."""
 
     def around_tests(self, run: Steps) -> Steps:
-        """Wrap Keras' function that evaluates some batches in what the engine does around it."""
+        """Wrap Keras' test function with the engine's work before and after it."""
 
     def methods(self) -> Mapping[str, Callable[..., Any]]:
         """Return replacements for methods of the model other than its steps, by name."""
@@ -90,7 +90,7 @@ class Engine(Protocol):
         """Give all processes the same weights and optimizer state."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each device's times in the last steps; empty if they aren't measured."""
+        """Return each device's compute and waiting time in the last steps; empty if unmeasured."""
 
 
 class OneProcess:
@@ -154,7 +154,7 @@ class OneProcess:
         """Do nothing: there is only one process."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return nothing: the devices of one graph wait for each other within it."""
+        """Return no times, because the devices of one graph wait for each other within it."""
         return ()
 
 

@@ -28,8 +28,8 @@ DRAWN_BY_TENSORFLOW = {
 }
 SEED = (3, 5)
 
-are_alike = ContextVar("are_alike", default=False)  # True while parts draw what the whole does
-rows_alike = ContextVar("rows_alike", default=False)  # True while each row draws the same
+are_alike = ContextVar("are_alike", default=False)  # True while parts draw the batch's numbers
+rows_alike = ContextVar("rows_alike", default=False)  # True while all rows draw the same numbers
 _kept_seeds: ContextVar[frozenset[int] | None] = ContextVar("_kept_seeds", default=None)
 
 
@@ -116,10 +116,10 @@ def _drop_equally(drop: Callable[..., Any]) -> Callable[..., Any]:
 
 @contextmanager
 def draws_alike(model: Any) -> Iterator[None]:
-    """Make each device and pass draw what the whole batch does, for the graph of a step.
+    """Make each device and pass of a step's graph draw the same numbers as the whole batch.
 
-    This includes `equal_rows`. TensorFlow's own random numbers, and Keras' without a generator of
-    the model, come from one seed.
+    This includes `equal_rows`. TensorFlow's own random numbers, and Keras' random numbers that
+    don't come from a generator of the model, are drawn from one fixed seed.
     """
     seeds = frozenset(id(state) for state in model.non_trainable_variables)
     tokens = are_alike.set(True), _kept_seeds.set(seeds)

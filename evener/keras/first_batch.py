@@ -1,4 +1,4 @@
-"""The first batch of Keras' function of some steps, read before the function gets it."""
+"""Reading of the first batch before Keras' train or test function gets it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch, and an iterator that gives all batches including that one.
+    """Return the first batch, and an iterator that gives all batches including the first one.
 
     The first batch is None if there is none, or if the iterator has elements that aren't tensors.
     Up to `steps` batches are read ahead.
@@ -35,9 +35,9 @@ def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
 
 
 def _dataset_of(seen: list[Tensors], spec: Any) -> Any:
-    """Return these batches as a dataset with this element spec, in which open axes stay open.
+    """Return these batches as a dataset with this element spec.
 
-    The step is traced by this spec.
+    Axes that are open in the spec stay open, because the step is traced with it.
     """
 
     def repeat() -> Iterator[Any]:

@@ -60,7 +60,7 @@ class FitHooks:
         self.samples: int | None = None
         self._plan_batch = (
             split.global_batch if split.plan else None
-        )  # None once a fit has warned of a different batch
+        )  # None once a fit has warned of a different batch size
         self._starts = False  # True from the start of a fit until its train function is made
         micros = split.cut.micros
         self._pass_rows = (
@@ -108,9 +108,9 @@ class FitHooks:
         return functools.partial(self._own_step, name)
 
     def _noted(self, step: Any) -> Any:
-        """Wrap the training step so that it notes when its rows are available.
+        """Wrap the training step so that its graph records when its rows are available.
 
-        Nothing is noted with XLA, which has no clock.
+        With XLA, nothing is recorded, because XLA has no clock.
         """
 
         @functools.wraps(step)
@@ -151,8 +151,8 @@ class FitHooks:
     def _make(self, name: str, force: bool = False) -> Any:
         """Make a train, test or predict function like Keras, and wrap it.
 
-        XLA is switched off unless the engine is solo on the first device. Raises RequestError if
-        the engine can't run the model.
+        XLA is disabled unless the engine is solo on the first device. Raises RequestError if the
+        engine can't run the model.
         """
         model = self.model
         if name == "make_train_function":
@@ -183,7 +183,7 @@ class FitHooks:
         self._starts = False
 
     def _wrap(self, name: str, function: Any) -> Any:
-        """Wrap Keras' function of some steps in what the engine, audits and clocks do around it."""
+        """Wrap Keras' train, test or predict function with the engine's work, audits and clocks."""
         engine = self.engine
         training = name == "train_function"
         self._plain.clear(training)
@@ -282,7 +282,7 @@ class FitHooks:
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Replace arrays by a dataset of batches that goes from epoch to epoch without a pause.
+        """Replace arrays with a dataset of batches that goes from epoch to epoch without a pause.
 
         Data that only Keras can batch are left to Keras.
         """
@@ -331,7 +331,7 @@ class FitHooks:
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch a dataset of single samples.
+        """Batch a dataset if it gives single samples.
 
         Raises RequestError if a group is given a generator.
         """
@@ -351,7 +351,8 @@ class FitHooks:
     def _prepare_validation(self, chosen: dict[str, Any], size: int | None) -> None:
         """Convert validation data to batches in the engine's form.
 
-        Their size is `validation_batch_size`, or by default that of `evaluate`, or `size`.
+        The batch size is `validation_batch_size`. By default, it is the default of `evaluate` for a
+        plan with passes, and otherwise `size`.
         """
         data = chosen["validation_data"]
         if data is None:

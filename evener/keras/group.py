@@ -23,7 +23,7 @@ from ..training.share_order import RankInfo, check_agreement, check_places
 from .data import array_rows
 from .group_failures import GroupFailures
 
-GROUP_KEY = 10_000  # of these collectives; the strategy numbers its own from 1
+GROUP_KEY = 10_000  # group key of these collectives; the strategy numbers its own keys from 1
 KINDS = (
     tf.float32,
     tf.float64,
@@ -101,9 +101,10 @@ class Group:
     def _reduce(self, flat: Any) -> Any:
         """Return a vector summed over the processes.
 
-        The key follows from type and length, so that the processes agree on each key only once. The
-        strategy's own all-reduce takes a new key every time, and each new key costs a request to
-        the first process: a sum on two H200 took 1.2 to 1.7 ms with it, and 0.6 ms without.
+        The key is computed from type and length, so that the processes agree on each key only once.
+        The strategy's own all-reduce takes a new key every time, and each new key costs a request
+        to the first process: a sum on two H200 took 1.2 to 1.7 ms with the strategy's all-reduce,
+        and 0.6 ms with this one.
         """
         with tf.device("CPU:0"):
             number = tf.size(flat, tf.int64) * len(KINDS) + KINDS.index(flat.dtype)
@@ -190,8 +191,8 @@ def _read_cluster(config: Any) -> tuple[list[str], int]:
 def order_by_device(active: Sequence[Share], group: Group) -> tuple[int, ...]:
     """Return, for each rank, the index in `active` of its share.
 
-    Without any process that knows its device, the order is that of TF_CONFIG. Every process must
-    call this. Raises PlanError, in all processes, unless each share has its own process.
+    If no process knows its device, the order is that of TF_CONFIG. Every process must call this.
+    Raises PlanError, in all processes, unless each share has its own process.
     """
     host = find_host(share.host for share in active)
     device = launched_device() or os.environ.get("CUDA_VISIBLE_DEVICES", "")
@@ -226,8 +227,8 @@ def check_options(options: Mapping[str, bool], group: Group) -> None:
     )
 
 
-FEW = 64  # the most elements of a row that are hashed in each step
-MOST = 251  # the number of digests; every float type represents them exactly
+FEW = 64  # the most elements per row; of larger rows, each step hashes only row 0
+MOST = 251  # the number of different digests; every float type represents them exactly
 
 
 def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
@@ -239,9 +240,9 @@ def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
 class BatchDigests(NamedTuple):
     """Hashes by which the processes check that they have the same batch."""
 
-    labels: Any  # of its labels, or of its inputs if there are no labels
-    inputs: Any  # of its inputs, which every process may augment at random
-    labels_vary: Any  # True if labels differ between rows, so that they tell rows apart
+    labels: Any  # digest of the labels, or of the inputs if there are no labels
+    inputs: Any  # digest of the inputs, which every process may augment at random
+    labels_vary: Any  # True if labels differ between rows, so that they distinguish rows
 
 
 def digest_batch(data: Any) -> BatchDigests:

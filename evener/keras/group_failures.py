@@ -1,9 +1,10 @@
-"""What happens in a group when one of its processes fails: the others end too, and say why.
+"""Failures in a group of processes: if one of them fails, the others stop too and report why.
 
-A process that raises an error leaves the sums of its group, and the others would wait for it as
-long as it lives. So it tells them through TensorFlow's coordination service. If all processes fail,
-as when a model is refused, each raises its own error and the group can go on; if only some do, the
-sums of the others are aborted with the error's text.
+A process that raises an error no longer takes part in the group's collectives, and the others
+would wait for it as long as it runs. It therefore notifies them through TensorFlow's
+coordination service. If all processes fail, for example when a model is refused, each raises its
+own error and the group stays usable; if only some fail, the collectives of the others are
+aborted with the error's text.
 """
 
 from __future__ import annotations
@@ -19,8 +20,8 @@ from tensorflow.python.eager import context
 from ..errors import DeviceError, EvenerError
 from .user_errors import find_users_line, first_line
 
-WAIT_S = 5.0  # for the errors of the other processes
-MARK = "evener: rank "  # at the start of the text that the others get
+WAIT_S = 5.0  # how long to wait for errors of the other processes
+MARK = "evener: rank "  # at the start of the text that the other processes get
 END = " (evener)"
 
 
@@ -35,9 +36,9 @@ class GroupFailures:
 
     @contextmanager
     def shared(self) -> Iterator[None]:
-        """End the other processes' sums if an error leaves this context in this process only.
+        """Abort the other processes' collectives if only this process fails in the context.
 
-        Raises DeviceError if another process has failed. Contexts within this one do nothing.
+        Raises DeviceError if another process has failed. Nested contexts do nothing.
         """
         if self._inside:
             yield
@@ -55,7 +56,7 @@ class GroupFailures:
             self._inside = False
 
     def _tell(self, error: Exception) -> None:
-        """Abort the sums of the other processes, unless all of them fail too."""
+        """Abort the collectives of the other processes, unless all of them fail too."""
         self._count += 1
         service = context.context()
         try:
@@ -63,7 +64,7 @@ class GroupFailures:
             if not self._all_fail(service):
                 service.report_error_to_cluster(tf.errors.ABORTED, self._describe(error))
         except tf.errors.OpError:
-            return  # the service has ended, as another process has
+            return  # the service has stopped, because another process has exited
 
     def _all_fail(self, service: Any) -> bool:
         """True if all processes fail within `WAIT_S`."""
@@ -86,7 +87,7 @@ class GroupFailures:
 
 
 def read_failure(error: BaseException) -> str:
-    """Return the sentence about the process that failed; "" if this error doesn't come from it."""
+    """Return the message about the process that failed; "" if the error isn't about a process."""
     if not isinstance(error, tf.errors.OpError):
         return ""
     _, mark, rest = str(error).partition(MARK)

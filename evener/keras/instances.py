@@ -1,4 +1,4 @@
-"""Attributes of an object that are replaced for a while.
+"""Temporary replacement of an object's attributes.
 
 No class is changed, so models that other threads train aren't affected.
 """

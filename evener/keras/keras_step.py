@@ -1,4 +1,4 @@
-"""Parts of Keras' own step that every engine keeps, and cutting and joining of nested tensors.
+"""Parts of Keras' own step that every engine uses, and functions that cut and join nested tensors.
 
 The masks and logits that Keras attaches to tensors are cut and joined with the rows.
 """
@@ -26,8 +26,8 @@ class OwnRows(NamedTuple):
     """One process's rows of a global batch: at least one row, of which `size` count."""
 
     data: Tensors
-    size: Any  # own rows that count
-    rows: Any  # rows of the global batch
+    size: Any  # number of these rows that count
+    rows: Any  # number of rows of the global batch
     whole: Tensors  # the global batch for the metrics; its x may be own rows only
 
 
@@ -182,10 +182,10 @@ def build_model(model: Any, x: Tensors) -> None:
 
 
 def call_once(model: Any, x: Tensors) -> Tensors:
-    """Return the model's outputs for one row; what the call assigns is dropped.
+    """Return the model's outputs for row 0, without changing any variable.
 
-    They are outputs for all rows if the model can't compute one alone, for example because the rows
-    are the nodes of one graph.
+    If the model can't compute a single row, for example because the rows are the nodes of one
+    graph, return the outputs for all rows.
     """
     try:
         with keras.StatelessScope():
@@ -202,9 +202,9 @@ def call_model(model: Any, x: Tensors, training: bool) -> Tensors:
 
 
 def warn_of_own_loop(model: Any) -> Callable[..., Any]:
-    """Return the model's own `call` with a warning against training by it.
+    """Return the model's own `call`, with a warning if the user's own training loop calls it.
 
-    A training loop that the user writes would run the whole batch on one device.
+    Such a loop would compute the whole batch on one device.
     """
     own = type(model).call
 
@@ -222,7 +222,7 @@ def warn_of_own_loop(model: Any) -> Callable[..., Any]:
 
 
 class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
-    """A scope in which a model's weights are `copies` and its states have these values.
+    """A scope in which a model's weights are `copies`, and its states have the values in `states`.
 
     Assignments stay within the scope. `others` are the assigned variables that are neither weights
     nor among these states.
@@ -238,7 +238,7 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
         self.others: dict[int, Any] = {}
 
     def add_update(self, update: tuple[Any, Any]) -> None:
-        """Keep a variable's new value."""
+        """Record a variable's new value in the scope."""
         variable, _ = update
         super().add_update(update)
         if id(variable) not in self._known:
@@ -250,7 +250,7 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
         check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
 
     def assign_others(self) -> None:
-        """Assign variables that aren't the model's, such as centres that a loss object keeps."""
+        """Assign variables that aren't the model's, such as centers that a loss object stores."""
         for key, variable in self.others.items():
             variable.assign(self.state_mapping[key])
 
@@ -320,7 +320,7 @@ def part_of_loss(
 
     `batch` is (x, y, outputs, weight); `losses` are the model's own. `parts` are these rows / all
     rows, and the same ratio for the unit that the loss is averaged over. A filler row counts as no
-    row, because the loss of an empty batch may not be a number.
+    row, because the loss of an empty batch may be NaN.
     """
     own = own_loss(model, losses, batch, training)
     total = own * tf.cast(parts[1], own.dtype)
@@ -373,7 +373,7 @@ def _headroom(model: Any) -> float:
 def _give_back(gradient: Any, headroom: float, is_half: bool) -> Any:
     """Return the gradient times the headroom.
 
-    With `is_half`, numbers of a dense gradient that overflow in float16 are NaN.
+    With `is_half`, the elements of a dense gradient that overflow in float16 become NaN.
     """
     if gradient is None:
         return None

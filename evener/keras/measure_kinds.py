@@ -1,9 +1,9 @@
 """Measures how losses, states and attributes of parts of a batch add up to the whole batch's.
 
-An engine combines what its devices compute of their own rows, so it has to know whether a loss is a
-mean over rows, a mean over tokens or a sum. Before the first step, a few rows of its batch go
-through Keras' own step together and in two unequal parts, in a graph that leaves nothing behind.
-Whether the combination is exact is the audit's question, not this file's.
+An engine combines what its devices compute from their own rows, so it has to know whether a loss is
+a mean over rows, a mean over tokens or a sum. Before the first step, a few rows of its batch go
+through Keras' own step, together and in two unequal parts, in a graph without side effects. This
+module doesn't check whether the combination is exact; audits do.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from .passes import is_seed
 
 MOST_ROWS = 8
 # Relative differences by which equal values may differ.
-CLOSE = {"float64": 1e-10}  # of states and layers' losses
-NEAR = 1e-3  # of those, in types that aren't in CLOSE
+CLOSE = {"float64": 1e-10}  # for states and layers' losses
+NEAR = 1e-3  # for states and layers' losses of other types
 LOSS_CLOSE = {"float64": 1e-6}  # models of float64 often compute softmax and norms in float32
 LOSS_NEAR = 1e-5
 UNITS = {
@@ -72,7 +72,7 @@ UNITS = {
 def measure_first(
     engine: Engine, plain: PlainSteps, training: bool, run: Callable[[Any], Any]
 ) -> Callable[[Any], Any]:
-    """Wrap Keras' function of some steps so that it measures the first batch it is given.
+    """Wrap Keras' train or test function so that its first batch is measured by `measure_batch`.
 
     The result is stored in the engine. Raises RequestError if the engine can't combine a loss of
     the measured kind.
@@ -92,10 +92,10 @@ def measure_first(
 
 
 def measure_batch(engine: Engine, plain: PlainSteps, first: Tensors, training: bool) -> None:
-    """Measure a batch, and store the result in the engine.
+    """Measure how parts of a batch add up, and store the result in `engine.kinds`.
 
-    In a group, the process with most rows measures for all of them. Raises RequestError if the
-    engine can't combine a loss of this kind.
+    In a group, the process with the largest share measures for all of them. Raises RequestError if
+    the engine can't combine a loss of this kind.
     """
     model, group = engine.model, engine.group
     with tf.device(engine.device), kept_attributes(model):
@@ -143,9 +143,10 @@ def build_variables(model: Any, data: Tensors, training: bool = True) -> None:
 def measure(
     model: Any, step: TracedStep, data: Tensors, training: bool, partial: bool
 ) -> PartKinds:
-    """Compare parts of the first rows of a batch, (x, y, weight), with all of them.
+    """Return how parts add up, measured on two parts of the first rows of a batch (x, y, weight).
 
-    `step` is Keras' own step on such rows. `partial`: each part of a batch has a loss of its own.
+    `step` is Keras' own step on such rows. `partial` is True if each part of a batch has a loss of
+    its own, so that the loss has to be measured too.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -166,7 +167,7 @@ def measure(
 
 
 def _add_row(row: Any) -> Any:
-    """Return rows with a second row of different numbers."""
+    """Return the row and a second one with half its floating-point values."""
     return None if row is None else tf.concat([row, row / 2 if row.dtype.is_floating else row], 0)
 
 
@@ -180,10 +181,10 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return how each loss that layers add adds up.
+        """Return, for each loss that layers add, how its values on parts add up.
 
-        A loss of 0 reveals nothing: its factor may start from 0, or it may not concern any of these
-        rows. It is measured again with other values of the variables, and other rows.
+        A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern any of
+        these rows. It is measured again with other values of the variables, and with other rows.
         """
         found = self._read_added(self.results)
         for vary in (self._raise_zeros, self._change_weights):
@@ -223,9 +224,10 @@ class Measured(NamedTuple):
     def find_states(self) -> dict[int, str]:
         """Return how the change of each assigned state adds up, by the state's index.
 
-        It is judged from two different values of the states: the current ones, and the ones after
-        the first run. A sum that decays can't be distinguished from a plain sum while it is 0.
-        Changes of BatchNormalization's states are always weighted by rows.
+        Each kind is determined twice, from the current values of the states and from the values
+        after the first run; it is OTHER if the two results differ. For example, a sum that decays
+        can't be distinguished from a plain sum while it is 0. Changes of BatchNormalization's
+        states are always weighted by rows.
         """
         variables = self.model.non_trainable_variables
         keys = {
@@ -269,9 +271,9 @@ class Measured(NamedTuple):
     def find_loss(self, training: bool) -> str:
         """Return how the model's loss without the layers' losses adds up.
 
-        Labels without padding, for example, don't show whether padding counts. So masks, weights
-        and labels are changed, and of the kinds that fit these rows, those are kept that fit the
-        changed ones too.
+        Labels without padding, for example, don't show whether padding counts. The loss is
+        therefore also computed with changed masks, weights and labels, and the result is a kind
+        that fits both the original rows and the changed ones.
         """
         calls = [each.call for each in self.results if each.call is not None]
         now = CallTensors(self.model)
@@ -289,7 +291,10 @@ class Measured(NamedTuple):
     def _fit_losses(
         self, batch: Sequence[Tensors], calls: Sequence[StepCall], training: bool
     ) -> list[str] | None:
-        """Return the kinds that fit the loss of (x, y, outputs, weight); None if there is none."""
+        """Return the kinds that fit the loss of `batch`, which is (x, y, outputs, weight).
+
+        Return None if the loss can't be computed or isn't finite.
+        """
         values: list[float] = []
         counts: list[dict[str, float]] = []
         edges = (0, *np.cumsum(self.sizes).tolist())
@@ -330,7 +335,7 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _combine(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return, by kind, the whole's state that would follow from the parts' states.
+    """Return, for each kind, the whole batch's state that the parts' states would add up to.
 
     SAME is possible only if the parts' states differ by no more than `near`.
     """
@@ -362,7 +367,7 @@ def _leaving_nothing(model: Any) -> Iterator[None]:
 
 
 def _cut_masked(data: Tensors, start: int, stop: int) -> Tensors:
-    """Return rows with their masks."""
+    """Return rows `start` to `stop` of the tensors, with their masks."""
     cut = cut_rows(data, start, stop)
     for one, part in zip(keras.tree.flatten(data), keras.tree.flatten(cut), strict=True):
         mask = getattr(one, "_keras_mask", None)

@@ -94,29 +94,29 @@ class Workers:
         self.device = group.device
         self.kinds: defaultdict[bool, PartKinds] = defaultdict(
             PartKinds
-        )  # True: of training, False: of evaluation
+        )  # [True] for training, [False] for evaluation
         self.times = WorkTimes(group.rank, group.size)
         self.rebalancing = rebalancing
         self.limit: PassLimit | None = PassLimit(
             group.rank
-        )  # None: the training ends if memory runs out
+        )  # None: the training fails if memory runs out
         self._named = device
         self.unchecked = True  # True until the first batch's data are compared
         with tf.device("CPU:0"):
-            # if above 0, a rank whose labels differ from the first one's; the same for inputs
+            # if above 0, a rank whose labels differ from rank 0's; the same for inputs
             self._other, self._other_inputs = (
                 tf.Variable(tf.zeros([], tf.int64), trainable=False) for _ in range(2)
             )
             self._labels_vary = tf.Variable(
                 False, trainable=False
-            )  # True if they do in a batch of this epoch
+            )  # True if labels differ between rows in some batch of this epoch
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return an empty scope: a process has one device, so Keras' own steps run anywhere."""
         return nullcontext()
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context whose errors also end the other processes."""
+        """Return a context whose errors also make the other processes fail."""
         shared: AbstractContextManager[None] = self.group.failures.shared()
         return shared
 
@@ -131,7 +131,7 @@ class Workers:
     def check_test_step(self) -> None:
         """Raise RequestError for an overridden `test_step`.
 
-        It would take a process's own rows for the whole batch.
+        Such a step would get a process's own rows as if they were the whole batch.
         """
         check_test_step(self.model)
 
@@ -188,9 +188,10 @@ class Workers:
         return int(self.group.sum_now([drawn])[0])
 
     def begin_fit(self, callbacks: Any) -> list[Any]:
-        """Prepare for a `fit` whose data haven't been compared, and return its callbacks.
+        """Prepare for a `fit` and return its callbacks.
 
-        The callbacks make all processes start, save and stop together.
+        The processes' data will be compared after its first steps. The callbacks make all processes
+        start, save and stop together.
         """
         self.unchecked = True
         self._forget_data()
@@ -219,7 +220,7 @@ class Workers:
         return type(self.model).predict_step(self.model, data)
 
     def around_training(self, run: Steps) -> Steps:
-        """Wrap Keras' function that trains some steps, or a surviving step, in checks.
+        """Wrap Keras' train function, or the `SurvivingStep` that replaces it, in checks.
 
         After the first steps, the processes' data are compared; with `rebalance`, shares may
         change. Raises DeviceError if memory runs out without passes.
@@ -300,7 +301,7 @@ class Workers:
             )
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print that a pass ran out of memory and that smaller ones follow."""
+        """Print that a pass ran out of memory and that smaller passes follow."""
         say(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
@@ -429,7 +430,7 @@ class Workers:
             *slices.own,
             *reversed(dense.values()),
         ]  # a backward pass computes the last layer's first
-        last = tf.concat([work, labels, inputs], 0)  # whose sum needn't wait for a clock
+        last = tf.concat([work, labels, inputs], 0)  # summed apart, since it waits for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
         work, labels, inputs = tf.split(last, 3)
         self.times.note(own.rows, work, self.times.now(sums or [last]) - ready)
@@ -447,7 +448,7 @@ class Workers:
         return summed, loss
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
-        """Note which process has a different batch from the first one, by the digests of all."""
+        """Record a rank whose batch differs from rank 0's, according to the digests of all."""
         for other, seen in ((self._other, labels), (self._other_inputs, inputs)):
             other.assign(tf.maximum(other, tf.argmax(tf.cast(seen != seen[0], tf.int32))))
         self._labels_vary.assign(tf.logical_or(self._labels_vary, digest.labels_vary))
@@ -500,7 +501,7 @@ def _own_batch(own: OwnRows, outputs: Tensors) -> tuple[Any, ...]:
     return x, take_rows(y, own.size), outputs, take_rows(weight, own.size)
 
 
-FEW_ROWS = 8  # that create the weights of a model
+FEW_ROWS = 8  # the number of rows from which the weights of a model are created
 
 
 def _first_rows(array: Any) -> Any:
@@ -510,14 +511,15 @@ def _first_rows(array: Any) -> Any:
     return tf.convert_to_tensor(array[:FEW_ROWS])
 
 
-LARGEST_ROW = 1 << 16  # the most bytes of a row's outputs that are sent
+LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 
 
 class StepMetrics:
-    """The metrics of one step: of `size` of its `rows` rows, from row `start` on.
+    """The metrics of one step, in which this process computes a part of the rows.
 
-    Make this object before the model is called on these rows. `before` has the previous values of
-    states that have changed since the step began, by the states' ids.
+    The part has `size` of the `rows` rows, from row `start` on. Create this object before the model
+    is called on these rows. `before` has the previous values of states that have changed since the
+    step began, by the states' ids.
     """
 
     def __init__(
@@ -527,7 +529,7 @@ class StepMetrics:
         self._place = start, size, rows
         self._losses = (
             model._compile_loss.metrics if model._compile_loss else []
-        )  # of single outputs
+        )  # the losses of single outputs
         own = [model._loss_tracker, model._compile_metrics, *self._losses]
         found = _read(metric for metric in model.metrics if not any(metric is each for each in own))
         self._gaining = [(state, before.get(id(state), value)) for state, value in found]

@@ -30,8 +30,8 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 def _view(model: Any) -> Any:
     """Return an object with the model's attributes whose `super().train_step` is the engine's step.
 
-    Both have the same dictionary of attributes, so what the step sets is set on the model. Its
-    class is made for it, and the model keeps its own.
+    Both have the same dictionary of attributes, so what the step sets is set on the model. The
+    object's class is created for it; the model keeps its own class.
     """
     kind = type(model)
     make_class: Any = type(kind)

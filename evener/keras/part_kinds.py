@@ -1,6 +1,6 @@
 """The ways in which losses, states and attributes of parts of a batch add up to the whole batch's.
 
-`measure_kinds.py` finds out which way it is for a model.
+`measure_kinds.py` determines which of them apply to a model.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import tensorflow as tf
 
 ROWS, SUM, SAME = "rows", "sum", "same"
 COUNTS = ("steps", "labels", "weights")  # units other than rows that a loss may be a mean over
-OTHER = ""  # none of them
+OTHER = ""  # none of these kinds
 
 
 class PartKinds(msgspec.Struct, frozen=True):
@@ -24,8 +24,8 @@ class PartKinds(msgspec.Struct, frozen=True):
     By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
     ROWS, SUM, one of COUNTS, or OTHER. `states` gives the kind (ROWS, SUM, SAME or OTHER) of each
     state's change, by its index in `model.non_trainable_variables`. `attributes` gives the kind of
-    tensors that a call leaves in attributes and that don't consist of rows. What is OTHER is
-    combined like ROWS; audits find out whether that is exact.
+    each tensor that a call stores in an attribute and that doesn't consist of rows. Values of kind
+    OTHER are combined like ROWS; audits find out whether that is exact.
     """
 
     loss: str = ROWS
@@ -47,7 +47,10 @@ def main_part(kind: str, part: Any) -> Any:
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Count the units other than rows that a mean may be over, as float tensors by name."""
+    """Return, by name, how many of each unit there are over which a loss may be a mean.
+
+    These units are COUNTS, without rows; the numbers are float64 tensors.
+    """
     found = {}
     masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
     mask = next((each for each in masks if each is not None), None)
@@ -73,11 +76,11 @@ def _spread(weight: Any, mask: Any) -> Any:
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds by which the values of parts add up to the value of the whole.
+    """Return the kinds according to which the values of parts add up to the value of the whole.
 
-    `counts` has, by name, how many of a unit each part has: {"rows": (3, 5), "labels": (20, 61)}.
-    A name fits if the mean of the parts' values, weighted by these counts, equals the whole's
-    value, within the relative `rounding`. SUM fits if their sum does.
+    `counts` has, by name, how many of a unit each part has: {"rows": (3, 5), "labels": (20, 61)}. A
+    name fits if the mean of the parts' values, weighted by these counts, equals the whole's value,
+    within the relative `rounding`. SUM fits if their sum does.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
     near = rounding * max(values, default=0.0)

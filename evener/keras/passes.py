@@ -1,9 +1,9 @@
 """Micro-batches (passes) of a device's rows.
 
-Forward and backward run on some rows at a time, then gradients and states are put together. The
-loss of a pass is weighted by its rows, or added, so only losses that are means or sums over rows
-are exact. The passes are a loop in the graph, so the device keeps the activations of one pass only,
-and one trace serves any number of passes.
+Forward and backward run on some rows at a time, then gradients and states are combined. The loss of
+a pass is weighted by its rows, or added, so only losses that are means or sums over rows are exact.
+The passes are a loop in the graph, so the device stores the activations of one pass only, and one
+trace serves any number of passes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from .sparse_gradients import PassGradient, without_filler
 
 SEED_NAME = "seed_generator_state"  # Keras' name for the state of a generator
 CHAINED, ADDED, AVERAGED = "chained", "added", "averaged"
-HOST = "CPU:0"  # counts and cuts rows; on the device, each pass would have to wait for it
+HOST = "CPU:0"  # rows are counted and cut here; on the device, each pass would wait for that
 SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices draw the same numbers
 
 
 class StateUpdate(NamedTuple):
-    """A state's new value after one device's calls, and how to combine it with the other devices'.
+    """A state's value after one device's calls, and how to combine it with other devices' values.
 
-    `kind` is CHAINED (the last device's value is kept), ADDED (the value is an increment of the
+    `kind` is CHAINED (the last device's value is used), ADDED (the value is an increment of the
     state), AVERAGED (changes are averaged by rows, for example the loss of one of several outputs),
     or one of the measured kinds ROWS, SUM and SAME.
     """

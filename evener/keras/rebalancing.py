@@ -72,8 +72,8 @@ class GroupStep(NamedTuple):
 
     number: int
     rows: int  # rows of the whole batch
-    own_work_s: tuple[float, ...]  # seconds of each process until its last gradient
-    met_s: float  # seconds from there until this process had all sums
+    own_work_s: tuple[float, ...]  # time of each process until its last gradient
+    met_s: float  # time from its last gradient until this process had all sums
 
 
 class WorkTimes:
@@ -103,7 +103,11 @@ class WorkTimes:
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 
     def note(self, rows: Any, own_works: Any, met_s: Any) -> None:
-        """Record a step; `rows` is its number of rows, `own_works` the summed vector."""
+        """Record a step of `rows` rows in the graph.
+
+        `own_works` is the summed vector of all processes' compute times, `met_s` the time until
+        this process had all sums.
+        """
         with tf.device(HOST):
             figures = tf.stack([tf.cast(rows, tf.float64), met_s])
             row = tf.concat([figures, tf.cast(own_works, tf.float64)], 0)
@@ -127,7 +131,7 @@ FEWEST_STEPS = 3  # the fewest steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Change the cut of a group's batches.
+    """Change the cut of a group's batches according to the processes' compute times.
 
     `shares` are the plan's, in the order of ranks; empty without a plan.
     """

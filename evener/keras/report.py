@@ -42,7 +42,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
             )
         self._split = split
         self._rows, self._log = rows, log
-        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # seconds of each step
+        self._steps: deque[float] = deque(maxlen=KEPT_STEPS)  # step durations in seconds
         self._ended = 0.0
         self._reporter = Reporter(self._describe, sums=self._whole)
         self._counted = 0  # rows of this epoch

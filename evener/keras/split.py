@@ -76,7 +76,7 @@ class Split:
         self.audited = True  # in some steps, gradients are compared with one device's
         self._inputs: Any = None  # the inputs of the last model
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
-        self.rank_shares: tuple[Share, ...] = ()  # of the plan, if a group trains with one
+        self.rank_shares: tuple[Share, ...] = ()  # the plan's shares by rank; empty otherwise
         self.devices, self.cut, self.global_batch = self._divide(
             gpus, devices, ratios, global_batch
         )
@@ -105,7 +105,7 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """Return the cut whose shares follow the processes' own work.
+        """Return the cut whose shares follow the processes' compute time (own work).
 
         Return None without `rebalance`, or if a single device computes. Raises RequestError if the
         processes disagree on `rebalance`, the engine has one process, or there is no global batch.

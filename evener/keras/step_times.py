@@ -1,8 +1,8 @@
-"""The parts of the steps of a `fit`, timed in the thread that calls Keras' train function.
+"""Times of the parts of a `fit`'s steps, measured in the thread that calls Keras' train function.
 
-A step's graph notes when its rows are available; until then the step waits for input. The time
-between two calls belongs to callbacks; validation and files are counted separately. What evener
-itself checks between calls is part of no step.
+A step's graph records when its rows are available; until then, the step waits for input. The time
+between two calls counts as callbacks, without the time for validation and files, which is counted
+separately. The time of evener's own checks between calls belongs to no step.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from ..training.running_sums import RunningSums
 from ..training.step_sums import StepSums
 
 KEPT_STEPS = 50  # the number of steps that medians are computed from
-WARM_STEPS = 3  # warm-up steps of a training, not counted: graphs are traced and kernels chosen
+WARM_STEPS = 3  # warm-up steps that aren't counted: graphs are traced and kernels chosen
 HOST = "CPU:0"
 
-Steps = Callable[[Any], Any]  # Keras' function of some steps, given an iterator of batches
+Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator of batches
 
 
 class FitStep(NamedTuple):
-    """The seconds of a step's parts."""
+    """The durations of a step's parts, in seconds."""
 
     input_s: float  # 0 if Keras runs several steps in one call
     work_s: float  # from the arrival of the rows until the call returns
@@ -36,7 +36,7 @@ class FitStep(NamedTuple):
 
     @property
     def whole_s(self) -> float:
-        """The seconds of the whole step."""
+        """The sum of these durations."""
         return self.input_s + self.work_s + self.between_s
 
 
@@ -51,11 +51,11 @@ class StepTimes:
             self._ready = tf.Variable(tf.zeros([], tf.float64), trainable=False)
         self._notes = False  # True if a step's graph notes when its rows are available
         self._left_out = WARM_STEPS  # warm-up steps left
-        self._called_s = self._ended_s = 0.0  # when the last step was called and ended
-        self._apart: dict[str, float] = {}  # seconds since the last step's end, by activity
+        self._called_s = self._ended_s = 0.0  # Unix times of the last step's call and end
+        self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
     def note_rows(self, data: Any) -> None:
-        """Note, in the graph of a step, that its rows are available."""
+        """Add an op to the graph of a step that records when its rows are available."""
         self._notes = True
         every = tf.nest.flatten(data, expand_composites=True)
         leaves = [leaf for leaf in every if leaf is not None]
@@ -63,12 +63,12 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """Start a training: the time before its first step belongs to no step."""
+        """Start the clock for a `fit`. The time before its first step belongs to no step."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Wrap Keras' function and evener's work before its steps, to note when a step begins."""
+        """Wrap Keras' train function, with evener's work before it, to record when steps begin."""
 
         def run_called(batches: Any) -> Any:
             self._called_s = time.time()
@@ -77,7 +77,7 @@ class StepTimes:
         return run_called
 
     def around_steps(self, run: Steps, steps: Callable[[], int]) -> Steps:
-        """Wrap Keras' function of `steps()` steps alone, to time it."""
+        """Wrap only Keras' train function, which runs `steps()` steps, to measure its duration."""
 
         def run_timed(batches: Any) -> Any:
             began_s = time.time()
@@ -122,9 +122,9 @@ class StepTimes:
         self.sums.add(astuple(step), whole_s)
 
     def read_input_s(self) -> float | None:
-        """Return the seconds that all counted steps have waited for their rows.
+        """Return how long all counted steps together have waited for their rows, in seconds.
 
-        Return None if no step notes when its rows are available, for example with XLA, or with
+        Return None if no step records when its rows are available, for example with XLA, or with
         passes in engine multiworker.
         """
         return self.sums.whole.input_s if self._notes else None

@@ -27,7 +27,7 @@ TOO_LONG = "larger than max"  # gRPC reports messages that are too long as Resou
 
 
 class SurvivingStep:
-    """Keras' train function for an engine of type `Workers`.
+    """A replacement for Keras' train function in an engine of type `Workers` with passes.
 
     If `limit` is None, the step fails when memory runs out, as in probes.
     """
@@ -39,7 +39,7 @@ class SurvivingStep:
         self._least = 1 + any(
             each.trainable for each in list_normalizations(engine.model)
         )  # the fewest rows of a pass; batch normalization needs two
-        self._spec: Any = None  # type of the batches that the graphs take
+        self._spec: Any = None  # type of the batches for which the graphs were traced
         self._compute: Any = None
         self._finish: Any = None
         self._states: list[Any] = []  # states that a pass may change
@@ -72,7 +72,7 @@ class SurvivingStep:
             ) from None
 
     def _run(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes, with smaller ones whenever memory runs out, and return their results."""
+        """Run the passes and return their results; whenever memory runs out, run smaller ones."""
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
         most = (cut.micros or cut.weights)[rank]

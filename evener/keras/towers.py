@@ -42,13 +42,13 @@ class Tower(NamedTuple):
     """The result of a call of the model on one device's rows."""
 
     outputs: Tensors
-    losses: list[Any]  # of activity regularizers and add_loss
+    losses: list[Any]  # losses from activity regularizers and add_loss
     updates: list[StateUpdate]
     copies: list[Any]  # the device's copy of the trainable weights
     tape: Any
     size: Any  # number of rows that count
     part: Any  # rows that count / rows of the batch
-    attributes: Leaves  # tensors that the call left in attributes
+    attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
         """Return, once each, all tensors with a gradient that a loss may be computed from."""
@@ -220,7 +220,7 @@ class Towers(OneProcess):
     def _join_attributes(
         self, towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None, training: bool
     ) -> Leaves:
-        """Return the tensors left in attributes, joined as if left by one call on all rows."""
+        """Return the tensors stored in attributes, joined as if stored by one call on all rows."""
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
