@@ -1,7 +1,7 @@
-"""The layout families: the ways to use the devices, from which a search takes the
-layouts it compares.
+"""Families of layouts: each family is one way to use the devices.
 
-`Family` is the interface of a family; `FAMILIES` lists all families.
+A search compares layouts of the requested families. `Family` is the interface of a family;
+`FAMILIES` has all families by name.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class Placement(msgspec.Struct, frozen=True):
     """A workload's own way to place the parts of its model on devices."""
 
     name: str
-    devices: int = 2  # the maximum number it uses
+    devices: int = 2  # the maximum number of devices that it uses
 
 
 class PlacementOptions(Protocol):
@@ -40,8 +40,9 @@ class PlacementOptions(Protocol):
 
 
 class SearchView(Protocol):
-    """The results of exploration from which families choose their layouts. Lists are
-    sorted, best first.
+    """The results of exploration from which families choose their layouts.
+
+    Lists are sorted, best first.
     """
 
     @property
@@ -56,7 +57,7 @@ class SearchView(Protocol):
     def common_batch(self) -> int | None:
         """The global batch for layouts without a batch of their own.
 
-        None before it is known, and if rows are assigned by cost.
+        None before it is known, or if rows are assigned by cost.
         """
 
     @property
@@ -80,11 +81,11 @@ class SearchView(Protocol):
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best pack of each mode, or the first pack to try if none has run."""
+        """The best pack of each mode, or the first pack to try if no pack of that mode has run."""
 
 
 class Family(ABC):
-    """A way to use the devices.
+    """A family of layouts: a way to use the devices.
 
     `kind` is the name of its layouts in journals and plans, `name` the family's name on the command
     line and in JSON.
@@ -94,11 +95,11 @@ class Family(ABC):
     kind: str
     fewest_devices = 1
     simplicity = 0  # of layouts that tie, the one with the lowest value is chosen
-    start_cost = 1.0  # of starting one of its processes, relative to a process on a single device
-    more_children = False  # its layouts need processes that exploration doesn't start
-    in_balance = False  # `evener balance` also considers its layouts
-    explored = False  # exploration measures its layouts, and costs that only they reveal
-    equal_shares = False  # what frameworks do by default: gains are stated relative to it
+    start_cost = 1.0  # cost of starting a process, relative to a process on a single device
+    more_children = False  # True if its layouts need processes that exploration doesn't start
+    in_balance = False  # True if `evener balance` also considers its layouts
+    explored = False  # True if exploration measures its layouts, for costs that only they reveal
+    equal_shares = False  # True for what frameworks do by default; gains are relative to it
     plural = ""  # the name of several layouts, for families that don't train by shares
 
     @property
@@ -114,34 +115,39 @@ class Family(ABC):
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         """Return a layout's name for tables.
 
-        With `another`, the name says that the layout isn't the family's first one. `devices` is the
-        number of devices.
+        With `another`, the name indicates that the layout isn't the family's first one. `devices`
+        is the number of devices.
         """
 
     @abstractmethod
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation that begins a verdict: 826 + 571 on GPU:0 + GPU:1.
+        """Return the recommendation that begins a verdict, such as `826 + 571 on GPU:0 + GPU:1`.
 
-        `labels` name all devices; `ratios` are the fractions of each batch's work, by device.
+        `labels` are the names of all devices; `ratios` are the fractions of each batch's
+        work, by device.
         """
 
 
 def write_rows(layout: Layout) -> str:
-    """Format the samples per device of a layout: 826 + 571; only their sum if there
-    are many devices.
+    """Format a layout's samples per device, such as `826 + 571`.
+
+    If there are many devices, return only the sum.
     """
     shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
     return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
 
 
 def write_devices(layout: Layout, labels: Sequence[str]) -> str:
-    """Format the devices of a layout: GPU:0 + GPU:1; only their number if there are many."""
+    """Format a layout's devices, such as `GPU:0 + GPU:1`; only their number if there are many."""
     names = [labels[i] for i in layout.active]
     return " + ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} devices"
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Format the devices' fractions of the work: 0.591 : 0.409; empty if there are many devices."""
+    """Format the devices' fractions of the work, such as `0.591 : 0.409`.
+
+    Return "" if there are many devices.
+    """
     parts = [ratios[i] for i in layout.active]
     return " : ".join(f"{part:.3f}" for part in parts) if len(parts) <= MOST_NAMED else ""
 
@@ -153,21 +159,21 @@ class SoloFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best device, and others that the race favours."""
+        """Return the best single device's layout, and other devices' layouts that may beat it."""
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best single device, or of another one."""
+        """Return the name of the best single device's layout, or of another one."""
         return "another single device" if another else BEST_SINGLE
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation: 1024 on GPU:0 alone."""
+        """Return the recommendation, such as `1024 on GPU:0 alone`."""
         alone = " alone" if len(labels) > 1 else ""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}{alone}"
 
 
 def device_counts(devices: int) -> tuple[int, ...]:
-    """Return how many devices an even split is measured on: 2, 4, 8, ... and all of them."""
+    """Return the device counts of the even splits that are measured: 2, 4, 8, ... and all."""
     counts = []
     count = 2
     while count < devices:
@@ -179,8 +185,9 @@ def device_counts(devices: int) -> tuple[int, ...]:
 def split_evenly(
     devices: int, positions: tuple[int, ...], batch: int, quantum: int = 1
 ) -> Layout | None:
-    """Spread the batch evenly over the devices at `positions`, in whole quanta. None if the batch
-    isn't a multiple of the quantum, or has fewer quanta than devices.
+    """Divide the batch evenly among the devices at `positions`, in whole quanta.
+
+    Return None if the batch isn't a multiple of the quantum, or has fewer quanta than devices.
     """
     if batch // quantum < len(positions) or batch % quantum:
         return None
@@ -206,28 +213,25 @@ class EvenFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return even splits over all devices and over fewer, once the batch for
-        splits is known.
+        """Return even splits over all devices and over fewer devices.
+
+        Empty until the global batch for splits is known.
         """
         return view.even_splits
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the even split, with its number of devices unless it uses
-        all of them.
-        """
+        """Return the name of an even split, with its number of devices unless it uses all."""
         count = len(layout.active)
         name = EVEN_SPLIT if count == devices else f"even over {count}"
         return f"another {name}" if another else name
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation: 128 + 128 on GPU:0 + GPU:1, split evenly."""
+        """Return the recommendation, such as `128 + 128 on GPU:0 + GPU:1, split evenly`."""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
 
 
 class SplitFamily(Family):
-    """One training in which each device has the share that lets all devices finish at
-    the same time.
-    """
+    """One training in which shares are such that all devices finish at the same time."""
 
     name = kind = "split"
     fewest_devices = 2
@@ -237,8 +241,9 @@ class SplitFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the preferred split, and others that may beat it, one of which may use
-        a single device.
+        """Return the preferred split, and others that may beat it.
+
+        One of the others may use a single device.
         """
         return view.splits
 
@@ -247,8 +252,9 @@ class SplitFamily(Family):
         return "another split" if another else BEST_SPLIT
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation: 826 + 571 on GPU:0 + GPU:1. Where rows are assigned by cost,
-        it has the fractions of the cost instead.
+        """Return the recommendation, such as `826 + 571 on GPU:0 + GPU:1`.
+
+        If rows are assigned by cost, it has the fractions of the cost instead of rows.
         """
         where = write_devices(layout, labels)
         if not layout.costs:
@@ -259,8 +265,9 @@ class SplitFamily(Family):
 
 
 class ShardFamily(Family):
-    """One training whose model state is sharded by the devices' memory, and whose rows are split
-    by their speed.
+    """One training whose model state is sharded according to the devices' memory.
+
+    Its rows are divided according to the devices' speed.
     """
 
     name = kind = "shard"
@@ -270,18 +277,21 @@ class ShardFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return layouts with rows by the devices' speed, and model state by the memory left
-        beside the rows.
+        """Return sharded layouts.
+
+        Their rows are divided according to the devices' speed, and the model's state according to
+        the memory that these rows leave free.
         """
         return view.shards
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of sharded layouts in tables."""
+        """Return the name of a sharded layout for tables."""
         return "another shards of the model" if another else "shards of the model"
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation: 820 + 568 on GPU:0 + GPU:1, the model in shards
-        0.600 : 0.400.
+        """Return the recommendation for a sharded layout.
+
+        For example, `820 + 568 on GPU:0 + GPU:1, the model in shards 0.600 : 0.400`.
         """
         parts = write_ratios(layout, layout.state) if layout.state else ""
         where = write_devices(layout, labels)
@@ -291,15 +301,16 @@ class ShardFamily(Family):
 def pack_on(
     single: Layout, processes: int, mode: PackMode = "", batch: int | None = None
 ) -> Layout:
-    """Return a pack: several trainings side by side on the device of a solo layout. Each has the
-    solo layout's batch unless `batch` is given.
+    """Return a pack: several trainings side by side on the device of the solo layout `single`.
+
+    Each training has the solo layout's batch unless `batch` is given.
     """
     size = single.global_batch if batch is None else batch
     return Layout("pack", tuple(size if share else 0 for share in single.shares), processes, mode)
 
 
 class PackFamily(Family):
-    """As many trainings side by side on one device as give the highest total throughput."""
+    """Trainings side by side on one device, as many as give the highest total throughput."""
 
     name = kind = "pack"
     simplicity = 4
@@ -308,23 +319,25 @@ class PackFamily(Family):
     plural = "packs"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best pack of each mode, or the one with the fewest trainings."""
+        """Return the best pack of each mode, or the smallest pack if none of that mode has run."""
         return view.packs
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a pack: pack of 5 under MPS."""
+        """Return the name of a pack, such as `pack of 5 under MPS`."""
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
         return f"another {name}" if another else name
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation: 5 trainings of 256 side by side on GPU:0."""
+        """Return the recommendation, such as `5 trainings of 256 side by side on GPU:0`."""
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """Place the model's parts on the first devices. The shares only mark which devices take part.
-    None if there are too few devices or samples.
+    """Return a layout that places the model's parts on the first devices.
+
+    Its shares only mark which devices take part. Return None if there are too few
+    devices or samples.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
@@ -332,7 +345,7 @@ def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
 
 
 class PlaceFamily(Family):
-    """One training in one process, whose model parts are placed as the workload defines."""
+    """One training in one process, with the model's parts placed on devices by the workload."""
 
     name = kind = "place"
     fewest_devices = 2
@@ -341,19 +354,22 @@ class PlaceFamily(Family):
     plural = "placements"
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return each placement, at the batch of the best single device."""
+        """Return a layout for each placement, with the common global batch."""
         if view.common_batch is None:
             return []
         found = [place_on(view.devices, one, view.common_batch) for one in view.options.placements]
         return [layout for layout in found if layout is not None]
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of a placement: place towers."""
+        """Return the name of a placement, such as `place towers`."""
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 
     def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation: 256 on GPU:0 + GPU:1, the model's parts placed as towers."""
+        """Return the recommendation for a placement.
+
+        For example, `256 on GPU:0 + GPU:1, the model's parts placed as towers`.
+        """
         where = write_devices(layout, labels)
         return f"{layout.global_batch} on {where}, the model's parts placed as {layout.placement}"
 
@@ -369,7 +385,7 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """Register a family, with the traits of its layouts if these have a kind of their own."""
+    """Register a family; `traits` are those of its layouts if they have a kind of their own."""
     FAMILIES[family.name] = family
     if traits is not None:
         KINDS[family.kind] = traits
@@ -391,5 +407,5 @@ def find_families(names: Iterable[str]) -> tuple[Family, ...]:
 
 
 def family_of(layout: Layout) -> Family:
-    """Return a layout's family, by the layout's kind."""
+    """Return the family of a layout, according to the layout's kind."""
     return FAMILIES[layout.kind]

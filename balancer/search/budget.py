@@ -32,7 +32,7 @@ from .time_left import (
     untimed_seconds,
 )
 
-BASE_SECONDS: dict[Stage, float] = {  # of a probe whose steps are quick
+BASE_SECONDS: dict[Stage, float] = {  # duration of a probe whose steps are quick
     Stage.SOLO: 3.0, Stage.REST: 3.0, Stage.SPLIT: 4.0, Stage.PART: 4.0, Stage.SHARD: 6.0,
     Stage.PACK: 2.0, Stage.RACE: 3.0, Stage.KNOBS: 3.0, Stage.CHECK: 4.0,
 }  # fmt: skip
@@ -77,7 +77,7 @@ class Budget:
 
     @property
     def spent(self) -> float:
-        """The seconds that all probes have taken so far."""
+        """The total duration of all probes so far, in seconds."""
         return self.time.spent
 
     def probe_seconds(
@@ -88,13 +88,13 @@ class Budget:
         step_seconds: float | None = None,
         reserved: float = 0.0,
     ) -> float:
-        """Return the seconds that the next probe may measure, so that `reserved` seconds remain
-        after it.
+        """Return how long the next probe may measure, in seconds.
 
-        In exploration, it is at most 1 / `SURPRISE` of the time left, in other stages 1 /
-        `probes_left`, and always enough for two steps. If steps are too slow for that, the result
-        is less than one step: the probe then times a lone step. A check confirms the winner's
-        samples/s, so it never consists of a lone step.
+        At least `reserved` seconds remain after the probe. In exploration, its time is at most 1
+        / `SURPRISE` of the time left, in other stages 1 / `probes_left`, and always enough for
+        two steps. If steps are too slow for that, the result is less than one step: the probe
+        then times a lone step. A check confirms the winner's samples/s, so it never consists of
+        a lone step.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -120,8 +120,8 @@ class Budget:
         """True if the layout's shortest probe can end before the stage `ends_with` has to end.
 
         `ends_with` is usually the probe's own stage. For a probe without which there would be no
-        result it is the race, which may use the whole budget for its first turns; later turns have
-        to end at 95 % of it.
+        result, it is the race, which may use the whole budget for its first turns; later turns have
+        to end at 95 % of the budget.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._end(ends_with, turn)
@@ -167,7 +167,7 @@ class Budget:
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Return the seconds of a layout's shortest probe.
+        """Return the duration in seconds of a layout's shortest probe.
 
         The start of the layout's child processes is included if they don't run yet.
         """
@@ -187,7 +187,7 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the budget with which first turns of `missing_seconds` would have fitted too.
+        """Return the budget in seconds in which first turns of `missing_seconds` would have fitted.
 
         Exploration's part of the budget is taken into account.
         """
@@ -196,7 +196,7 @@ class Budget:
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return the budget with which packs could have used `grown_seconds` more.
+        """Return the budget, in seconds, with which packs could have used `grown_seconds` more.
 
         It is computed from what the search spent up to the first turns.
         """
@@ -204,7 +204,7 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return how many seconds the search may have spent when the stage ends."""
+        """Return how much time, in seconds, the search may have spent when the stage ends."""
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -217,15 +217,15 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
-        """Return the seconds that a probe takes besides its start and its timed steps."""
+        """Return the time in seconds that a probe takes besides its start and its timed steps."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _further_warm_up(self, layout: Layout) -> float:
-        """Return the warm-up seconds that a layout's next probe needs unless it times a lone step.
+        """Return the warm-up time in seconds that a layout's next probe needs to show its noise.
 
-        The result is 0 unless the layout was measured before, and only by lone steps,
-        which have no warm-up.
+        The result is 0 unless the layout was measured before, and only by lone steps, which
+        have no warm-up.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
@@ -233,9 +233,10 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step(self, layout: Layout) -> float:
-        """Return the seconds of a step: measured, else predicted, else estimated from solo speeds.
+        """Return the duration in seconds of a layout's step.
 
-        Returns 0 if none of the devices ran.
+        It is measured, else predicted, else estimated from solo speeds. Return 0 if none of
+        the devices ran.
         """
         own = self._seen.timed_in(layout)
         if own:

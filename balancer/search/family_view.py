@@ -1,4 +1,4 @@
-"""What exploration found, in the form that families choose from (`families.SearchView`)."""
+"""The results of exploration, in the form from which families choose (`families.SearchView`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """What families see of the search; its lists start with the best layout."""
+    """An implementation of `families.SearchView`; its lists start with the best layout."""
 
     def __init__(
         self,
@@ -44,7 +44,7 @@ class FamilyView:
 
     @property
     def even_splits(self) -> Sequence[Layout]:
-        """The even splits. Empty if splits were requested and none was explored yet."""
+        """The even splits; empty if splits were requested and none has been explored yet."""
         if self.options.with_splits and not self._policy.machine.splits:
             return []
         return self._policy.even_splits(self.splits, self.options.scaling)
@@ -79,9 +79,7 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best pack in each mode; before any was measured, the one with the fewest
-        trainings.
-        """
+        """The best pack in each mode; before any was measured, the smallest pack."""
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:

@@ -28,7 +28,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
     placements: tuple[Placement, ...] = ()
     pack_modes: tuple[PackMode, ...] = (
         "",
-    )  # "": plain processes; logical: equal parts of the memory; mps: a daemon
+    )  # "": plain processes; logical: equal parts of the memory; mps: NVIDIA's MPS daemon
     knobs: tuple[Knob, ...] = ()  # the winner is also measured with each of these
     left_out: tuple[str, ...] = ()  # messages about requests that this machine can't fulfill
     scaling: bool = True  # also try even splits over 2, 4, ... of the devices
@@ -60,8 +60,8 @@ BALANCE = LayoutOptions(
 class Candidate(msgspec.Struct, frozen=True):
     """One layout in the race.
 
-    `extra` marks one that isn't its family's first: if the budget ends before it is measured, it
-    isn't reported as missing.
+    `extra` is True if it isn't its family's first candidate: if the budget ends before such a
+    candidate is measured, it isn't reported as missing.
     """
 
     family: Family
@@ -105,9 +105,10 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 
 
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
-    """Return the layout with more passes on the devices that ran out of memory, or on all of them.
+    """Return the layout with more passes on the devices that ran out of memory.
 
-    `full` are the devices that ran out. Returns None if a pass has only one row already.
+    `full` are these devices; if it is empty, all devices get more passes. Return None if a pass has
+    only one row already.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -131,7 +132,8 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
-    """True if `one` takes no more memory than `other` on the same devices, by its rows per pass.
+    """True if `one` takes no more memory than `other` on the same devices, given its rows per pass.
+
     Layouts that depend on the lengths of rows must be equal.
     """
     if not (one.by_rows and other.by_rows):

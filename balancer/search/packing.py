@@ -2,12 +2,13 @@
 
 The number N of trainings grows as 1, 2, 3, 5, 8, 13, ... while the combined throughput gains.
 Growth ends after two sizes without a gain over a smaller one, or after one that fails. Then the
-gaps next to the best size are halved. Each training costs memory and takes longer the more run, so
-the smallest N within `ENOUGH` of the best is chosen, or within the tolerance if that is larger.
+gaps next to the best size are halved. Each training costs memory and takes longer the more
+trainings run, so the smallest N within `ENOUGH` of the best is chosen, or within the tolerance if
+that is larger.
 
 Trainings side by side share the memory. A fixed batch stays as it is; a free batch is the largest
-that fits N times by the device's memory points, and at most that of the single device. A little
-memory is left as headroom for contexts and allocators.
+that fits N times according to the device's memory points, and at most the batch of the single
+device. A little memory is left as headroom for contexts and allocators.
 """
 
 from __future__ import annotations
@@ -47,7 +48,7 @@ class Packing:
         (self._position,) = single.active
 
     def next_layout(self) -> Layout | None:
-        """Return the next pack to measure; None when the best is certain enough."""
+        """Return the next pack to measure; None when the best pack is certain enough."""
         size = next_size(self._rates, self._most)
         if size is None or size < 2:
             return None
@@ -139,7 +140,7 @@ class Packing:
         return 1
 
     def _largest_for(self, size: int) -> int:
-        """Return the largest batch that fits `size` times, by the device's memory points."""
+        """Return the largest batch that fits `size` times, given the device's memory points."""
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return UNBOUNDED

@@ -35,7 +35,7 @@ class Predictions:
     def fastest_of(self, devices: Sequence[DeviceCurve]) -> Allocation | None:
         """Return the fastest split over some of these devices, or the fastest of them alone.
 
-        Curves may be of passes (`PassCurve`). Returns None if the batch doesn't fit.
+        Curves may have several passes (`PassCurve`). Return None if the batch doesn't fit.
         """
         return fastest([self._split(devices), *map(self._best_alone, devices)])
 
@@ -131,8 +131,9 @@ class Predictions:
 
     @cached_property
     def best_single_rate(self) -> float:
-        """The highest samples/s of one device alone, measured with the others idle or else
-        predicted.
+        """The highest samples/s of one device alone.
+
+        It is measured with the others idle, or else predicted.
         """
         found = [
             self.machine.others_idle.get(i) or self.single(i)
@@ -170,8 +171,9 @@ class Predictions:
         return min(reaching, key=lambda one: (one.global_batch, one.seconds), default=None)
 
     def _smallest_split_reaching(self, rate: float) -> Allocation | None:
-        """Return the smallest batch that reaches `rate` samples/s, split over the hosts of the
-        fastest split.
+        """Return the smallest batch with which a split reaches `rate` samples/s.
+
+        The split is over the hosts of the fastest split.
         """
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}

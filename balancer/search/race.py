@@ -2,9 +2,10 @@
 
 In the first turn (0) every candidate is measured once, starting with the highest expected samples/s
 per second of the probe. A split, or a device measured with the others idle, has its turn 0 from
-exploration. Then packs grow while they gain, later turns decide which layout is fastest, and the
-winner is measured with other knobs, if any were requested. Last, the winner is checked: the highest
-of several noisy values is biased upwards, so its samples/s are measured again.
+exploration. Then larger packs are measured while they gain, later turns decide which layout is
+fastest, and the winner is measured with each requested knob (a tuned option such as XLA or mixed
+precision). Last, the winner is checked: the highest of several noisy values is biased upwards, so
+its samples/s are measured again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, RankedLayout, rank, throug
 
 
 class Race:
-    """The race between the offered layouts, by one set of observations."""
+    """The race between the offered layouts, judged by one set of observations."""
 
     def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
         self.offers = offers
@@ -57,7 +58,7 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return another turn of the chosen layout or its best rival, while the budget lasts."""
+        """Return a probe for another turn of the chosen layout or its best rival, if affordable."""
         if self._problem.budget_seconds is None:
             return ()
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
@@ -66,7 +67,7 @@ class Race:
         return self._next_turn(whole, Stage.KNOBS if chosen.knobs else Stage.RACE, settled=True)
 
     def check(self, best: Result) -> tuple[Probe, ...]:
-        """Return another measurement of the chosen layout; empty if none is needed.
+        """Return a probe that measures the chosen layout again; empty if none is needed.
 
         A check is repeated if a device was held back in it, or while more turns may narrow a wide
         interval. No check is needed if no other layout was measured.
@@ -85,14 +86,14 @@ class Race:
 
     @cached_property
     def turns(self) -> dict[Layout, Turns]:
-        """The turns of each candidate that is still in the race."""
+        """The measured turns of each candidate that is still in the race, by layout."""
         return {one.layout: self._seen.turns(one.layout) for one in self.running}
 
     @cached_property
     def ranking(self) -> tuple[RankedLayout, ...]:
         """Every layout that ran in the race, the winner first.
 
-        Once the winner was tried with knobs, these layouts are included.
+        Once the winner has been measured with knobs, its layouts with knobs are included.
         """
         rivals = self._knob_rivals
         turns = {one.layout: self._seen.turns(one.layout, Stage.KNOBS) for one in rivals}
@@ -109,7 +110,7 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The first candidates of their families that the budget left without a measurement."""
+        """The first candidate of each family that the budget left without a measurement."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property
@@ -121,7 +122,7 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising candidate, if there is time for it."""
+        """Return the first probe of the most promising candidate; empty if unaffordable."""
         if not wanted:
             return ()
         layout = min(wanted, key=self._priority).layout
@@ -139,7 +140,7 @@ class Race:
         return (Probe(layout, stage, seconds, FIRST_TURN),)
 
     def _priority(self, one: Candidate) -> tuple[bool, float]:
-        """Return the sort key of a candidate for its first turn.
+        """Return the key by which candidates are sorted for their first turn.
 
         Candidates with the highest expected samples/s per second of probe time come first, extra
         candidates of families last. Packs and placements are expected to be as fast as the best of
@@ -155,9 +156,9 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow(self) -> tuple[Probe, ...]:
-        """Return the next pack, the smallest of all modes first.
+        """Return a probe of the next larger pack, the smallest one of all modes first.
 
-        The budget must also suffice for one turn of every candidate.
+        Empty unless the budget also suffices for one turn of every candidate.
         """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
@@ -173,9 +174,9 @@ class Race:
     def _next_turn(
         self, rivals: Sequence[Candidate], stage: Stage, settled: bool = False
     ) -> tuple[Probe, ...]:
-        """Return the next probe of the current turn or, if that is complete, of a new turn.
+        """Return the next probe of the current turn or, if that turn is complete, of a new turn.
 
-        With `settled`, all rivals take part, since the winner is known already.
+        With `settled`, all rivals take part, because the winner is already known.
         """
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
         for layout, turns in taken.items():  # add turns in which a device was held back
@@ -191,10 +192,10 @@ class Race:
         return ()
 
     def _reserved(self, layout: Layout, stage: Stage) -> float:
-        """Return the seconds that must remain after a probe of a turn.
+        """Return how much time must remain after a probe of a turn, in seconds.
 
-        They suffice for another such probe and, in the race stage, for a turn of the winner with
-        each knob.
+        It suffices for another such probe and, in the race stage, for a turn of the winner
+        with each knob.
         """
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         return self._budget.least_seconds(layout) + knobs
@@ -202,8 +203,8 @@ class Race:
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
         """Return the rivals that take part in a turn.
 
-        All do in the first turn of the knobs stage. In later turns, only those take part whose rank
-        is still undecided. From turn `MOST_TURNS` on, none does.
+        In the first turn of the knobs stage, all rivals take part; in later turns, only those whose
+        rank is still undecided. From turn `MOST_TURNS` on, none takes part.
         """
         if turn == FIRST_TURN and stage == Stage.KNOBS:  # the race's first turn is in `_first_turn`
             return list(rivals)
@@ -217,7 +218,7 @@ class Race:
     ) -> tuple[list[Candidate], bool]:
         """Return the rivals that deserve another turn, and whether there is an unresolvable tie.
 
-        Only the turns `before` the given one count.
+        Only turns with a lower number than `before` count.
         """
         turns = {}
         for one in rivals:
@@ -235,7 +236,7 @@ class Race:
 
     @cached_property
     def _knob_rivals(self) -> list[Candidate]:
-        """The winner as it is, and with each requested knob, except layouts that failed.
+        """The winner without knobs and with each requested knob, except layouts that failed.
 
         Empty if no knobs were requested.
         """
@@ -250,16 +251,16 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """The least seconds of one turn of every candidate and of the winner's knobs.
+        """The minimum duration in seconds of a turn of every candidate and of the winner's knobs.
 
-        Growing packs must leave this time.
+        A larger pack is measured only if this time remains afterwards.
         """
         candidates = sum(self._budget.least_seconds(one.layout) for one in self.running)
         return candidates + self._knobs_seconds
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The least seconds of one turn of the winner with each knob."""
+        """The minimum duration in seconds of one turn of the winner with each knob."""
         return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
 

@@ -1,12 +1,13 @@
 """Sharded trainings: the part of the model's state, and the rows, that each device gets.
 
 Each device is first measured alone, on rows of a model whose units it gathers from a small part of
-the state. That shows its step time, and the memory besides the state. Then rows are chosen that
-promise the most samples/s, and the state is divided so that it fills the memory that these rows
-leave free. The parts don't change any more. Rows are then searched as in other trainings, within
-the memory that is left. Whole steps show what gathering costs.
+the state. This shows its step time, and the memory that it needs besides the state. Then the rows
+with the highest expected samples/s are chosen, and the state is divided so that it fills the
+memory that these rows leave free. From then on, the parts of the state stay the same. Rows are
+searched as in other trainings, within the memory that is left, and measurements of whole steps
+show what gathering costs.
 
-Headroom remains free on each device, because an allocator can't use all of its memory: free pieces
+Headroom remains free on each device, because an allocator can't use all of its memory: free blocks
 may be too small for a request. In the first pass of a step, gradients don't exist yet when
 activations are at their peak, so only a training in several passes needs memory for both.
 """
@@ -56,7 +57,7 @@ LEAST_GROWTH = 0.05
 
 
 class Need(msgspec.Struct, frozen=True):
-    """The memory and the time that a device needs for its rows, besides its part of the state.
+    """The memory and the time that a device needs for its rows, without its part of the state.
 
     Memory is `base_bytes` without rows, and `row_bytes` more for each row of a pass. A step takes
     `fixed_seconds`, and `row_seconds` more for each row.
@@ -68,11 +69,11 @@ class Need(msgspec.Struct, frozen=True):
     row_seconds: float
 
     def rows_in(self, seconds: float) -> float:
-        """Return the number of rows whose step takes this time."""
+        """Return the number of rows with which a step takes `seconds`."""
         return max(0.0, seconds - self.fixed_seconds) / self.row_seconds
 
     def seconds(self, rows: float) -> float:
-        """Return the seconds of a step with this number of rows."""
+        """Return the duration in seconds of a step with this number of rows."""
         return self.fixed_seconds + self.row_seconds * rows
 
 
@@ -90,7 +91,7 @@ class Division(msgspec.Struct, frozen=True):
 
 
 class Sharding:
-    """The search for a sharded training, by the observations of single devices and of whole steps.
+    """The search for a sharded training, based on observations of single devices and whole steps.
 
     The problem's budget is the time for this search alone.
     """
@@ -100,9 +101,9 @@ class Sharding:
         self._seen, self._state = seen, problem.state or ModelState(0, 0)
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next rows for every device alone, else the next whole step.
+        """Return the next probes of devices alone or, if none is needed, a probe of a whole step.
 
-        Returns an empty tuple if no measurement is worth its time.
+        Empty if no measurement is worth its time.
         """
         if self.parts is None:
             return ()
@@ -113,7 +114,7 @@ class Sharding:
         return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
 
     def layouts(self) -> list[Layout]:
-        """Return the whole steps that are worth racing."""
+        """Return the sharded layouts that are worth racing."""
         found = self.policy.best_splits() if self.parts else []
         return [self._shard(one) for one in found if one.traits.together]
 
@@ -133,8 +134,9 @@ class Sharding:
 
     @cached_property
     def _division(self) -> Division | None:
-        """The division of the state. It has no parts while they are unknown; None if the state
-        doesn't fit.
+        """The division of the state among the devices; None if the state doesn't fit.
+
+        The division has no parts while they are unknown.
         """
         problem = self._problem
         needs = self._needs
@@ -168,10 +170,10 @@ class Sharding:
 
     @property
     def _needs(self) -> list[Need]:
-        """The needs of each device that ran alone, by its first two measurements.
+        """The `Need` of each device that ran alone, based on its first two measurements.
 
-        Later measurements don't count, since the parts of the state must not change once a step was
-        measured.
+        Later measurements don't count, because the parts of the state must not change once a whole
+        step was measured.
         """
         first = Observations(self._problem)
         for position in range(self._problem.devices):
@@ -207,7 +209,7 @@ class Sharding:
         division = self._division or Division((), limits=self._problem.memory_bytes)
         held = [part * at_peak(self._state, division.in_passes) for part in division.parts]
         left = _subtract(division.limits, held) if held else division.limits
-        # passes need memory for gradients, which these parts would leave to rows
+        # passes need memory for gradients, but these parts leave that memory to rows
         in_passes = division.in_passes or not division.parts
         problem = msgspec.structs.replace(
             self._problem, memory_bytes=left, micro=self._problem.micro and in_passes
@@ -219,7 +221,7 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _as_rows(self, one: Observation) -> Observation:
-        """Return the observation in the form of a training without shards.
+        """Return the observation as one of a training without shards.
 
         Its bytes don't include the device's part of the state.
         """
@@ -234,9 +236,10 @@ class Sharding:
         return msgspec.structs.replace(one, probe=probe, memory_bytes=self._without_state(one))
 
     def _without_state(self, one: Timed) -> tuple[int | None, ...]:
-        """Return the bytes of each device's rows; None if they can't be separated from the state.
+        """Return the bytes that each device's rows took, without its part of the state.
 
-        That is so if a device used no more than its part of the state and of gathered units.
+        They are None for a device that used no more than its part of the state and the gathered
+        units, because the rows' bytes can't be determined then.
         """
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
@@ -251,11 +254,10 @@ class Sharding:
         return tuple(left)
 
     def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
-        """Return the observation, or OutOfMemory if its rows wouldn't fit together with the
-        device's part of the state.
+        """Return the observation; OutOfMemory if its rows don't fit beside the state.
 
-        A device that was measured alone held a small part of the state, and so had more memory for
-        rows.
+        A device that was measured alone held only a small part of the state, and so had more
+        memory for rows.
         """
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one
@@ -270,7 +272,7 @@ class Sharding:
         return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds)
 
     def _as_sharded(self, probe: Probe) -> Probe:
-        """Return the probe of rows as a probe of a sharded training."""
+        """Return the probe, changed to a probe of a sharded training with the same rows."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
@@ -282,16 +284,16 @@ class Sharding:
 
 
 def _subtract(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Return the bytes of each device minus the taken ones; at least 1, None if unknown."""
+    """Return each size minus the taken bytes; at least 1, or None if the size is unknown."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Return the fixed seconds of a device's step, and the seconds for each row.
+    """Return the fixed duration of a device's step, and the additional one per row, in seconds.
 
-    They are those of the line through its smallest and its largest batch, with at least a small
-    slope.
+    They are the intercept and slope of the line through the device's smallest and largest batch.
+    The slope is at least LEAST_GROWTH of a growth in proportion to the rows.
     """
     points = sorted(device.alone, key=lambda point: point.batch)
     first, last = points[0], points[-1]
@@ -306,12 +308,11 @@ def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
 def divide_state(
     limits: Sequence[float], needs: Sequence[Need], problem: Problem
 ) -> Division | None:
-    """Return the parts of the state that fill the memory left by the rows of a step; None if it
-    doesn't fit.
+    """Return parts of the state that fill the memory left by a step's rows; None if it doesn't fit.
 
-    A fixed batch is computed in one pass if it fits. A free batch is the one that promises the most
-    samples/s of all that fit in one pass. `limits` are the devices' bytes. The state has to fit
-    together with at least one row on each device.
+    A fixed batch is computed in one pass if it fits. A free batch is the one with the highest
+    expected samples/s among those that fit in one pass. `limits` are the devices' bytes. The state
+    has to fit together with at least one row on each device.
     """
     if problem.global_batch is None:
         return Room(limits, needs, problem).divide()
@@ -322,7 +323,7 @@ def divide_state(
 
 
 class Room:
-    """The memory of all devices for the state, as far as rows leave it free."""
+    """The memory of all devices that rows leave free for the model's state."""
 
     def __init__(
         self,
@@ -336,13 +337,13 @@ class Room:
         self._fewest = problem.multiple_of
         self._most = float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
         self._state = problem.state.state_bytes
-        # held while activations are at their peak
+        # bytes of the state that are held while activations are at their peak
         self._held = at_peak(problem.state, in_passes)
         # the optimizer's step runs without gathered units
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
     def divide(self) -> Division | None:
-        """Return the division for the rows that promise the most samples/s; None if no rows fit."""
+        """Return the division for the rows with the most expected samples/s; None if none fit."""
         if not self._fits(self._rows_in(0.0)):
             return None
         low, high = 0.0, max(need.seconds(self._most) for need in self._needs)
@@ -359,8 +360,9 @@ class Room:
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
     def divide_for(self, batch: int) -> Division | None:
-        """Return the division for this batch in one pass, with rows by the devices' speed; None if
-        it doesn't fit.
+        """Return the division for this batch in one pass; None if it doesn't fit.
+
+        Rows are divided according to the devices' speed.
         """
         low, high = 0.0, max(need.seconds(batch) for need in self._needs)
         for _ in range(HALVINGS):
@@ -375,9 +377,7 @@ class Room:
         return self._parts(rows)
 
     def _rows_in(self, seconds: float) -> list[float]:
-        """Return the rows that each device computes in a step of this time, at most as
-        many as fit.
-        """
+        """Return the rows that each device computes in `seconds`, at most as many as fit."""
         found = []
         for i, need in enumerate(self._needs):
             rows = max(self._fewest, need.rows_in(seconds))
@@ -385,13 +385,13 @@ class Room:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the rows that leave a device only the least part of the state."""
+        """Return the most rows beside which a device can hold the least part of the state."""
         need = self._needs[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _left(self, rows: Sequence[float]) -> list[float]:
-        """Return the bytes of the state that each device can hold together with its rows."""
+        """Return the bytes of the state that each device can hold beside its rows."""
         found = []
         for limit, need, own in zip(self._limits, self._needs, rows, strict=True):
             free = limit - need.base_bytes
@@ -404,7 +404,7 @@ class Room:
         return min(left) > 0 and sum(left) >= self._state
 
     def _rate(self, rows: Sequence[float]) -> float:
-        """Return the samples/s of a step, without the exchange."""
+        """Return the samples/s of a step, without the exchange of gradients."""
         pairs = zip(self._needs, rows, strict=True)
         return sum(rows) / max(need.seconds(own) for need, own in pairs)
 

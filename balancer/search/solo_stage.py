@@ -1,10 +1,10 @@
 """The first stage: every device runs alone, all at the same time, with a few batches each.
 
 Two small batches give a first curve and the memory slope. Then an optimistic layout, the fastest if
-every curve were as fast as its points allow, tells what is worth a measurement: a share beyond what
-ran, or one in a gap between two points in which time may rise late. A round is measured while that
-layout promises more than it costs. A device that would keep the others waiting for little gain is
-left out of a round.
+every curve were as fast as its points allow, shows which shares are worth a measurement: shares
+beyond all measured batches, or in a gap between two points in which time may rise late. Another
+round is measured while that layout promises to gain more than the round costs. A device that would
+keep the others waiting for little gain is left out of a round.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ Batches = dict[DeviceModel, int]  # the batch of each device in a round
 
 
 class SoloStage:
-    """Chooses the batches to measure on every device alone, by models and predictions."""
+    """Chooses the batches to measure on every device alone, based on models and predictions."""
 
     def __init__(self, predictions: Predictions, budget: Budget) -> None:
         self._predictions = predictions
@@ -48,7 +48,7 @@ class SoloStage:
         self._live = [self._machine.devices[i] for i in self._machine.live]
 
     def next_probes(self) -> tuple[Probe, ...]:
-        """Return the next batch for every device that matters; empty when the stage is over."""
+        """Return probes of the next batches of devices that matter; empty when the stage ends."""
         first = self._first_rounds()
         if first or self._turn >= MOST_ROUNDS:
             return first
@@ -106,7 +106,8 @@ class SoloStage:
     def _worth_waiting(self, due: Batches) -> Batches:
         """Return the devices whose second batch may gain most per second of the round.
 
-        Empty if the round isn't affordable or doesn't pay. The others would only prolong the round.
+        Empty if the round isn't affordable or isn't worth its time. Other devices would only
+        prolong the round.
         """
         costs = {one: self._seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -130,9 +131,9 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return the optimistic layout's batches that show something new, if their gain pays.
+        """Return a round of those of the optimistic layout's batches that show something new.
 
-        Otherwise return a cheap round.
+        If their gain isn't worth their time, return a cheap round instead.
         """
         wanted = self._optimistic
         if wanted is None:
@@ -153,7 +154,7 @@ class SoloStage:
         return self._cheap_round()
 
     def _with_the_others(self, wanted: Batches) -> Batches:
-        """Return the round with batches for the other devices too, which compute as in a split.
+        """Return the round with batches for the other devices, so that all compute as in a split.
 
         A device is added if the round doesn't last longer because of it. For the even share, with
         which every plan is compared, the round may last twice as long.
@@ -169,7 +170,7 @@ class SoloStage:
         return batches
 
     def _cheap_round(self) -> tuple[Probe, ...]:
-        """Return a round that takes little time; empty if there is nothing to show.
+        """Return a round that takes little time; empty if nothing new can be measured.
 
         It measures the even share of a fixed batch if that may not fit, or the middle of a gap that
         may hide a peak.
@@ -240,13 +241,14 @@ class SoloStage:
 
     @cached_property
     def _optimistic(self) -> Allocation | None:
-        """The fastest layout if all optimistic predictions hold, however many rounds that takes."""
+        """The fastest layout if all optimistic predictions hold, however many rounds it takes."""
         return self._predictions.fastest_of(list(self._optimistic_curves.values()))
 
     @cached_property
     def _optimistic_curves(self) -> dict[int, DeviceCurve]:
-        """The devices with their optimistic curves; with several passes, if these are faster by
-        that curve.
+        """The devices with their optimistic curves, by position.
+
+        They have several passes if those are faster according to the optimistic curve.
         """
         return {
             one.position: one.in_best_passes(one.optimistic, one.guessed_alone_rows)
@@ -282,8 +284,10 @@ class SoloStage:
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
     def _shows_more(self, one: DeviceModel, share: int) -> bool:
-        """True if the share is larger than all batches that ran, or if the device may be faster
-        there than its curve.
+        """True if a measurement of this share would show something new about the device.
+
+        The share is larger than all batches that ran, or the device may be faster there
+        than its curve.
         """
         if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False
@@ -296,7 +300,7 @@ class SoloStage:
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in one.points)
 
     def _seconds(self, one: DeviceModel, batch: int) -> float:
-        """Return the expected seconds of a probe of this batch."""
+        """Return the expected duration in seconds of a probe of this batch."""
         layout = solo(self._problem.devices, one.position, batch)
         return self._budget.least_seconds(layout, _step(one, batch))
 
@@ -309,9 +313,9 @@ class SoloStage:
 
     @cached_property
     def _after(self) -> float:
-        """The seconds to reserve for the first split or, for one device, the fixed batch.
+        """The time in seconds to reserve for the first split or, for one device, the fixed batch.
 
-        No plan is possible without that measurement. The time is 0 once it ran.
+        No plan is possible without that measurement. The time is 0 once it has run.
         """
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -391,7 +395,7 @@ class SoloStage:
 
 
 def _step(one: DeviceModel, batch: int) -> float:
-    """Return the expected seconds of a step of this batch; 0 before any measurement.
+    """Return the expected duration in seconds of a step of this batch; 0 before any measurement.
 
     If the device has a single point, the result is that point's time for any batch, because a probe
     whose steps turn out much longer ends after one step.
@@ -404,6 +408,6 @@ def _step(one: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the combined samples/s if batches take no longer than the first ones did."""
+    """Return the combined samples/s if these batches took no longer than the first ones did."""
     ran = [one for one in some if one.evidence.alone]
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

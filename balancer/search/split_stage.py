@@ -1,11 +1,11 @@
-"""The second stage: a few real synchronous steps, each predicted with what the last one showed.
+"""The second stage: a few real synchronous steps, each predicted from the previous observations.
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient
 exchange and, if the devices' compute times (own work) are reported, one more point of every curve.
-The stage ends when the predicted split was tried, or promises no more than 0.2 % over what ran. One
-device alone, while the others are idle, is measured if it may beat every split. For a fixed batch,
-the fastest device alone comes before the first split if two steps of it take little of the
-remaining time: it is compared in any case, and needs no new child processes.
+The stage ends when the predicted split was tried, or promises at most 0.2 % more than the layouts
+that ran. One device alone, while the others are idle, is measured if it may beat every split. For a
+fixed batch, the fastest device alone comes before the first split if two steps of it take little of
+the remaining time, because it is compared in any case and needs no new child processes.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class SplitStage:
         self._problem = predictions.problem
 
     def next_probe(self) -> Probe | None:
-        """Return the next split, or one device with the others idle.
+        """Return a probe of the next split, or of one device with the others idle.
 
-        Returns None when the stage is over.
+        Return None when the stage is over.
         """
         if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None
@@ -56,12 +56,11 @@ class SplitStage:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
 
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
-        """Return the probe of an allocation; None if the budget doesn't allow it, or without an
-        allocation.
+        """Return the probe of an allocation; None if the budget doesn't allow it.
 
-        The probe must leave `after` seconds for later probes. If there is time for a lone step
-        only, that is timed if the allocation promises over 50 % more samples/s than all layouts
-        that ran.
+        Also None without an allocation. The probe must leave `after` seconds for later probes. If
+        there is only time for a lone step, that step is timed if the allocation promises over 50 %
+        more samples/s than all layouts that ran.
         """
         if wanted is None:
             return None
@@ -95,10 +94,9 @@ class SplitStage:
         return max((*splits, *others_idle), default=0.0)
 
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
-        """Return the first plan's layout and step time.
+        """Return the first plan's layout and step duration, with passes that ran before if needed.
 
-        If a device ran out of memory and there is no time for a second try, it uses passes
-        that ran before.
+        They are needed if a device ran out of memory and there is no time for a second try.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
@@ -108,7 +106,7 @@ class SplitStage:
         return safe, layout.global_batch / max(self._machine.predicted_rate(safe), LEAST_RATE)
 
     def _next_split(self) -> Allocation | None:
-        """Return the allocation that is worth a split probe; None if there is none."""
+        """Return the allocation that is worth measuring as a split; None if there is none."""
         tried = self._seen.in_stage(Stage.SPLIT)
         failed = sum(isinstance(seen, Failed) for seen in tried)
         if failed >= TRIES:  # a network that fails takes minutes each time
@@ -131,11 +129,10 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
-        """Return the fastest device alone at a fixed batch; None if that would leave no time for a
-        split.
+        """Return the fastest device alone at a fixed batch; None if it leaves no time to split.
 
-        It comes first, because otherwise a much slower split could be all that a short search has
-        measured.
+        It is measured first, because otherwise a much slower split could be all that a short
+        search has measured.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -151,7 +148,7 @@ class SplitStage:
     def _next_single(self) -> Allocation | None:
         """Return one device alone, with the others idle, that may win; None if there is none.
 
-        It may win by a larger batch, or because it runs without contention.
+        It may win because of a larger batch, or because it runs without contention.
         """
         others = len(self._machine.live) > 1
         if others and self._with_splits and not self._machine.splits:

@@ -39,14 +39,14 @@ class WorkPoint(msgspec.Struct, frozen=True):
 class StepCost(msgspec.Struct, frozen=True):
     """A device's cost of a step.
 
-    `step_s` is the time that isn't part of a pass, such as the optimizer's.
+    `step_s` is the time in seconds that isn't part of a pass, such as the optimizer's.
     """
 
     step_s: float
     cost: Cost
 
     def seconds(self, work: Work) -> float:
-        """Return the seconds of a whole step."""
+        """Return the duration in seconds of a whole step with this work."""
         return self.step_s + self.cost.seconds_for(work)
 
     def slowed(self, factor: float) -> StepCost:
@@ -137,8 +137,9 @@ _DRAW = 48271, (1 << 31) - 1  # MINSTD: powers of this factor modulo this prime 
 
 
 class TextModel(MachineModel):
-    """A model of the machine if rows have unequal lengths, from one set of observations: each live
-    device's cost of passes, rows and tokens.
+    """A model of the machine if rows have unequal lengths, based on one set of observations.
+
+    It has each live device's cost of passes, rows and tokens.
     """
 
     by_rows = False
@@ -146,8 +147,9 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone on rows of one length, or on a
-        batch assigned by cost.
+        """Return the observations of a device alone on rows of one length, or on a batch by cost.
+
+        A batch by cost has rows of several lengths that are assigned by their cost.
         """
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]
@@ -155,7 +157,10 @@ class TextModel(MachineModel):
         return [seen for seen in own if not seen.probe.layout.by_rows]
 
     def single_passes(self, position: int) -> dict[int, float]:
-        """Return the step seconds of single passes over rows of one length, by number of tokens."""
+        """Return the step durations in seconds of single passes over rows of one length.
+
+        They are keyed by number of tokens.
+        """
         found = {}
         for seen in self.tried_alone(position):
             layout = seen.probe.layout
@@ -215,7 +220,10 @@ class TextModel(MachineModel):
         return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
     def _factor(self, position: int, alone: StepCost) -> float:
-        """Return the device's compute time (own work) in splits over that predicted alone."""
+        """Return the ratio of a device's compute time (own work) in splits to that alone.
+
+        The time alone is predicted.
+        """
         own = 0.0
         expected = 0.0
         for one in self.splits:
@@ -236,7 +244,7 @@ class TextModel(MachineModel):
     def predict_parts(self, split: Timed) -> list[float]:
         """Return each device's compute time (own work) in a split, predicted from its cost alone.
 
-        In seconds, for the active devices in order.
+        The times are in seconds, for the active devices in order.
         """
         found = []
         for position in split.probe.layout.active:
@@ -255,9 +263,9 @@ class TextModel(MachineModel):
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the most padded tokens of one pass by a device's memory.
+        """Return the most padded tokens of one pass, according to a device's memory.
 
-        Returns 0 if no limit is known.
+        Return 0 if no limit is known.
         """
         most = memory.predict_largest()
         if most is None and memory.smallest_failed is None:
@@ -267,7 +275,7 @@ class TextModel(MachineModel):
         return max(memory.largest_ran, int(min(predicted, below_failed)))
 
     def memory(self, position: int) -> Memory:
-        """Return a device's memory use by the padded tokens of its largest pass."""
+        """Return a device's memory use, as a function of the padded tokens of its largest pass."""
         points: dict[int, int] = {}
         full: list[int] = []
         for seen in (
@@ -302,8 +310,9 @@ class TextModel(MachineModel):
         return tuple(i for i in self.live if self.alone[i] is not None)
 
     def layout(self, positions: Sequence[int], batch: int) -> Layout:
-        """Return the layout of a batch distributed by cost over the devices at `positions`. Its
-        shares are mean numbers of rows.
+        """Return the layout of a batch distributed by cost over the devices at `positions`.
+
+        Its shares are mean numbers of rows.
         """
         devices = range(self.problem.devices)
         batches = [one.sizes for one in self._batches(positions, batch)]
@@ -318,7 +327,7 @@ class TextModel(MachineModel):
         )
 
     def seconds(self, positions: Sequence[int], batch: int) -> float:
-        """Return the predicted seconds of one step, the mean over batches distributed by cost."""
+        """Return the predicted duration of a step in seconds, averaged over batches by cost."""
         beside_passes = [one.step_s for one in self._costs_of(positions)]
         steps = [
             max(map(sum, zip(beside_passes, one.seconds, strict=True)))
@@ -334,11 +343,10 @@ class TextModel(MachineModel):
         )
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return a layout's samples/s, predicted as if its rows were assigned by cost; 0 if costs
-        are unknown.
+        """Return a layout's samples/s, predicted as if its rows were assigned by cost.
 
-        Passes over rows of one length are predicted in proportion to the largest pass so far, since
-        a cost fitted to small passes is too low.
+        Return 0 if costs are unknown. Passes over rows of one length are predicted in proportion to
+        the largest pass so far, because a cost fitted to small passes is too low.
         """
         rows = layout.global_batch
         steps = self.single_passes(layout.active[0]) if layout.length else {}
@@ -354,8 +362,8 @@ class TextModel(MachineModel):
     def best_split(self) -> Layout | None:
         """The split that should be fastest, with rows assigned by cost.
 
-        It uses the devices of one host or of all, without the slowest ones if that is faster. None
-        if there are fewer than two devices, or if they can't hold the longest row.
+        It uses the devices of one host or of all hosts, without the slowest devices if that is
+        faster. None if there are fewer than two devices, or if they can't hold the longest row.
         """
         able = sorted(self.modelled, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
@@ -369,8 +377,10 @@ class TextModel(MachineModel):
 
     @cached_property
     def batch(self) -> int:
-        """The global batch: the fixed one, else the smallest that is predicted to be within the
-        tolerance of the fastest.
+        """The global batch.
+
+        It is the fixed batch, or else the smallest batch that is predicted to be within the
+        tolerance of the fastest one.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -404,8 +414,7 @@ class TextModel(MachineModel):
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
 ) -> Sequence[Deal]:
-    """Return global batches of rows drawn from these lengths, each distributed by
-    cost over the ranks.
+    """Return global batches of rows drawn from these lengths, distributed by cost over the ranks.
 
     The drawn rows are the same in every search.
     """

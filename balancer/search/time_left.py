@@ -39,7 +39,7 @@ EXPLORES = 0.4
 
 
 class TimeLeft:
-    """The time that a search has left after its observations so far."""
+    """The time that a search has left, given its observations so far."""
 
     def __init__(self, problem: Problem, options: LayoutOptions, seen: Observations) -> None:
         self._devices = problem.devices
@@ -50,7 +50,7 @@ class TimeLeft:
 
     @cached_property
     def spent(self) -> float:
-        """The seconds of all probes so far."""
+        """The total duration of all probes so far, in seconds."""
         return self._seen.spent_seconds()
 
     def growth(self, step_seconds: float) -> float:
@@ -70,9 +70,9 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the most seconds that a step of a device alone or of a split may take.
+        """Return the maximum duration in seconds of a step of a device alone or of a split.
 
-        A probe of such steps leaves time for other probes.
+        A probe with such steps leaves time for other probes.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS
@@ -82,9 +82,9 @@ class TimeLeft:
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
         """True if the next probe should time a lone step.
 
-        That is so if measuring its noise would take more than `part` of the time left. With such
-        slow steps, knowing the time of several batches to 3 % is worth more than knowing the time
-        of a few batches exactly.
+        This is the case if measuring its noise would take more than `part` of the time left. With
+        such slow steps, knowing the time of several batches to 3 % is worth more than knowing the
+        time of a few batches exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -109,7 +109,10 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """The seconds that a typical probe takes for tracing and warm-up, without its start."""
+        """The time in seconds that a typical probe takes for tracing and warm-up.
+
+        Its start isn't included.
+        """
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
@@ -135,7 +138,8 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return the seconds of a probe for tracing and warm-up: without its start and its
-    timed steps.
+    """Return the time in seconds that a probe took for tracing and warm-up.
+
+    Its start and its timed steps aren't included.
     """
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
