@@ -107,8 +107,10 @@ def check_machine() -> tuple[Check, ...]:
 def check_links(
     devices: Sequence[Device], driver: str, report: Callable[[LinkMeasurement], None]
 ) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
-    """Measure the links between devices of this machine and save the results. Returns one check for
-    each pair of devices and one for all devices together, and the measurements.
+    """Measure the links between devices of this machine and save the results.
+
+    Returns one check for each pair of devices and one for all devices together,
+    and the measurements.
 
     For a single device, or without PyTorch, returns a note and no measurements.
     """
@@ -178,8 +180,9 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 
 
 def _check_frameworks(gpus: int) -> list[Check]:
-    """Check the frameworks. One working framework is enough: a problem with the other is then
-    only a note.
+    """Check the frameworks.
+
+    One working framework is enough: a problem with the other is then only a note.
     """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
@@ -313,8 +316,9 @@ class HostReport(msgspec.Struct, frozen=True):
 
 
 def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
-    """Check the hosts that `spec` names: their software, versions, ports and devices. A host that
-    can't be reached becomes a failed check.
+    """Check the hosts that `spec` names: their software, versions, ports and devices.
+
+    A host that can't be reached becomes a failed check.
     """
     terms = parse_request(spec)
     try:
@@ -342,8 +346,9 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 
 
 def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
-    """Start an agent on each node. Returns the agents, and a failed check for each node
-    that has none.
+    """Start an agent on each node.
+
+    Returns the agents, and a failed check for each node that has none.
     """
 
     def start(node: Node) -> Agent | Check:
@@ -360,8 +365,9 @@ def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 
 
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
-    """Run this host's checks, and collect the versions that must be the same on all hosts. Called
-    on each host.
+    """Run this host's checks, and collect the versions that must be the same on all hosts.
+
+    Called on each host.
     """
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
@@ -392,8 +398,9 @@ def _check_interface(other: str) -> Check:
 
 
 def merge_checks(by_host: Mapping[str, Sequence[Check]]) -> tuple[Check, ...]:
-    """Merge equal checks of several hosts, in the order of the first host's checks. A check lists
-    its hosts unless every host has it.
+    """Merge equal checks of several hosts, in the order of the first host's checks.
+
+    A check lists its hosts unless every host has it.
     """
     hosts: dict[str, dict[Check, list[str]]] = {}  # by the check's name and result
     for host, checks in by_host.items():

@@ -38,8 +38,9 @@ class ProbeStarted(msgspec.Struct, frozen=True, tag=True):
 
 
 class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
-    """The progress of a running measurement, reported at least once a second. Each report replaces
-    the measurement's earlier one.
+    """The progress of a running measurement, reported at least once a second.
+
+    Each report replaces the measurement's earlier one.
     """
 
     probe: Probe
@@ -74,8 +75,9 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The session ended with a plan; stored as a line of its journal. A resumed run may end again,
-    and then the last end counts.
+    """The session ended with a plan; stored as a line of its journal.
+
+    A resumed run may end again, and then the last end counts.
     """
 
     plan: Plan
@@ -110,15 +112,17 @@ class EventThread:
         self._thread = threading.Thread(target=self._drive, name="evener-session", daemon=True)
 
     def run(self, report: Callable[[Event], object]) -> None:
-        """Do the work on this thread, and report each event as it happens. `report` may be called
-        from another thread.
+        """Do the work on this thread, and report each event as it happens.
+
+        `report` may be called from another thread.
         """
         self._emit = report
         self._work()
 
     def events(self) -> Iterator[Event]:
-        """Start the work and yield its events. An exception that ended the work is raised here. Can
-        be iterated again after an interrupt.
+        """Start the work and yield its events.
+
+        An exception that ended the work is raised here. Can be iterated again after an interrupt.
         """
         if self._thread.ident is None:
             self._thread.start()

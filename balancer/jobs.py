@@ -43,8 +43,9 @@ MOST_DEVICES = 1024
 
 
 def make_job(request: Request) -> Job:
-    """Resolve a request to a job. Raises RequestError or DeviceError, which says what is
-    wrong or missing.
+    """Resolve a request to a job.
+
+    Raises RequestError or DeviceError, which says what is wrong or missing.
     """
     check_request(request)
     found = discover(request.devices, ray_address=request.ray_address)
@@ -68,8 +69,9 @@ def make_job(request: Request) -> Job:
 
 
 def read_job(header: Header) -> Job:
-    """Return the job of a journal. Raises RequestError if no search can run it, as the file may
-    have been edited.
+    """Return the job of a journal.
+
+    Raises RequestError if no search can run it, as the file may have been edited.
     """
     check_request(header.request)
     check_problem(header.job.problem)
@@ -143,8 +145,9 @@ def _check_meters(devices: Sequence[Device], machine: Machine | None) -> None:
 
 
 def _find_notes(job: Job) -> tuple[str, ...]:
-    """Return notes on the devices and on other programs that use them. Raises RequestError or
-    DeviceError if a host can't train on its devices.
+    """Return notes on the devices and on other programs that use them.
+
+    Raises RequestError or DeviceError if a host can't train on its devices.
     """
     if job.machine is None:
         hosts = check_hosts(group_by_host(job.devices), job.framework)
@@ -165,8 +168,9 @@ def _find_open_servers(job: Job) -> tuple[str, ...]:
 
 
 def check_hosts(hosts: Mapping[str, tuple[Device, ...]], framework: str) -> tuple[str, ...]:
-    """Return notes on GPUs that other programs use. Raises RequestError or DeviceError if a host
-    can't train on its devices.
+    """Return notes on GPUs that other programs use.
+
+    Raises RequestError or DeviceError if a host can't train on its devices.
     """
     notes: list[str] = []
     for host, own in hosts.items():
@@ -405,8 +409,9 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the words without repeats, in the order of `allowed`. Raises RequestError if
-    a word isn't allowed.
+    """Return the words without repeats, in the order of `allowed`.
+
+    Raises RequestError if a word isn't allowed.
     """
     for word in words:
         if word not in allowed:

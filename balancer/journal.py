@@ -1,5 +1,6 @@
-"""The journal of a run: a JSON Lines file that is only appended to. Each line is written to disk
-before it takes effect.
+"""The journal of a run: a JSON Lines file that is only appended to.
+
+Each line is written to disk before it takes effect.
 
 A kill or a full disk may leave an incomplete last line, which is cut off; a broken line before the
 last is an error that names the line. A journal is trusted only if its file belongs to this user and
@@ -40,8 +41,9 @@ NAME_ONE = "Give journal.jsonl of a search's folder, or the run's id."
 
 
 class UnwrittenError(RequestError):
-    """A journal line can't be written, for example because the disk is full. Earlier
-    lines are intact.
+    """A journal line can't be written, for example because the disk is full.
+
+    Earlier lines are intact.
     """
 
 
@@ -201,8 +203,9 @@ class Journal:
 
 
 def create(path: Path, header: Header) -> Journal:
-    """Create a journal that only this user can access, and its folder if needed. Raises
-    RequestError if it can't be written.
+    """Create a journal that only this user can access, and its folder if needed.
+
+    Raises RequestError if it can't be written.
     """
     with _writing(path, "Set XDG_STATE_HOME to a folder that you may write."):
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -229,8 +232,9 @@ def reopen(path: Path) -> tuple[Journal, JournalContents]:
 
 
 def read(path: Path, *, foreign: bool = False) -> JournalContents:
-    """Read the content of a journal. Raises RequestError, which names the file and
-    the invalid line.
+    """Read the content of a journal.
+
+    Raises RequestError, which names the file and the invalid line.
 
     A `foreign` journal may belong to any user: it is only displayed, and nothing it
     requests is run.
@@ -307,8 +311,10 @@ def _check_schema(text: bytes, path: Path) -> None:
 
 
 def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEntry:
-    """Return the entry. Raises RequestError for a second header, and for values that can't have
-    been measured on the header's devices.
+    """Return the entry.
+
+    Raises RequestError for a second header, and for values that can't have been measured on
+    the header's devices.
     """
     if isinstance(entry, Header):
         raise RequestError(
@@ -322,8 +328,9 @@ def _checked(entry: Entry, header: Header, where: str, foreign: bool) -> LaterEn
 
 
 def _is_sound(entry: LaterEntry, header: Header) -> bool:
-    """True if the entry's sizes match each other and the header's devices. Single numbers were
-    already checked during decoding.
+    """True if the entry's sizes match each other and the header's devices.
+
+    Single numbers were already checked during decoding.
     """
     devices = len(header.devices)
     match entry:
@@ -361,8 +368,10 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 
 
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
-    """Read a plain file up to a maximum size. Unless `foreign`, the file must belong to this user,
-    and nobody else may write to it. Raises RequestError otherwise.
+    """Read a plain file up to a maximum size.
+
+    Unless `foreign`, the file must belong to this user, and nobody else may write to it.
+    Raises RequestError otherwise.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

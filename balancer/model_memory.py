@@ -29,17 +29,19 @@ class TrainingWay(msgspec.Struct, frozen=True):
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
     def largest_whole(self, limits: Sequence[int]) -> int:
-        """Return the largest number of parameters if each device holds the whole model. `limits`
-        are the devices' memory in bytes.
+        """Return the largest number of parameters if each device holds the whole model.
+
+        `limits` are the devices' memory in bytes.
         """
         return int(min(limits) / (self.divided_bytes + self.whole_bytes))
 
     def largest_sharded(self, limits: Sequence[int]) -> int:
         """Return the largest number of parameters if the model is sharded over the devices.
+
         `limits` are the devices' memory in bytes.
 
-        Each device also holds the unsharded bytes, so the device with the least memory
-        may set the limit.
+        Each device also holds the unsharded bytes, so the device with the least memory may
+        set the limit.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

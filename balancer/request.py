@@ -24,8 +24,9 @@ MICROS = ("auto", "off")
 
 
 class Request(msgspec.Struct, frozen=True):
-    """The devices, workload and limits of a search. The journal stores all of it, so a run can be
-    resumed by its id.
+    """The devices, workload and limits of a search.
+
+    The journal stores all of it, so a run can be resumed by its id.
     """
 
     devices: str = "auto"
@@ -70,8 +71,9 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @property
     def simulated(self) -> bool:
-        """True if the devices are simulated. Unlike `machine`, it is also known for a job that was
-        read from a journal.
+        """True if the devices are simulated.
+
+        Unlike `machine`, it is also known for a job that was read from a journal.
         """
         return is_simulated(device.kind for device in self.devices)
 
@@ -117,8 +119,9 @@ def allows_passes(request: Request, framework: str) -> bool:
 
 
 def assigns_by_cost(request: Request, framework: str) -> bool:
-    """True if rows of unequal length are assigned by their cost. That needs passes, PyTorch's
-    loader, and an objective that uses lengths.
+    """True if rows of unequal length are assigned by their cost.
+
+    That needs passes, PyTorch's loader, and an objective that uses lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

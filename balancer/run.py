@@ -50,15 +50,17 @@ class OpenRun(msgspec.Struct):
 
     @property
     def record(self) -> JournalContents:
-        """A copy of everything the run has recorded. Don't call it for each entry:
-        copying is slow.
+        """A copy of everything the run has recorded.
+
+        Don't call it for each entry: copying is slow.
         """
         before = self.began_with
         return msgspec.structs.replace(before, entries=(*before.entries, *self._written))
 
     def write(self, entry: LaterEntry) -> None:
-        """Append an entry to the journal on disk, then to the record. Raises UnwrittenError if the
-        journal can't be written.
+        """Append an entry to the journal on disk, then to the record.
+
+        Raises UnwrittenError if the journal can't be written.
         """
         self.journal.append(entry)
         self._written.append(entry)
@@ -109,8 +111,10 @@ def begin(job: Job) -> OpenRun:
 
 
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
-    """Resume a run. Raises RequestError if the run is in progress, or if it was measured with
-    another request or on other devices.
+    """Resume a run.
+
+    Raises RequestError if the run is in progress, or if it was measured with another request or
+    on other devices.
 
     The run's own request applies, except for `pace`, `share`, the Ray address if given, and a new
     budget. `extend_seconds` is added to the time that the run has already spent.

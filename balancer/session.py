@@ -40,8 +40,9 @@ FIRST_SECONDS = {
 
 
 class Session(EventThread):
-    """One run, new or resumed; iterate `events` to run it. The session closes the run. Raises
-    RequestError or DeviceError if it can't begin.
+    """One run, new or resumed; iterate `events` to run it.
+
+    The session closes the run. Raises RequestError or DeviceError if it can't begin.
 
     The last event is Finished; without a plan, NoLayoutError is raised instead. If the journal
     can't be written, the session ends with what the journal holds, and UnwrittenError is raised,
@@ -85,8 +86,9 @@ class Session(EventThread):
         return report
 
     def stop(self) -> None:
-        """Stop with the best plan so far; Finished then says that it was interrupted. Safe to call
-        from any thread or signal handler.
+        """Stop with the best plan so far; Finished then says that it was interrupted.
+
+        Safe to call from any thread or signal handler.
         """
         self._interrupted = True
         super().stop()
@@ -110,8 +112,9 @@ class Session(EventThread):
             self._run.close()
 
     def _loop_until_unwritten(self) -> UnwrittenError | None:
-        """Measure until the search or the session ends. Returns the error if the journal could no
-        longer be written, else None.
+        """Measure until the search or the session ends.
+
+        Returns the error if the journal could no longer be written, else None.
         """
         try:
             self._loop()
@@ -231,8 +234,9 @@ class Session(EventThread):
             )
 
     def _store_facts(self, facts: Facts, at: float) -> None:
-        """Store the facts that children report. Raises RequestError if the request counts tokens
-        and rows have no lengths.
+        """Store the facts that children report.
+
+        Raises RequestError if the request counts tokens and rows have no lengths.
         """
         self._run.write(FactsEntry(facts))
         self._facts = facts
@@ -251,8 +255,9 @@ class Session(EventThread):
         return RequestError(message, remedy)
 
     def _set_alarms(self) -> list[threading.Timer]:
-        """Start timers that stop running probes after the budget and its grace period. A simulated
-        prober stops its own probes.
+        """Start timers that stop running probes after the budget and its grace period.
+
+        A simulated prober stops its own probes.
         """
         budget = self._job.request.budget_seconds
         if budget is None or self._job.machine is not None:

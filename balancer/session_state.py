@@ -55,8 +55,9 @@ class SessionState(msgspec.Struct, frozen=True):
 def first_state(
     devices: Sequence[Device], workload: str, run: str = "", kept: Sequence[ObservationEntry] = ()
 ) -> SessionState:
-    """Return the state before any event. `kept` are the observations that a resumed
-    run already has.
+    """Return the state before any event.
+
+    `kept` are the observations that a resumed run already has.
     """
     labels, names = zip(*((device.label, device.name) for device in devices), strict=True)
     return SessionState(
@@ -118,8 +119,9 @@ def has_split(state: SessionState) -> bool:
 
 
 def best_solo(state: SessionState, device: int) -> Timed | None:
-    """Return the fastest measurement of one device alone, on rows of all lengths; None
-    if there is none.
+    """Return the fastest measurement of one device alone, on rows of all lengths.
+
+    Return None if there is none.
     """
     layouts = ((each, each.probe.layout) for each in timed(state) if not each.probe.layout.length)
     return _fastest(
@@ -148,15 +150,17 @@ def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
 
 
 def largest_run(state: SessionState, device: int) -> int:
-    """Return the largest number of rows that ran on the device in one pass, alone or with others; 0
-    if none did.
+    """Return the largest number of rows that ran on the device in one pass, alone or with others.
+
+    Return 0 if none did.
     """
     return max((each.probe.layout.pass_rows[device] for each in timed(state)), default=0)
 
 
 class RatedLayout(NamedTuple):
-    """One way to train, with its measured samples/s. `device` is the label if it is one
-    device of several.
+    """One way to train, with its measured samples/s.
+
+    `device` is the label if it is one device of several.
     """
 
     kind: RivalKind
@@ -292,11 +296,12 @@ def plan_rivals(
 
 def _find_single(plan: Plan) -> Evidence | None:
     """Return the single device to compare a plan with; another device if the plan uses one device.
+
     It is the device that was raced, unless another device had more samples/s at the same batch and
     no more than the plan.
 
-    A device with more samples/s than the plan doesn't count, because it was measured while
-    the machine was faster.
+    A device with more samples/s than the plan doesn't count, because it was measured while the
+    machine was faster.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)

@@ -41,11 +41,12 @@ def student(freedom: int) -> float:
 
 
 def lone_error(first_seconds: float, seconds: float) -> float:
-    """Return the relative half-width of a single step's 95 % interval. Uses the difference from the
-    step before it, unless that step took over 20 % longer.
+    """Return the relative half-width of a single step's 95 % interval.
 
-    The variance pools the assumed variance of steps (`LONE_ERROR`) with the variance
-    of these two steps.
+    Uses the difference from the step before it, unless that step took over 20 % longer.
+
+    The variance pools the assumed variance of steps (`LONE_ERROR`) with the variance of
+    these two steps.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)

@@ -222,8 +222,9 @@ def _require(seen: Observation | None, devices: Sequence[Device]) -> Timed | Non
 def _measure_alone(
     prober: Prober, layout: Layout, seconds: float, stop: threading.Event
 ) -> tuple[float | None, ...]:
-    """Return each device's samples/s alone at its share. None for an unused device, and if its
-    measurement failed or was stopped.
+    """Return each device's samples/s alone at its share.
+
+    Return None for an unused device, and if its measurement failed or was stopped.
     """
     figures: list[float | None] = []
     for position, share in enumerate(layout.shares):
@@ -305,6 +306,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
 
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
     """Build the workload on the first device, run steps of two batches, and estimate what fits.
+
     Returns None if `stop` is set before both batches have run.
 
     Raises NoLayoutError if the workload fails, or runs no step within the budget.
@@ -318,8 +320,9 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
 
 
 def _keep_first(job: Job) -> Job:
-    """Return the job on its first device alone. A fixed global batch becomes an upper limit: one
-    device's part of an even split.
+    """Return the job on its first device alone.
+
+    A fixed global batch becomes an upper limit: one device's part of an even split.
     """
     machine = job.machine
     request = job.request
@@ -367,8 +370,9 @@ def _step(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` after `seconds`, if given, unless the block ends before. Yields an event that is
-    set at the same time.
+    """Set `stop` after `seconds`, if given, unless the block ends before.
+
+    Yields an event that is set at the same time.
     """
     over = threading.Event()
 
@@ -388,8 +392,9 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Return the first batches of the search that ran. Raises NoLayoutError if
-    the workload fails.
+    """Return the first batches of the search that ran.
+
+    Raises NoLayoutError if the workload fails.
     """
     search = make_search(alone)
     timed: list[Timed] = []
@@ -446,7 +451,8 @@ def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
 
 def find_largest_model(job: Job) -> LargestModel | None:
     """Return the most parameters that fit whole on each device, and in shards over the devices.
-    None if the workload can't be sharded or the memory is unknown.
+
+    Return None if the workload can't be sharded or the memory is unknown.
     """
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards

@@ -1,5 +1,6 @@
-"""The data types of a session: what can be measured, and what was observed. They are frozen, and
-compute nothing but simple arithmetic.
+"""The data types of a session: what can be measured, and what was observed.
+
+They are frozen, and compute nothing but simple arithmetic.
 
 Devices are given by their positions in the request (0 to K-1); the caller of a session knows which
 device is at each position.
@@ -52,8 +53,9 @@ Cause = Literal["signal", "exit", "timeout", "protocol", "raised", "unsupported"
 
 
 class Layout(msgspec.Struct, frozen=True, dict=True):
-    """One way to use the devices for the workload. `shares` are samples per device, 0 for
-    an unused device.
+    """One way to use the devices for the workload.
+
+    `shares` are samples per device, 0 for an unused device.
     """
 
     kind: Kind
@@ -115,8 +117,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
         return not (self.costs or self.length)
 
     def passes(self, position: int) -> int:
-        """Return the number of passes in which a device computes its share; 0 for
-        an unused device.
+        """Return the number of passes in which a device computes its share.
+
+        Return 0 for an unused device.
         """
         share = self.shares[position]
         return count_passes(share, self.pass_rows[position]) if share else 0
@@ -149,8 +152,10 @@ def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
 
 
 class Probe(msgspec.Struct, frozen=True):
-    """One measurement to run. Equal probes are the same measurement. `turn` numbers the repeats of
-    a layout, or the rounds of a stage in which devices run alone.
+    """One measurement to run.
+
+    Equal probes are the same measurement. `turn` numbers the repeats of a layout, or the rounds of
+    a stage in which devices run alone.
     """
 
     layout: Layout
@@ -280,8 +285,9 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
     @property
     def lone(self) -> bool:
-        """True if only one step was timed, because it exceeded the probe's intended time. Its noise
-        is then unknown.
+        """True if only one step was timed, because it exceeded the probe's intended time.
+
+        Its noise is then unknown.
         """
         return self.steps == 1
 
@@ -327,8 +333,9 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
 
 
 class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="outcome"):
-    """A layout that did not fit in memory. `devices` are the positions that ran out of memory,
-    empty if the framework did not say.
+    """A layout that did not fit in memory.
+
+    `devices` are the positions that ran out of memory, empty if the framework did not say.
     """
 
     probe: Probe
@@ -428,8 +435,9 @@ class ModelState(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem for a search. `memory_bytes` is the memory that a training process can use on each
-    device, if known.
+    """A problem for a search.
+
+    `memory_bytes` is the memory that a training process can use on each device, if known.
     """
 
     devices: int
@@ -459,8 +467,9 @@ class Problem(msgspec.Struct, frozen=True):
 
 
 class Facts(msgspec.Struct, frozen=True):
-    """The software and data that probes ran with, for the plan's fingerprint. More facts are added
-    as probes run.
+    """The software and data that probes ran with, for the plan's fingerprint.
+
+    More facts are added as probes run.
     """
 
     versions: dict[str, str] = {}  # framework -> version

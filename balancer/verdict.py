@@ -103,8 +103,9 @@ class Recommendation(msgspec.Struct, frozen=True):
 
 
 class Chosen(msgspec.Struct, frozen=True):
-    """The layout to train with. `devices`, `batches` and `micro` list the devices
-    that take part.
+    """The layout to train with.
+
+    `devices`, `batches` and `micro` list the devices that take part.
     """
 
     family: str  # solo, even, split, shard, pack or place
@@ -141,8 +142,9 @@ class Rival(msgspec.Struct, frozen=True):
 
 
 class SplitLoss(msgspec.Struct, frozen=True):
-    """Why the best split is slower than one device. Times are seconds of one step,
-    None if unknown.
+    """Why the best split is slower than one device.
+
+    Times are seconds of one step, None if unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -153,8 +155,9 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why several devices reach much less than the sum of each device alone. Times are seconds
-    of one step.
+    """Why several devices reach much less than the sum of each device alone.
+
+    Times are seconds of one step.
 
     `lost_seconds`: how much longer a step takes than a step at the sum's speed.
     """

@@ -1,5 +1,6 @@
-"""Decides how many steps to time next, and when a step's time is known precisely enough. Pure: the
-caller runs the steps and measures their time.
+"""Decides how many steps to time next, and when a step's time is known precisely enough.
+
+Pure: the caller runs the steps and measures their time.
 
 A `BlockTimer` warms up until two windows of steps agree, then requests blocks of steps until the 95
 % interval of the mean step time is within `TIGHT`, or the probe's seconds are used up. A probe also
@@ -54,8 +55,9 @@ AGAIN_SHARE = 0.5  # for this part of its time
 
 
 class Block(msgspec.Struct, frozen=True):
-    """A series of steps that were timed together. `own_seconds` has each device's compute time (own
-    work); None if unknown.
+    """A series of steps that were timed together.
+
+    `own_seconds` has each device's compute time (own work); None if unknown.
     """
 
     steps: int
@@ -93,8 +95,10 @@ class StepTiming(msgspec.Struct, frozen=True):
 
 
 class BlockTimer:
-    """Chooses the number of steps of each block of a probe. The caller runs the steps that
-    `next_steps` returns, until it returns 0, and passes each measured block to `add`.
+    """Chooses the number of steps of each block of a probe.
+
+    The caller runs the steps that `next_steps` returns, until it returns 0, and passes each
+    measured block to `add`.
 
     `first_seconds` is the time of the step before the first block; 0 if unknown.
     """
@@ -150,8 +154,9 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """Return the mean seconds per step so far with their 95 % interval; None before
-        the second timed block.
+        """Return the mean seconds per step so far with their 95 % interval.
+
+        Return None before the second timed block.
         """
         clean = self._clean()
         return interval_of(clean) if len(clean) > 1 else None
@@ -166,8 +171,10 @@ class BlockTimer:
         return StepTiming(step, steps, _own(clean), self._warnings(clean, step), mean_parts(clean))
 
     def _sized(self, last: Block) -> int:
-        """Return the number of steps that fill a block, judging by the last block. At most 16 times
-        as many as in the last block, because the time of a short block is imprecise.
+        """Return the number of steps that fill a block, judging by the last block.
+
+        At most 16 times as many as in the last block, because the time of a short
+        block is imprecise.
         """
         wanted = (
             round(self._block_seconds / last.step_seconds)
@@ -199,8 +206,10 @@ class BlockTimer:
         return over
 
     def _start_again(self) -> bool:
-        """Start a second round and return True, if the first round drifted or was throttled. The
-        second round takes half the time, and only its blocks are reported. There is no third round.
+        """Start a second round and return True, if the first round drifted or was throttled.
+
+        The second round takes half the time, and only its blocks are reported. There is
+        no third round.
 
         A whole run isn't restarted, because it lasts for the requested time or steps.
         """
@@ -217,8 +226,9 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Return the steps of the next block. The blocks of a whole run grow with the steps done,
-        up to the requested steps.
+        """Return the steps of the next block.
+
+        The blocks of a whole run grow with the steps done, up to the requested steps.
         """
         if not self._whole:
             return self._steps
@@ -291,9 +301,10 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a warning about throttling, and whether it is worth showing. Its value is the larger
-    of the throttled time that devices report and the gap between the mean and the median block. The
-    warning names the device if devices reported it.
+    """Return a warning about throttling, and whether it is worth showing.
+
+    Its value is the larger of the throttled time that devices report and the gap between the mean
+    and the median block. The warning names the device if devices reported it.
     """
     spent = sum(block.wall_seconds for block in clean)
     slowed = sum(block.slowed * block.wall_seconds for block in clean) / spent
@@ -351,8 +362,9 @@ def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
 
 
 def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
-    """Return each device's compute time (own work) per step, over all blocks; None if it is unknown
-    in any block.
+    """Return each device's compute time (own work) per step, over all blocks.
+
+    Return None if it is unknown in any block.
     """
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)
@@ -363,8 +375,9 @@ def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 
 
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
-    """Return the parts of each rank's mean step over all blocks, in seconds; empty if any
-    block has no parts.
+    """Return the parts of each rank's mean step over all blocks, in seconds.
+
+    The result is empty if any block has no parts.
     """
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
@@ -374,9 +387,10 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 
 
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
-    """Return the parts of one rank's mean step: the sums over its blocks, divided by
-    `steps`. A part that is unknown in any block is None. `taken_by` comes from the block
-    that waited longest for cores.
+    """Return the parts of one rank's mean step: the sums over its blocks, divided by `steps`.
+
+    A part that is unknown in any block is None. `taken_by` comes from the block that waited
+    longest for cores.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:

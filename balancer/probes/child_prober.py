@@ -60,8 +60,9 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 
 
 class ChildProber:
-    """Measures probes with real child processes. The output of failing children is appended to
-    `error_file`, if there is one.
+    """Measures probes with real child processes.
+
+    The output of failing children is appended to `error_file`, if there is one.
 
     A probe that fails yields an observation about the failure, never an exception.
     """
@@ -225,9 +226,10 @@ class ChildProber:
         return seen
 
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
-        """Keep children that recovered from running out of memory, and return True. Returns False
-        for any other failure, and for a group of which a rank is silent, because it may be
-        waiting in an all-reduce.
+        """Keep children that recovered from running out of memory, and return True.
+
+        Returns False for any other failure, and for a group of which a rank is silent, because it
+        may be waiting in an all-reduce.
         """
         if not error.recovered:
             return False
@@ -293,8 +295,9 @@ class ChildProber:
             self._idle[key] = group
 
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
-        """Return the bytes of each device's memory that other processes hold, by position. Empty if
-        no such bytes were found and some device doesn't report them.
+        """Return the bytes of each device's memory that other processes hold, by position.
+
+        The result is empty if no such bytes were found and some device doesn't report them.
 
         `clean`: no child of this layout is running.
         """
@@ -311,6 +314,7 @@ class ChildProber:
 
     def _warm_up_share(self, probe: Probe, group: ChildGroup) -> int:
         """Return the share for a warm-up step before the probe's own share; 0 for no such step.
+
         TensorFlow traces the first size separately and the second for all sizes, so new children
         step on another size first.
         """
@@ -357,8 +361,9 @@ class ChildProber:
         return group
 
     def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> float:
-        """Return the bytes per second of an all-reduce between the group's ranks. Raises
-        GroupError, with a remedy, if the all-reduce hangs or its sums are wrong.
+        """Return the bytes per second of an all-reduce between the group's ranks.
+
+        Raises GroupError, with a remedy, if the all-reduce hangs or its sums are wrong.
         """
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
@@ -436,8 +441,10 @@ class ChildProber:
         return Failed(probe, failure.cause, detail, devices, elapsed_seconds, failure.user_code)
 
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
-        """Return the devices on which a rank has failed; empty if its process drives several
-        devices and the error doesn't name one of them.
+        """Return the devices on which a rank has failed.
+
+        The result is empty if its process drives several devices and the error doesn't name
+        one of them.
         """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
@@ -446,8 +453,9 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report in which phase a probe was stopped before it measured. If its stack contains a
-        line of the user's code, the stack is saved in the run's error file.
+        """Report in which phase a probe was stopped before it measured.
+
+        If its stack contains a line of the user's code, the stack is saved in the run's error file.
         """
         labels = ", ".join(self._devices[i].label for i in probe.layout.active)
         saved = stack.where and self._save_output(
@@ -479,15 +487,18 @@ class ChildProber:
 
 
 def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
-    """True for PyTorch ranks on GPUs. Their link is checked first, because NCCL hangs if the driver
-    reports a path between GPUs that the board doesn't have.
+    """True for PyTorch ranks on GPUs.
+
+    Their link is checked first, because NCCL hangs if the driver reports a path between GPUs that
+    the board doesn't have.
     """
     return framework == "torch" and not any(device.on_cpu for device in devices)
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts, updated with what one more child reported. `engine` synchronizes the ranks
-    of that child's split; empty if its layout isn't a split.
+    """Return the facts, updated with what one more child reported.
+
+    `engine` synchronizes the ranks of that child's split; empty if its layout isn't a split.
 
     The workload's digest stays that of the first child: the model's own digest if the child reports
     one, which a training script compares with its model's.
@@ -519,11 +530,12 @@ def make_prober(
     error_file: Path | None = None,
     end_seconds: float = math.inf,
 ) -> Prober:
-    """Return a prober whose clock starts at `start_seconds`. Tracebacks of
-    children go to `error_file`.
+    """Return a prober whose clock starts at `start_seconds`.
 
-    Simulated probes stop at `end_seconds` on the simulated clock; real probes are
-    stopped by the session.
+    Tracebacks of children go to `error_file`.
+
+    Simulated probes stop at `end_seconds` on the simulated clock; real probes are stopped
+    by the session.
     """
     if job.machine is not None:
         return SimulatedProber(

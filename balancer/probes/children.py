@@ -74,13 +74,15 @@ class RunningChild(ABC):
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
-        """Return the child's current stack. None before the child has reported that it is ready, or
-        if it doesn't answer.
+        """Return the child's current stack.
+
+        Return None before the child has reported that it is ready, or if it doesn't answer.
         """
 
     def find_loss(self) -> str:
-        """Return the reason why the child's host doesn't answer; empty if the host answers, as this
-        machine always does.
+        """Return the reason why the child's host doesn't answer.
+
+        The result is empty if the host answers, as this machine always does.
         """
         return ""
 
@@ -90,8 +92,10 @@ class RunningChild(ABC):
 
 
 class Child(RunningChild):
-    """A worker process that `server` forks. Its messages are put into `inbox` together with its
-    rank. Killing it also kills its process group.
+    """A worker process that `server` forks.
+
+    Its messages are put into `inbox` together with its rank. Killing it also kills
+    its process group.
     """
 
     def __init__(
@@ -132,8 +136,9 @@ class Child(RunningChild):
         return thread
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has exited, as its fork server reports. `peak_bytes`
-        is its peak memory.
+        """Record that the child has exited, as its fork server reports.
+
+        `peak_bytes` is its peak memory.
         """
         self.alive = False
         self._exit = Exited(code, peak_bytes / self._cap_bytes if self._cap_bytes else 0.0)
@@ -154,8 +159,9 @@ class Child(RunningChild):
         return written.decode(errors="replace")
 
     def find_stack(self) -> Stack | None:
-        """Return the child's current stack. None before the child has reported that it is ready, or
-        if it doesn't answer.
+        """Return the child's current stack.
+
+        Return None before the child has reported that it is ready, or if it doesn't answer.
         """
         self._server.send_signal(self._key if self.pid else None, STACK_SIGNAL)
         deadline = time.monotonic() + STACK_SECONDS
@@ -210,8 +216,9 @@ def _read(stream: BinaryIO) -> bytes:
 
 
 def _kernel_kills() -> int:
-    """Return the number of processes that the kernel has killed for memory since boot; 0 if it
-    is not reported.
+    """Return the number of processes that the kernel has killed for memory since boot.
+
+    Return 0 if it is not reported.
     """
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
@@ -245,12 +252,14 @@ class ChildGroup:
         return self.receive(expected, seconds, stop)
 
     def receive(self, expected: type[Reply], seconds: float, stop: threading.Event) -> list[Reply]:
-        """Return one reply of the expected type from every rank, in rank order. Raises GroupError
-        if a rank fails or doesn't reply within `seconds`, and StoppedError if `stop` is set.
+        """Return one reply of the expected type from every rank, in rank order.
 
-        Once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS` if
-        it goes on. A rank that is silent until then doesn't count as failed, unless its host was
-        lost.
+        Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
+        `stop` is set.
+
+        Once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS`
+        if it goes on. A rank that is silent until then doesn't count as failed, unless its
+        host was lost.
         """
         replies, failures = self._collect(expected, seconds, stop)
         silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
@@ -287,8 +296,10 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError. It has the stack of the first late rank if the children were still
-        starting, building or preparing, because that rank may be running the user's code.
+        """Raise StoppedError.
+
+        It has the stack of the first late rank if the children were still starting, building or
+        preparing, because that rank may be running the user's code.
         """
         late = [child for child in self.children if child.rank not in replies]
         in_users_code = expected in (Ready, Built, Prepared)
@@ -306,11 +317,13 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory. Returns the bytes that the group still holds, by
-        device position, without positions where that is unknown.
+        """Make every rank release unused memory.
 
-        Raises GroupError if a rank doesn't reply within `seconds`, and
-        StoppedError as `receive` does.
+        Returns the bytes that the group still holds, by device position, without positions where
+        that is unknown.
+
+        Raises GroupError if a rank doesn't reply within `seconds`, and StoppedError
+        as `receive` does.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -74,8 +74,9 @@ _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
 
 class StoppedError(Exception):
-    """The session stops, so running probes have no observation. `stack` is that of a child that had
-    not begun to measure; None if unknown.
+    """The session stops, so running probes have no observation.
+
+    `stack` is that of a child that had not begun to measure; None if unknown.
     """
 
     def __init__(self, stack: Stack | None = None) -> None:
@@ -103,8 +104,10 @@ class RankFailure(msgspec.Struct, frozen=True):
 
 
 class GroupError(Exception):
-    """One or more ranks of the group have failed. The group's children are not reused, unless all
-    that failed have recovered from running out of memory and the others have replied.
+    """One or more ranks of the group have failed.
+
+    The group's children are not reused, unless all that failed have recovered from running out of
+    memory and the others have replied.
 
     `silent` are the ranks that have neither replied nor failed.
     """
@@ -122,8 +125,9 @@ class GroupError(Exception):
 
     @property
     def root(self) -> RankFailure:
-        """The failure that is most likely the root cause. Out of memory ranks before other
-        failures, and ranks that only lost a peer rank last.
+        """The failure that is most likely the root cause.
+
+        Out of memory ranks before other failures, and ranks that only lost a peer rank last.
         """
         return min(
             self.failures,
@@ -204,8 +208,9 @@ def describe_exit(code: int) -> tuple[Cause, str]:
 
 
 def find_gpu_number(text: str) -> int | None:
-    """Return the number of the GPU that an error names, as the framework numbers them; None if it
-    names no GPU or several.
+    """Return the number of the GPU that an error names, as the framework numbers them.
+
+    Return None if it names no GPU or several.
     """
     found = {int(number) for number in _GPU.findall(text)}
     return found.pop() if len(found) == 1 else None
@@ -228,7 +233,8 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Cut the text to `longest` characters, after the last whole word that fits. A longer first
-    word is truncated.
+    """Cut the text to `longest` characters, after the last whole word that fits.
+
+    A longer first word is truncated.
     """
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

@@ -1,5 +1,6 @@
-"""The process that children are forked from. It imports the framework once, so that each child
-starts without a delay for imports.
+"""The process that children are forked from.
+
+It imports the framework once, so that each child starts without a delay for imports.
 
 `ForkServer` runs in that process: it reads requests from a socket, one per datagram, and answers
 them; it never imports the user's own code. It exits when the other end of its socket closes, and
@@ -40,8 +41,9 @@ LOG_BYTES = 64 << 10  # how much of the end of a server's output is kept
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
-    """Fork a child with these environment variables, on these cores. The descriptors of its three
-    standard streams come with the message.
+    """Fork a child with these environment variables, on these cores.
+
+    The descriptors of its three standard streams come with the message.
     """
 
     key: int  # identifies the child on both sides
@@ -170,8 +172,10 @@ class ForkServer:
 
 
 def import_first(names: Sequence[str]) -> None:
-    """Import each "module" or "module:attribute". If an import fails or starts a device's driver,
-    restart the program without imports, because a process that runs a driver can't be forked.
+    """Import each "module" or "module:attribute".
+
+    If an import fails or starts a device's driver, restart the program without imports, because a
+    process that runs a driver can't be forked.
     """
     try:
         for name in names:
@@ -215,8 +219,10 @@ class ForkedChild(Protocol):
 
 
 class ServerProcess:
-    """A running fork server. Raises OSError if it can't be started. The kernel kills it when the
-    thread that created it exits.
+    """A running fork server.
+
+    Raises OSError if it can't be started. The kernel kills it when the thread that
+    created it exits.
     """
 
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
@@ -269,8 +275,9 @@ class ServerProcess:
         return key
 
     def send_signal(self, key: int | None, number: int, group: bool = False) -> None:
-        """Send a signal to the child with this key, and with `group` to its process group. If `key`
-        is None, send it to the server itself.
+        """Send a signal to the child with this key, and with `group` to its process group.
+
+        If `key` is None, send it to the server itself.
         """
         if key is None:
             self._process.send_signal(number)
@@ -289,6 +296,7 @@ class ServerProcess:
 
     def close(self) -> None:
         """Kill the server; the kernel then kills the children that are still running.
+
         Safe to call twice.
         """
         self._process.kill()

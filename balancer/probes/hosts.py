@@ -70,14 +70,16 @@ class LocalHost:
     def wait_for_drivers(
         self, positions: Collection[int], stop: threading.Event | None = None
     ) -> None:
-        """Wait for each driver's answer. Raises GroupError, which names a device that is gone
-        or doesn't answer.
+        """Wait for each driver's answer.
+
+        Raises GroupError, which names a device that is gone or doesn't answer.
         """
         self.monitor.wait_for_drivers(positions, stop or threading.Event())
 
     def make_environment(self, devices: Sequence[Device]) -> ChildEnvironment:
-        """Return the environment of a child on these devices. Raises DeviceError if they
-        can't be used.
+        """Return the environment of a child on these devices.
+
+        Raises DeviceError if they can't be used.
         """
         environment = child_environment(devices, self._framework)
         return msgspec.structs.replace(
@@ -87,8 +89,10 @@ class LocalHost:
     def start_child(
         self, rank: int, inbox: Inbox, environment: ChildEnvironment, cap_bytes: int | None
     ) -> Child:
-        """Start a new child. Raises OSError or RuntimeError if it can't be started. Also closes the
-        pipes of children that have exited.
+        """Start a new child.
+
+        Raises OSError or RuntimeError if it can't be started. Also closes the pipes of children
+        that have exited.
         """
 
         def start() -> Child:
@@ -126,6 +130,7 @@ class LocalHost:
 
     def measure_short(self, positions: Iterable[int], clean: Collection[int]) -> dict[int, int]:
         """Return the bytes that each device lacks because other processes hold them, by position.
+
         No child runs on the `clean` positions.
         """
         own = {child.pid for child in self._running if child.alive}
@@ -149,6 +154,7 @@ class LocalHost:
 
 class HostService(LocalHost):
     """The local host in evener's actor on another machine, where each call runs in its own thread.
+
     Integer keys identify its children.
     """
 
@@ -172,16 +178,18 @@ class HostService(LocalHost):
         self._children[key] = self.start_child(key, self._inbox, environment, cap_bytes)
 
     def send(self, key: int, command: Command) -> None:
-        """Send a command to a child. A `Build` command gets the path of the script's
-        copy on this host.
+        """Send a command to a child.
+
+        A `Build` command gets the path of the script's copy on this host.
         """
         if isinstance(command, Build):
             command = msgspec.structs.replace(command, workload=self._workload)
         self._children[key].send(command)
 
     def receive(self) -> list[tuple[int, Message]]:
-        """Return the messages that children have sent, with the children's keys. Waits up to
-        `RECEIVE_SECONDS` for the first message.
+        """Return the messages that children have sent, with the children's keys.
+
+        Waits up to `RECEIVE_SECONDS` for the first message.
         """
         messages: list[tuple[int, Message]] = []
         with suppress(queue.Empty):
@@ -293,8 +301,9 @@ class RemoteHost:
         return self.service.ask(method, *arguments, **how)
 
     def _recover(self, generation: int) -> bool:
-        """Restart the host in a new actor, and report the old actor's children as killed. Returns
-        False if the host can't be restarted or this session has closed it.
+        """Restart the host in a new actor, and report the old actor's children as killed.
+
+        Returns False if the host can't be restarted or this session has closed it.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
@@ -323,8 +332,9 @@ class RemoteHost:
                 self.ask("end", key)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until the drivers of the host's GPUs answer. Raises StoppedError if
-        `stop` is set meanwhile.
+        """Wait until the drivers of the host's GPUs answer.
+
+        Raises StoppedError if `stop` is set meanwhile.
         """
         self.ask("wait_for_drivers", tuple(positions), stop=stop)
         if stop.is_set():
@@ -402,15 +412,17 @@ class Hosts:
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for each driver's answer. Raises GroupError, which names a device that is gone
-        or doesn't answer.
+        """Wait for each driver's answer.
+
+        Raises GroupError, which names a device that is gone or doesn't answer.
         """
         for host in self._with_drivers(positions):
             host.wait_for_drivers(positions, stop)
 
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
-        """Return the drivers' current readings, by position. Raises GroupError if a device is gone,
-        or its driver has been silent for long.
+        """Return the drivers' current readings, by position.
+
+        Raises GroupError if a device is gone, or its driver has been silent for long.
         """
         found: dict[int, Vitals] = {}
         for host in self._with_drivers(positions):
@@ -419,6 +431,7 @@ class Hosts:
 
     def measure_short(self, positions: Collection[int], clean: Collection[int]) -> dict[int, int]:
         """Return the bytes that each device lacks because other processes hold them, by position.
+
         No child runs on the `clean` positions.
         """
         found: dict[int, int] = {}
@@ -453,8 +466,9 @@ class Hosts:
             yield self._by_name[name]
 
     def _with_drivers(self, positions: Collection[int]) -> Iterator[LocalHost | RemoteHost]:
-        """Yield the hosts of the GPUs among these positions. CPU slices are left out, so that a
-        host isn't asked about its CPU.
+        """Yield the hosts of the GPUs among these positions.
+
+        CPU slices are left out, so that a host isn't asked about its CPU.
         """
         return self._among(
             [position for position in positions if not self._devices[position].on_cpu]

@@ -56,8 +56,9 @@ class Neighbours(NamedTuple):
 
 
 class InterferenceMonitor:
-    """Watches the session's devices on this host. The watch of a device starts when a
-    probe first needs it.
+    """Watches the session's devices on this host.
+
+    The watch of a device starts when a probe first needs it.
     """
 
     def __init__(
@@ -70,8 +71,10 @@ class InterferenceMonitor:
         self._short: dict[int, int] = {}  # position -> bytes others hold, as last reported
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait until each device's driver answers. Raises GroupError, which names a device that is
-        gone or doesn't answer, and StoppedError if `stop` is set.
+        """Wait until each device's driver answers.
+
+        Raises GroupError, which names a device that is gone or doesn't answer, and StoppedError if
+        `stop` is set.
         """
         self._read(positions, READ_SECONDS)
         watches = list(self._find_watches(positions).values())
@@ -88,8 +91,9 @@ class InterferenceMonitor:
         self._raise_if_gone(positions)
 
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
-        """Return the drivers' current vitals. Raises GroupError if a device is gone, or its driver
-        has been silent for long.
+        """Return the drivers' current vitals.
+
+        Raises GroupError if a device is gone, or its driver has been silent for long.
         """
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
@@ -99,6 +103,7 @@ class InterferenceMonitor:
         self, positions: Iterable[int], own: Collection[int], clean: Collection[int]
     ) -> dict[int, int]:
         """Return the bytes that each device lacks because other processes hold them, by position.
+
         Positions where that is unknown are left out.
 
         `own` are the pids of the session's children, `clean` the positions where no child runs. If
@@ -203,8 +208,10 @@ class InterferenceMonitor:
                 )
 
     def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int | None:
-        """Return the missing bytes; None if unknown. An increase over the last report must persist
-        through several readings, because the process that holds them may be exiting.
+        """Return the missing bytes; None if unknown.
+
+        An increase over the last report must persist through several readings, because the process
+        that holds them may be exiting.
         """
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
@@ -266,8 +273,9 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Return the block with what the drivers report about its time. Raises GroupError if a
-        device was lost meanwhile.
+        """Return the block with what the drivers report about its time.
+
+        Raises GroupError if a device was lost meanwhile.
         """
         before = self._before
         self._before = self._monitor.read(self._positions)
@@ -330,8 +338,9 @@ def _add_lost(
 
 
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
-    """Return the drivers' readings of devices that a probe doesn't use. Empty if a device is gone,
-    because the probe doesn't need these devices.
+    """Return the drivers' readings of devices that a probe doesn't use.
+
+    The result is empty if a device is gone, because the probe doesn't need these devices.
     """
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
@@ -351,8 +360,9 @@ def _unclear_bytes(memory_bytes: int) -> float:
 
 
 def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | None:
-    """Return the bytes that other processes hold; None if the session's own bytes
-    can't be separated.
+    """Return the bytes that other processes hold.
+
+    Return None if the session's own bytes can't be separated.
     """
     if vitals.used_bytes is None:
         return None

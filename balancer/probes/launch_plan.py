@@ -36,8 +36,9 @@ MOST_HELD = 256  # sockets
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
-    """Return the engine that synchronizes a split over these devices; empty for a layout
-    that isn't a split.
+    """Return the engine that synchronizes a split over these devices.
+
+    The result is empty for a layout that isn't a split.
     """
     if not key.traits.together:
         return ""
@@ -77,8 +78,10 @@ def map_ranks(
     environments: Sequence[ChildEnvironment],
     busy_cores: Mapping[int, float],
 ) -> RankMap:
-    """Return the positions of a group's ranks. `busy_cores` has the cores that a step keeps busy,
-    by position; for positions that no solo probe has measured, all threads count as busy.
+    """Return the positions of a group's ranks.
+
+    `busy_cores` has the cores that a step keeps busy, by position; for positions that no solo probe
+    has measured, all threads count as busy.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -99,8 +102,10 @@ def build_commands(
     ranks: RankMap,
     peers: tuple[str, ...] = (),
 ) -> list[Build]:
-    """Return the build command of each child. The ranks of a group meet at `peers`, which has one
-    address (or file) per rank; without `peers`, the children don't form a group.
+    """Return the build command of each child.
+
+    The ranks of a group meet at `peers`, which has one address (or file) per rank; without `peers`,
+    the children don't form a group.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -140,8 +145,9 @@ def build_commands(
 
 
 def find_workers(knobs: Sequence[str]) -> int | None:
-    """Return the number of loader worker processes that a knob such as `workers4` sets; None if
-    no knob does.
+    """Return the number of loader worker processes that a knob such as `workers4` sets.
+
+    Return None if no knob does.
     """
     numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
     return int(numbers[0]) if numbers else None
@@ -152,8 +158,10 @@ _held: deque[int] = deque()
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
-    """Return free ports on an address of this machine, for servers that set SO_REUSEADDR. The ports
-    stay bound, so that the system gives them to no other program before the servers start.
+    """Return free ports on an address of this machine, for servers that set SO_REUSEADDR.
+
+    The ports stay bound, so that the system gives them to no other program before
+    the servers start.
     """
     ports = []
     for _ in range(count):
@@ -187,8 +195,9 @@ def _compute_share(device: Device) -> float:
 
 
 def _framework_limit(framework: str, device: Device) -> int | None:
-    """Return the memory cap in bytes that the workload must set itself; None if there is none. For
-    CPU slices, the caps of TensorFlow and PyTorch are set from outside.
+    """Return the memory cap in bytes that the workload must set itself; None if there is none.
+
+    For CPU slices, the caps of TensorFlow and PyTorch are set from outside.
     """
     own_memory = find_backend(device.kind).own_memory
     return device.limit.memory_bytes if own_memory or framework == "none" else None
@@ -220,8 +229,9 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 
 
 class MemoryBudget:
-    """The memory that processes were seen to hold, by position and rows per pass. Decides which
-    idle children must be killed to make room.
+    """The memory that processes were seen to hold, by position and rows per pass.
+
+    Decides which idle children must be killed to make room.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
@@ -248,8 +258,9 @@ class MemoryBudget:
         self._short[position] = short_bytes
 
     def groups_to_end(self, probes: Sequence[Probe], idle: HeldBytes) -> list[Layout]:
-        """Return the idle groups to kill before these probes start. Groups that will run
-        the probes are kept.
+        """Return the idle groups to kill before these probes start.
+
+        Groups that will run the probes are kept.
         """
         wanted = {probe.layout.children for probe in probes}
         others = [key for key in idle if key not in wanted]

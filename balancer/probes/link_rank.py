@@ -44,8 +44,9 @@ class Joined(msgspec.Struct, frozen=True, tag=True):
 
 
 class Summed(msgspec.Struct, frozen=True, tag=True):
-    """The measured all-reduce. The fields are those of `evener.torch.sums.link.LinkSums`; `wrong`
-    describes an incorrect sum.
+    """The measured all-reduce.
+
+    The fields are those of `evener.torch.sums.link.LinkSums`; `wrong` describes an incorrect sum.
     """
 
     latency_seconds: float
@@ -65,8 +66,9 @@ _decoder: msgspec.json.Decoder[LinkCommand] = msgspec.json.Decoder(LinkCommand)
 
 
 def main() -> None:
-    """Answer commands until standard input ends. The kernel kills this process
-    if its parent exits.
+    """Answer commands until standard input ends.
+
+    The kernel kills this process if its parent exits.
     """
     die_with_parent()
     replies = os.fdopen(os.dup(1), "wb", buffering=0)

@@ -49,8 +49,9 @@ STORED = {"transport": "way", "remedy": "cure", "ranks_met": "met"}
 
 
 class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
-    """One measurement of an all-reduce between devices over one transport. Rate and latency are 0
-    if the all-reduce failed.
+    """One measurement of an all-reduce between devices over one transport.
+
+    Rate and latency are 0 if the all-reduce failed.
     """
 
     devices: tuple[str, ...]  # labels
@@ -132,8 +133,9 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 
 
 def name_path(devices: Sequence[Device]) -> str:
-    """Return the name of the slowest path between two of these devices; empty if a path is unknown,
-    as between hosts.
+    """Return the name of the slowest path between two of these devices.
+
+    The result is empty if a path is unknown, as between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -154,8 +156,9 @@ def _measure_by(
     transport: Transport,
     program: Sequence[str],
 ) -> Iterator[LinkMeasurement]:
-    """Measure each set of devices over one transport, in the same processes. After a failure, each
-    remaining set gets new processes.
+    """Measure each set of devices over one transport, in the same processes.
+
+    After a failure, each remaining set gets new processes.
     """
     group: LinkGroup | None = None
     everyone = tuple(range(len(devices)))
@@ -212,8 +215,9 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 
 
 class LinkGroup:
-    """One process on each device, joined in one group. Raises LinkError if they can't join; call
-    `close` in any case.
+    """One process on each device, joined in one group.
+
+    Raises LinkError if they can't join; call `close` in any case.
     """
 
     def __init__(
@@ -345,8 +349,9 @@ class _RankProcess:
             self._process.stdin.flush()
 
     def receive(self) -> LinkReply | None:
-        """Return the reply that has begun to arrive. None if the process has exited or
-        has written something else.
+        """Return the reply that has begun to arrive.
+
+        Return None if the process has exited or has written something else.
         """
         while b"\n" not in self._buffer and len(self._buffer) < LONGEST_LINE:
             piece = os.read(self.replies, LONGEST_LINE)

@@ -113,11 +113,12 @@ class ProgressReporter:
 
 
 class Measurement:
-    """Measures one probe on one group of children. Raises GroupError if a child fails, and
-    StoppedError if the session stops.
+    """Measures one probe on one group of children.
 
-    With `closer`, the step is also measured without input, and on GPUs without
-    waiting for the host.
+    Raises GroupError if a child fails, and StoppedError if the session stops.
+
+    With `closer`, the step is also measured without input, and on GPUs without waiting
+    for the host.
     """
 
     def __init__(
@@ -157,8 +158,10 @@ class Measurement:
         warm_up_share: int,
         short_bytes: tuple[int, ...],
     ) -> Timed:
-        """Time the probe. If `warm_up_share` isn't 0, another step runs first, with half of each
-        share but at most `warm_up_share` rows.
+        """Time the probe.
+
+        If `warm_up_share` isn't 0, another step runs first, with half of each share but at
+        most `warm_up_share` rows.
 
         `started` is when the probe began, by the monotonic clock; `short_bytes` has the memory that
         other processes held then, by position.
@@ -314,8 +317,10 @@ class Measurement:
         return (MeasurementDoubt("not_finite", float(step), self._ranks.positions[rank]),)
 
     def _run_command(self, steps: int, step_seconds: float) -> RunSteps:
-        """Return the command to run `steps` steps. The trainings of a pack run for the same time
-        instead, so that none of them idles while others finish.
+        """Return the command to run `steps` steps.
+
+        The trainings of a pack run for the same time instead, so that none of them idles
+        while others finish.
         """
         if self._probe.layout.processes == 1:
             return RunSteps(steps)
@@ -412,8 +417,10 @@ class Measurement:
         )
 
     def _make_pack_block(self, ran: Sequence[Ran]) -> Block:
-        """Return a pack's block. Its time per step is the time of the longest-running training,
-        divided by the mean number of steps per training.
+        """Return a pack's block.
+
+        Its time per step is the time of the longest-running training, divided by the mean number of
+        steps per training.
 
         The longest time is used because a training steps faster while another one has not begun yet
         or has already finished.

@@ -48,8 +48,9 @@ class Build(msgspec.Struct, frozen=True, tag=True):
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
-    """Make batches for these shares and run the first step. `micro` has the rows per pass for each
-    share; if empty, each share is one pass.
+    """Make batches for these shares and run the first step.
+
+    `micro` has the rows per pass for each share; if empty, each share is one pass.
 
     With `costs`, rows are distributed by length, in passes of at most `tokens` padded tokens; with
     `length`, all rows are padded to that length.
@@ -157,8 +158,9 @@ class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
 
 
 class ChildError(msgspec.Struct, frozen=True, tag=True):
-    """A command raised an exception. `types` are its class and that class's bases, the
-    most derived first.
+    """A command raised an exception.
+
+    `types` are its class and that class's bases, the most derived first.
     """
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
@@ -216,8 +218,9 @@ Message = Reply | Exited | InvalidReply | HostLost
 
 
 def parse_reply(text: bytes) -> Reply | InvalidReply:
-    """Parse the reply in a line. Returns InvalidReply with the beginning of the line if
-    it isn't valid.
+    """Parse the reply in a line.
+
+    Returns InvalidReply with the beginning of the line if it isn't valid.
     """
     try:
         return reply_decoder.decode(text)
@@ -226,8 +229,10 @@ def parse_reply(text: bytes) -> Reply | InvalidReply:
 
 
 class Stack(msgspec.Struct, frozen=True):
-    """The stack of a child's main thread. `step`: importing packages, loading (running the user's
-    file), building (calling the user's function), or preparing (anything else).
+    """The stack of a child's main thread.
+
+    `step`: importing packages, loading (running the user's file), building (calling the user's
+    function), or preparing (anything else).
     """
 
     step: Step
@@ -236,8 +241,9 @@ class Stack(msgspec.Struct, frozen=True):
 
 
 def read_stack(output: str) -> Stack | None:
-    """Return the newest complete stack of a child's main thread in its output; None if there
-    is none yet.
+    """Return the newest complete stack of a child's main thread in its output.
+
+    Return None if there is none yet.
     """
     for text in reversed(_THREAD.split(output)[1:]):
         frames = _FRAME.findall(text)  # the innermost first

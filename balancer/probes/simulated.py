@@ -34,8 +34,10 @@ LATER = (
 
 
 class SimulatedProber:
-    """Measures probes on a simulated machine. `pace` is the real time per simulated time: 1 takes
-    real time, 0 none. Its clock starts at `start_seconds`.
+    """Measures probes on a simulated machine.
+
+    `pace` is the real time per simulated time: 1 takes real time, 0 none. Its clock
+    starts at `start_seconds`.
 
     Probes that are still running at `end_seconds` are stopped without an observation.
     """
@@ -87,8 +89,9 @@ class SimulatedProber:
         return self._clock
 
     def facts(self) -> Facts:
-        """Return the facts of the simulated model. The workload's digest is a
-        digest of the machine.
+        """Return the facts of the simulated model.
+
+        The workload's digest is a digest of the machine.
         """
         machine = msgspec.structs.asdict(self._machine)
         shards = self._machine.shards
@@ -107,8 +110,9 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock to `virtual`, in real time if paced. Returns False if it was stopped
-        while waiting, or if `virtual` is later than `end_seconds`.
+        """Advance the clock to `virtual`, in real time if paced.
+
+        Returns False if it was stopped while waiting, or if `virtual` is later than `end_seconds`.
         """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -263,8 +267,9 @@ class _SimulatedProbe:
         )
 
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
-        """Return the power of each device in watts. None if another probe uses the device, or if
-        its power isn't specified.
+        """Return the power of each device in watts.
+
+        Return None if another probe uses the device, or if its power isn't specified.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -280,8 +285,9 @@ class _SimulatedProbe:
     def _hold_back(
         self, step: float, parts: tuple[float | None, ...], elapsed: float
     ) -> tuple[float, tuple[float | None, ...]]:
-        """Return the step and each device's part of it while devices are throttled. Each throttled
-        device's part is longer, and the other devices wait for it.
+        """Return the step and each device's part of it while devices are throttled.
+
+        Each throttled device's part is longer, and the other devices wait for it.
         """
         at = self._start + elapsed
         speeds = [1 - self._machine.slowed(i, at) for i in range(len(parts))]

@@ -63,6 +63,7 @@ def main() -> None:
 
 def run_child(parent: int) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
+
     Exits if the process `parent` has already exited, and is killed when it exits.
     """
     _end_with_parent(parent)
@@ -146,8 +147,9 @@ class Worker:
         return protocol.ChildError(types, text[: protocol.LONGEST_TEXT], where, trace)
 
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
-        """Release the memory of a failed step if it ran out of memory. Returns the reply; its
-        `recovered` is True if this child can continue.
+        """Release the memory of a failed step if it ran out of memory.
+
+        Returns the reply; its `recovered` is True if this child can continue.
         """
         if self._workload is None or not error_is_memory(reply.types, reply.text):
             return reply
@@ -253,8 +255,9 @@ class Worker:
     def _account(
         self, steps: int, workload: Workload, build: protocol.Build, timed: bool = True
     ) -> None:
-        """Check the loss and report the steps to the monitor. Called after the
-        steps, outside their timing.
+        """Check the loss and report the steps to the monitor.
+
+        Called after the steps, outside their timing.
         """
         self._steps += steps
         if not self._not_finite_step and not workload.loss_is_finite():
@@ -340,8 +343,9 @@ def _exit_now() -> None:
 
 
 def _private_streams() -> tuple[BinaryIO, BinaryIO]:
-    """Return copies of standard input and output for the protocol alone. Afterwards descriptor 0 is
-    empty, and writes to descriptor 1 go to standard error.
+    """Return copies of standard input and output for the protocol alone.
+
+    Afterwards descriptor 0 is empty, and writes to descriptor 1 go to standard error.
     """
     commands, replies = os.dup(0), os.dup(1)
     empty = os.open(os.devnull, os.O_RDONLY)
@@ -363,8 +367,9 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for this time, to imitate a slower core. Returns the seconds
-    that it actually took.
+    """Keep the core busy for this time, to imitate a slower core.
+
+    Returns the seconds that it actually took.
     """
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:

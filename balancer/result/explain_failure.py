@@ -128,8 +128,9 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 
 
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
-    """Return the error for a run that was stopped, or whose search or budget ended. `ran`:
-    something was measured.
+    """Return the error for a run that was stopped, or whose search or budget ended.
+
+    `ran`: something was measured.
     """
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"

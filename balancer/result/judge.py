@@ -243,8 +243,9 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return the compute time of each active device, for each measurement. None if any of these
-    times is unknown.
+    """Return the compute time of each active device, for each measurement.
+
+    Return None if any of these times is unknown.
     """
     own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.active] for one in seen]
     missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.active)
@@ -310,11 +311,13 @@ def _name_rivals(
 def _choose_single(
     chosen: Result, rivals: Sequence[ComparedLayout], alone: Sequence[ComparedLayout]
 ) -> ComparedLayout | None:
-    """Return the single device to compare the plan with. It is the device that was raced, unless
-    another device had more samples/s at the same batch and no more than the plan.
+    """Return the single device to compare the plan with.
 
-    A device with more samples/s than the plan doesn't count, because it was measured while
-    the machine was faster.
+    It is the device that was raced, unless another device had more samples/s at the same batch and
+    no more than the plan.
+
+    A device with more samples/s than the plan doesn't count, because it was measured while the
+    machine was faster.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
@@ -352,8 +355,9 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Convert a rival to the verdict's form. `alone` are the single devices with
-    their earlier samples/s.
+    """Convert a rival to the verdict's form.
+
+    `alone` are the single devices with their earlier samples/s.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
@@ -437,8 +441,10 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 
 
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
-    """Return why several devices reach much less than the sum of each device alone. None if they
-    don't, if a device wasn't measured alone, or if the training waits for rows or cores.
+    """Return why several devices reach much less than the sum of each device alone.
+
+    Return None if they don't, if a device wasn't measured alone, or if the training waits for
+    rows or cores.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -590,8 +596,10 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
 
 
 def _name_missing(one: Candidate, devices: int) -> str:
-    """Return the name of a layout that wasn't measured. The name of an even split includes its
-    devices, as the plan may be an even split over fewer devices.
+    """Return the name of a layout that wasn't measured.
+
+    The name of an even split includes its devices, as the plan may be an even split
+    over fewer devices.
     """
     if one.family.equal_shares and len(one.layout.active) == devices:
         over = "both" if devices == 2 else f"all {devices}"

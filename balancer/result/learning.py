@@ -19,8 +19,9 @@ Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return what a plan's batch means for learning, with a learning rate for it. None if neither
-    the noise scale nor the script's own batch is known.
+    """Return what a plan's batch means for learning, with a learning rate for it.
+
+    Return None if neither the noise scale nor the script's own batch is known.
     """
     layout = report.chosen.layout
     scale = request.noise_scale

@@ -50,16 +50,18 @@ def find_doubts(
 
 
 def _weight(doubt: MeasurementDoubt) -> float:
-    """Return how serious a doubt is. A loss that stops being finite is worse the earlier that
-    happens.
+    """Return how serious a doubt is.
+
+    A loss that stops being finite is worse the earlier that happens.
     """
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
 
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
-    """Yield the layout's own doubts, and losses of any layout that weren't finite. For several
-    devices, also a rival's disturbance by other work in the race, if most of the rival's
-    blocks were disturbed.
+    """Yield the layout's own doubts, and losses of any layout that weren't finite.
+
+    For several devices, also a rival's disturbance by other work in the race, if most of the
+    rival's blocks were disturbed.
 
     Processes that wait for each other can't tell other work from waiting.
     """
@@ -242,6 +244,7 @@ def _why_left_out(
 
 def find_few_steps(chosen: Layout, rows: int) -> FewSteps | None:
     """Return a warning if an epoch has fewer than 100 steps, as the model then learns little.
+
     `rows` is the size of the training data; 0 if unknown.
     """
     batch = chosen.global_batch

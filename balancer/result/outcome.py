@@ -188,8 +188,9 @@ def _write_layout(
     report: SearchReport,
     chosen: bool = False,
 ) -> PlanLayout:
-    """Convert a layout to the plan's form. The chosen layout includes its devices' curves, and
-    their memory if it is sharded.
+    """Convert a layout to the plan's form.
+
+    The chosen layout includes its devices' curves, and their memory if it is sharded.
     """
     batch, costs, turns = layout.global_batch, layout.costs, report.turns_of(layout)
     ratios = find_ratios(layout, report.mean_length)

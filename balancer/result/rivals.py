@@ -39,8 +39,9 @@ def name_layout(
 
 
 def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return a unique name for each layout, fastest first. Of two layouts of the same kind, the
-    slower one is named `another`.
+    """Return a unique name for each layout, fastest first.
+
+    Of two layouts of the same kind, the slower one is named `another`.
 
     After a faster split, no split is named the best one.
     """
@@ -67,8 +68,10 @@ NEAR = 2  # relative to a split's batch: the largest plan batch that is compared
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
-    """Another layout that ran. `gain` is the chosen layout's samples/s divided by this layout's,
-    minus 1; `paired` if it was measured by turns.
+    """Another layout that ran.
+
+    `gain` is the chosen layout's samples/s divided by this layout's, minus 1; `paired` if it was
+    measured by turns.
     """
 
     candidate: Candidate
@@ -146,8 +149,10 @@ def _fastest_split(
 def compare(
     chosen: Result, rival: Candidate, figure: Interval, in_turn: RankedLayout | None = None
 ) -> ComparedLayout:
-    """Compare two layouts by their rates. If the rates tie, or if the turns of both contradict the
-    gain between the rates, the gain is taken from the turns.
+    """Compare two layouts by their rates.
+
+    If the rates tie, or if the turns of both contradict the gain between the rates, the gain is
+    taken from the turns.
     """
     own, layout = chosen.throughput, rival.layout
     comparable = is_comparable(own, chosen.layout.shares, figure, layout.shares)
@@ -208,8 +213,9 @@ def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLay
 def is_comparable(
     own: Interval, own_shares: Sequence[int], other: Interval, shares: Sequence[int]
 ) -> bool:
-    """True if a gain over a layout is meaningful. Empty `shares` stand for the sum of
-    all devices alone.
+    """True if a gain over a layout is meaningful.
+
+    Empty `shares` stand for the sum of all devices alone.
 
     False if a rate is uncertain, if a split has less than half of the samples, or if a device is
     faster in the split than alone, as it then wasn't measured at its best batch.

@@ -103,8 +103,9 @@ def write_verdict(verdict: Verdict) -> VerdictText:
 
 
 def _write_advice(verdict: Verdict) -> str:
-    """Return the recommendation, in one sentence. If the search was stopped, the sentence
-    says "so far".
+    """Return the recommendation, in one sentence.
+
+    If the search was stopped, the sentence says "so far".
     """
     text = _write_action(verdict)
     stopped = verdict.stopped in ("interrupted", "cut_off")
@@ -231,8 +232,9 @@ def _find_even(verdict: Verdict) -> Rival | None:
 
 
 def find_best_split(verdict: Verdict) -> Rival | None:
-    """Return the split to compare one device, packs or placements with. None if no split was
-    measured near the plan's batch.
+    """Return the split to compare one device, packs or placements with.
+
+    Return None if no split was measured near the plan's batch.
     """
     splits = [one for one in verdict.rivals if one.kind in SPLITS]
     return next(filter(_can_be_stated, splits), None)
@@ -271,8 +273,9 @@ def _interval(figure: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Format the plan's gain over a rival, with ± if either rate is rough. For a tie, uses the gap
-    measured by the comparison.
+    """Format the plan's gain over a rival, with ± if either rate is rough.
+
+    For a tie, uses the gap measured by the comparison.
     """
     if not rival.figure.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.figure)})"
@@ -920,8 +923,9 @@ def write_unfinished(one: Unfinished) -> str:
 
 
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
-    """Yield the doubts, and two devices of one product whose speeds differ. Leaves out the doubt
-    about noise if measurements of one layout differ by more than that.
+    """Yield the doubts, and two devices of one product whose speeds differ.
+
+    Leaves out the doubt about noise if measurements of one layout differ by more than that.
     """
     changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
     for one in verdict.doubts:
@@ -938,8 +942,9 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 
 
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
-    """Describe a doubt about a measurement, with a remedy. `longer` says how to
-    measure for longer.
+    """Describe a doubt about a measurement, with a remedy.
+
+    `longer` says how to measure for longer.
     """
     value = doubt.value
     part = percent(doubt.taken)
@@ -1043,8 +1048,9 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Explain why the search ended, with the names of the layouts that tie. `words` is
-    the reason's usual text.
+    """Explain why the search ended, with the names of the layouts that tie.
+
+    `words` is the reason's usual text.
 
     Empty if the search ended by its own rules but the verdict is to measure again.
     """
@@ -1068,8 +1074,9 @@ def write_end(verdict: Verdict, words: str) -> str:
 
 
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
-    """Return the commands to run after a search, the most useful first. `path` is the plan's file,
-    if it was written; `measured`: this session measured something.
+    """Return the commands to run after a search, the most useful first.
+
+    `path` is the plan's file, if it was written; `measured`: this session measured something.
 
     No command uses a plan that the verdict advises against.
     """
@@ -1112,7 +1119,8 @@ def recommends_plan(finished: Finished) -> bool:
 
 def find_one_device_command(finished: Finished) -> str:
     """Return the command that trains without a plan on the one device that the verdict advises.
-    Empty for other advice, and if there is no script or no such device.
+
+    The result is empty for other advice, and if there is no script or no such device.
     """
     found = finished.found
     if found is None or found.advice is None or found.simulated:
@@ -1141,8 +1149,9 @@ def write_training_step(plan: Plan, path: str) -> str:
 
 
 def find_training_command(plan: Plan, path: str) -> str:
-    """Return the command that trains with the plan in this file; empty if there is no
-    script to launch.
+    """Return the command that trains with the plan in this file.
+
+    The result is empty if there is no script to launch.
     """
     script = plan.workload.rpartition(":")[0]
     simulated = is_simulated(share.device for share in plan.layout.active)

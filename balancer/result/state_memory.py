@@ -56,8 +56,9 @@ def _find_adapters(way: TrainingWay, parameters: int, devices: Sequence[Device])
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """Describe the memory of the state. Empty if a device was seen to hold the whole model and
-    the plan isn't sharded.
+    """Describe the memory of the state.
+
+    Empty if a device was seen to hold the whole model and the plan isn't sharded.
     """
     if memory.whole_on and not memory.held:
         return ""

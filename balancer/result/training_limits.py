@@ -166,8 +166,9 @@ class _Measured:
 
 
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time spent waiting for rows. The step without this wait was measured on a batch
-    that is kept.
+    """Yield the time spent waiting for rows.
+
+    The step without this wait was measured on a batch that is kept.
     """
     seconds = measured.largest_s("input_seconds")
     closer = measured.closer
@@ -268,8 +269,9 @@ def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
 def find_link(
     seen: Sequence[Observation], layout: Layout, devices: Sequence[Device]
 ) -> Link | None:
-    """Return the link between a layout's devices from its last measurement; None if
-    it wasn't measured.
+    """Return the link between a layout's devices from its last measurement.
+
+    Return None if it wasn't measured.
     """
     labels = tuple(devices[i].label for i in layout.active)
     for one in reversed(seen):

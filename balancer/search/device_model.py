@@ -136,8 +136,9 @@ class DeviceModel:
 
     @cached_property
     def trusted_alone_rows(self) -> int:
-        """The largest batch for the next round of devices alone. It exceeds what ran only by a
-        limited factor.
+        """The largest batch for the next round of devices alone.
+
+        It exceeds what ran only by a limited factor.
         """
         if self.solo_curve is None:
             return 0

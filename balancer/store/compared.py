@@ -67,8 +67,9 @@ class PhaseDifference(msgspec.Struct, frozen=True):
 
 
 class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
-    """The second run compared with the first. Slowdowns are relative to the first run's
-    time per sample.
+    """The second run compared with the first.
+
+    Slowdowns are relative to the first run's time per sample.
     """
 
     kind: Literal["training", "search"]
@@ -89,8 +90,9 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
-    """Compare two trainings by the windows of their steps. Raises RequestError if a training has
-    too few windows.
+    """Compare two trainings by the windows of their steps.
+
+    Raises RequestError if a training has too few windows.
     """
     windows = [_list_windows(each) for each in (before, after)]
     first, second = windows
@@ -121,8 +123,9 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
 
 
 def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDifference:
-    """Compare the plans that two searches have found, by their samples/s. Raises RequestError if a
-    plan has no samples/s.
+    """Compare the plans that two searches have found, by their samples/s.
+
+    Raises RequestError if a plan has no samples/s.
     """
     figures = [one.throughput, other.throughput]
     if not all(each.samples_per_second > 0 for each in figures):
@@ -145,8 +148,9 @@ def compare_plans(before: str, one: Plan, after: str, other: Plan) -> RunDiffere
 
 
 def _list_windows(training: RecordedTraining) -> list[StepsEntry]:
-    """Return the windows since the last start, without the windows of the warm-up. Raises
-    RequestError if too few are left.
+    """Return the windows since the last start, without the windows of the warm-up.
+
+    Raises RequestError if too few are left.
     """
     windows: list[StepsEntry] = []
     for entry in training.entries:

@@ -35,8 +35,9 @@ class LinkRecord(msgspec.Struct, frozen=True):
 
 
 def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkMeasurement]) -> Path:
-    """Save measured links and return the file's path. Raises RequestError if it
-    can't be written.
+    """Save measured links and return the file's path.
+
+    Raises RequestError if it can't be written.
     """
     path = _find_path(devices, driver)
     make_private(path.parent)
@@ -48,6 +49,7 @@ def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkMea
 
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
     """Save the speed that a search has measured for the link between all of these devices.
+
     Other transports measured by `evener doctor --links` are kept. Does nothing if the file
     can't be written.
     """

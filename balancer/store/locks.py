@@ -37,8 +37,9 @@ Note = dict[str, object]  # who holds a lock: pid and run
 
 
 def lock_run(folder: Path) -> ExitStack:
-    """Lock a run, so that it can be neither resumed nor deleted meanwhile. Raises RequestError if
-    another process has the lock.
+    """Lock a run, so that it can be neither resumed nor deleted meanwhile.
+
+    Raises RequestError if another process has the lock.
     """
     with ExitStack() as held:
         holder = _lock_own(held, folder / "lock", {"pid": os.getpid()})
@@ -69,6 +70,7 @@ def is_running(run: str) -> bool:
 
 def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") -> ExitStack:
     """Lock the job's devices, or the devices at `positions`, unless they are shared or simulated.
+
     Raises DeviceError if another session has one.
     """
     if job.request.share or job.machine is not None:
@@ -79,8 +81,9 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices on their hosts against this user's and other users' sessions. Raises DeviceError
-    if another session has one.
+    """Lock devices on their hosts against this user's and other users' sessions.
+
+    Raises DeviceError if another session has one.
 
     Closing the stack releases the devices.
     """
@@ -111,8 +114,9 @@ def lock_here(run: str, devices: Sequence[Device]) -> ExitStack:
 
 
 def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
-    """Lock devices against sessions of other users and of other state folders. Raises DeviceError
-    if one of those sessions has a device.
+    """Lock devices against sessions of other users and of other state folders.
+
+    Raises DeviceError if one of those sessions has a device.
     """
     with ExitStack() as held:
         for device in devices:
@@ -122,8 +126,9 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 
 
 def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
-    """Lock one of this user's files and write `note` into it. Returns the holder's note if another
-    process has the lock.
+    """Lock one of this user's files and write `note` into it.
+
+    Returns the holder's note if another process has the lock.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -142,8 +147,10 @@ def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
 
 
 def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
-    """Lock a device's kernel file. Raises DeviceError if another process has the lock. Does nothing
-    if the file is missing or its file system has no locks.
+    """Lock a device's kernel file.
+
+    Raises DeviceError if another process has the lock. Does nothing if the file is missing or its
+    file system has no locks.
     """
     with suppress(OSError):
         descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
@@ -168,8 +175,9 @@ def kernel_files(device: Device) -> list[Path]:
 
 
 def try_lock(descriptor: int) -> int | None:
-    """Try to lock an open file. Returns None on success, else the pid of the holder, 0 if the
-    kernel doesn't report it.
+    """Try to lock an open file.
+
+    Returns None on success, else the pid of the holder, 0 if the kernel doesn't report it.
     """
     for _ in range(TRIES):
         try:
@@ -183,8 +191,9 @@ def try_lock(descriptor: int) -> int | None:
 
 
 def find_holder(descriptor: int) -> int:
-    """Return the pid of the process that has locked an open file; 0 if the kernel
-    doesn't report it.
+    """Return the pid of the process that has locked an open file.
+
+    Return 0 if the kernel doesn't report it.
     """
     status = os.fstat(descriptor)
     wanted = f"{os.major(status.st_dev):02x}:{os.minor(status.st_dev):02x}:{status.st_ino}"
@@ -198,8 +207,9 @@ def find_holder(descriptor: int) -> int:
 
 
 def _lock(descriptor: int) -> None:
-    """Lock an open file, or raise BlockingIOError. Retries, as `is_running` holds the lock
-    for a moment.
+    """Lock an open file, or raise BlockingIOError.
+
+    Retries, as `is_running` holds the lock for a moment.
     """
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):

@@ -83,8 +83,9 @@ class RunSummary(msgspec.Struct, frozen=True):
 
 
 class StoredRun(msgspec.Struct, frozen=True):
-    """A run as read from its journal. A run that was cut off has the plan that its measurements
-    give, if any.
+    """A run as read from its journal.
+
+    A run that was cut off has the plan that its measurements give, if any.
     """
 
     record: JournalContents
@@ -137,8 +138,9 @@ def errors_path(run: str) -> Path:
 
 
 def find(name: str) -> str:
-    """Return the id of the search named by an id, a unique prefix of an id, or `last`. Raises
-    RequestError if the name is no search, or the search never began.
+    """Return the id of the search named by an id, a unique prefix of an id, or `last`.
+
+    Raises RequestError if the name is no search, or the search never began.
     """
     newest = reversed(_list_ids()) if name == "last" else ()
     searches = (run for run in newest if not _is_training(run) and _has_begun(run))
@@ -156,8 +158,9 @@ def find(name: str) -> str:
 
 
 def find_any(name: str) -> str:
-    """Return the id of the search or training with this name. Raises RequestError if none
-    or several match.
+    """Return the id of the search or training with this name.
+
+    Raises RequestError if none or several match.
 
     `last` is the newest run that began: a session that is killed at once leaves an empty folder.
     """
@@ -182,8 +185,9 @@ def find_any(name: str) -> str:
 
 
 def load_training(run: str) -> RecordedTraining | None:
-    """Return the record of a training by its whole id; None for a search. Raises RequestError if it
-    can't be read.
+    """Return the record of a training by its whole id; None for a search.
+
+    Raises RequestError if it can't be read.
     """
     return _read_training(run, _training_path(run)) if _is_training(run) else None
 
@@ -206,8 +210,9 @@ def load_noise(name: str) -> NoiseEntry:
 
 
 def _read_training(run: str, path: Path) -> RecordedTraining:
-    """Read a training's journal, without an incomplete last line. Raises RequestError, which names
-    the line that can't be read.
+    """Read a training's journal, without an incomplete last line.
+
+    Raises RequestError, which names the line that can't be read.
     """
     lines = read_trusted(path).split(b"\n")[:-1]
     entries = []
@@ -233,8 +238,10 @@ def _training_path(run: str) -> Path:
 
 
 def each_run() -> Iterator[RunSummary]:
-    """Yield a summary of every run, newest first. Each run is read only when its summary is
-    requested; if it can't be read, the summary has the reason in `trouble`.
+    """Yield a summary of every run, newest first.
+
+    Each run is read only when its summary is requested; if it can't be read, the summary has the
+    reason in `trouble`.
     """
     # found so far: trainings by a plan are newer than its search
     trainings: Trainings = defaultdict(list)
@@ -243,8 +250,9 @@ def each_run() -> Iterator[RunSummary]:
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return what trainings with this run's plan have reached; None if no such training
-    has reported a speed.
+    """Return what trainings with this run's plan have reached.
+
+    Return None if no such training has reported a speed.
     """
     trainings = []
     for newer in reversed(_list_ids()):
@@ -275,8 +283,9 @@ def load_run(name: str) -> StoredRun:
 
 
 def _find_end(record: JournalContents, source: str) -> Finished | None:
-    """Return the end of a run, with its plan in today's schema. For a run that was cut off, the
-    plan comes from its measurements.
+    """Return the end of a run, with its plan in today's schema.
+
+    For a run that was cut off, the plan comes from its measurements.
     """
     if record.ended is not None:
         return msgspec.structs.replace(
@@ -288,8 +297,9 @@ def _find_end(record: JournalContents, source: str) -> Finished | None:
 
 
 def delete_run(name: str) -> str:
-    """Delete the folder of a search or training and return its id. Raises RequestError if it is in
-    progress or can't be deleted.
+    """Delete the folder of a search or training and return its id.
+
+    Raises RequestError if it is in progress or can't be deleted.
     """
     run = find_any(name)
     if _is_training(run) and _summarize(run, defaultdict(list)).state == "running":
@@ -424,8 +434,9 @@ def make_search(
 
 
 def recover(record: JournalContents) -> Finished:
-    """Return the plan of a run that was cut off, from its measurements. Raises NoLayoutError if
-    they give none.
+    """Return the plan of a run that was cut off, from its measurements.
+
+    Raises NoLayoutError if they give none.
     """
     search = make_search(read_job(record.header), record.facts, record.observations)
     report = search.report(record.header.request.own_batch)

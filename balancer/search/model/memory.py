@@ -113,8 +113,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
-        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`; 0 if nothing
-        can fit.
+        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`.
+
+        Return 0 if nothing can fit.
 
         With `optimistic`, return the largest batch that isn't ruled out, until two tries have run
         out of memory.
