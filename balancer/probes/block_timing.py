@@ -1,14 +1,14 @@
 """Decides how many steps to time next, and when a step's time is known precisely enough.
 
-Pure: the caller runs the steps and measures their time.
+The functions have no side effects: the caller runs the steps and measures their time.
 
 A `BlockTimer` warms up until two windows of steps agree, then requests blocks of steps until the 95
-% interval of the mean step time is within `TIGHT`, or the probe's seconds are used up. A probe also
-ends after half of its seconds if its interval would still exceed `TOO_IMPRECISE` at the end. If the
-first warm-up step takes longer than the probe's seconds, the probe ends with that step, and its
+% interval of the mean step time is within `TIGHT`, or the probe's time is used up. A probe also
+ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end. If the
+first warm-up step takes longer than the probe's whole time, the probe ends with that step, and its
 precision is estimated from the difference to the step before it. A probe with a drift or throttling
-warning is timed a second time, for half of its seconds, and keeps the warning. A whole run ends
-when its requested seconds or steps are reached, regardless of precision.
+warning is timed again for half of its time, and keeps the warning. A whole run ends when its
+requested time or number of steps is reached, regardless of precision.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class Block(msgspec.Struct, frozen=True):
 
     @property
     def step_seconds(self) -> float:
-        """The mean seconds per step of the block."""
+        """The mean duration of a step of the block in seconds."""
         return self.wall_seconds / self.steps
 
     @property
@@ -154,7 +154,7 @@ class BlockTimer:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
     def interval(self) -> Interval | None:
-        """Return the mean seconds per step so far with their 95 % interval.
+        """Return the mean duration of a step so far in seconds, with its 95 % interval.
 
         Return None before the second timed block.
         """
@@ -173,7 +173,7 @@ class BlockTimer:
     def _sized(self, last: Block) -> int:
         """Return the number of steps that fill a block, judging by the last block.
 
-        At most 16 times as many as in the last block, because the time of a short
+        It is at most 16 times the last block's number of steps, because the time of a short
         block is imprecise.
         """
         wanted = (
@@ -184,8 +184,10 @@ class BlockTimer:
         return max(1, min(wanted, 16 * last.steps))
 
     def _steady(self) -> bool:
-        """True if the last two windows agree and the last one is long enough, or if the warm-up has
-        used up its share of the time. Records a slow start if steps were still getting faster then.
+        """True if the last two windows agree and the last one is long enough.
+
+        Also True if the warm-up has used up its share of the time; then a slow start is recorded if
+        steps were still getting faster.
         """
         windows = self._windows
         if len(windows) < 2:
@@ -256,17 +258,16 @@ class BlockTimer:
         )
 
     def _clean(self) -> list[Block]:
-        """Return the blocks that other processes didn't disturb and in which no memory was newly
-        allocated. Returns all blocks if fewer than `FEWEST_BLOCKS` of them are left.
+        """Return the blocks without a disturbance by other processes and without new allocations.
+
+        If fewer than `FEWEST_BLOCKS` are left, return all blocks.
         """
         undisturbed = [block for block in self._blocks if not block.disturbed]
         clean = [block for block in undisturbed if not block.grew]
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the mean fraction of the cores' time that other processes
-        took in disturbed blocks.
-        """
+        """Return the mean fraction of the cores' time that others took in disturbed blocks."""
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -317,23 +318,21 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
 
 
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
-    """True if the peak memory of a device, in bytes, rose by more than 1 % in a block;
-    False if unknown.
+    """True if a device's peak memory, in bytes, rose by more than 1 % in a block.
 
-    New pages cost the kernel noticeable time: on a virtual machine 16 us for each 4 KiB, 70 % of a
-    step of 0.36 s.
+    False if unknown. New pages cost the kernel noticeable time: on a virtual machine 16 us for each
+    4 KiB, 70 % of a step of 0.36 s.
     """
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
 
 
 def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval:
-    """Return the mean seconds per step of timed blocks, with the 95 % interval by Student's t
-    over the blocks' means.
+    """Return the mean duration of a step of timed blocks in seconds, with its 95 % interval.
 
-    The value is total time divided by total steps, so blocks may differ in length. The interval of
-    a single block is estimated from its difference to the step before it, which took
-    `first_seconds`, unless that step took much longer.
+    The interval is Student's, over the blocks' means. The value is total time divided by total
+    steps, so blocks may differ in length. The interval of a single block is estimated from its
+    difference to the step before it, which took `first_seconds`, unless that step took much longer.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -350,11 +349,11 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 
 
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
-    """True if the probe's interval would still exceed `TOO_IMPRECISE` at its end, judging by the
-    noise between the blocks so far.
+    """True if the probe's interval would still exceed `TOO_IMPRECISE` at its end.
 
-    The noise is the median difference between consecutive blocks, so that a single change of speed
-    doesn't count as noise: a probe with such a change needs its full time.
+    This is judged from the noise between the blocks so far. The noise is the median difference
+    between consecutive blocks, so that a single change of speed doesn't count as noise: a probe
+    with such a change needs its full time.
     """
     times = [block.step_seconds for block in blocks]
     gap = median([abs(after - before) for before, after in pairwise(times)]) / median(times)
@@ -411,8 +410,9 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 
 
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
-    """Return the relative change of the mean from the earlier to the later half of the blocks, and
-    whether it exceeds the noise.
+    """Return the relative change of the mean block, and whether it exceeds the noise.
+
+    The change is from the earlier to the later half of the blocks.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

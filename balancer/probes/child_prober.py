@@ -1,7 +1,7 @@
-"""Measures with real child processes: started when needed, kept between probes if memory allows,
-and replaced on failure.
+"""Measures with real child processes.
 
-A solo probe has its own child. A split has one child over all its devices if one process can drive
+Children are started when needed, kept between probes if memory allows, and replaced on failure. A
+solo probe has its own child. A split has one child over all its devices if one process can drive
 them (GPUs without limits, in TensorFlow), else one child per device. These children step as a
 group, over loopback if all devices are on one host.
 """
@@ -99,12 +99,11 @@ class ChildProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at the same time, each driven by its own thread, and yield each probe's
-        observation as it ends.
+        """Run all probes at the same time, and yield each probe's observation as it ends.
 
-        Once `stop` is set, `measure` ends early, without observations for unfinished probes.
-        `finished` are the probes of the same round that a resumed run has measured before; their
-        devices don't count as unused.
+        Each probe is driven by its own thread. Once `stop` is set, `measure` ends early, without
+        observations for unfinished probes. `finished` are the probes of the same round that a
+        resumed run has measured before; their devices don't count as unused.
         """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -139,7 +138,7 @@ class ChildProber:
                 yield seen
 
     def now(self) -> float:
-        """Return the wall-clock seconds since the session began."""
+        """Return the wall-clock time in seconds since the session began."""
         return time.monotonic() - self._began
 
     def facts(self) -> Facts:
@@ -158,8 +157,9 @@ class ChildProber:
     def _observe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe with idle children or new ones; retry if a port that they need was taken
-        meanwhile. None if the session stops.
+        """Run a probe with idle children or new ones; return None if the session stops.
+
+        The probe is retried if a port that its children need was taken meanwhile.
         """
         started = time.monotonic()
         for left in reversed(range(PORT_TRIES)):
@@ -228,7 +228,7 @@ class ChildProber:
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
         """Keep children that recovered from running out of memory, and return True.
 
-        Returns False for any other failure, and for a group of which a rank is silent, because it
+        Return False for any other failure, and for a group with a silent rank, because that rank
         may be waiting in an all-reduce.
         """
         if not error.recovered:
@@ -244,8 +244,10 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the limits of the layout's step (input, host) should be measured too: in the
-        first probe of a layout that may become the plan, if its batches come from host memory.
+        """True if the limits of the layout's step (input, host) should be measured too.
+
+        This is so in the first probe of a layout that may become the plan, if its batches come
+        from host memory.
         """
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
@@ -464,8 +466,10 @@ class ChildProber:
         progress.stop(stack, f" (stack in {self._error_file})" if saved else "")
 
     def _save_output(self, title: str, output: str) -> bool:
-        """Append the output of a failed child to the run's error file, unless the file is already
-        large. False if there is no file or it can't be written.
+        """Append the output of a failed child to the run's error file.
+
+        Nothing is appended if the file is already large. Return False if there is no file or it
+        can't be written.
         """
         if self._error_file is None:
             return False

@@ -1,5 +1,4 @@
-"""Starts the child processes of a layout as a group, sends them commands, collects their
-replies and kills them.
+"""Starts a layout's child processes as a group, sends commands, collects replies and kills them.
 
 Two threads for each child drain its standard output and standard error, so no amount of output can
 block the child or fill this process's memory. A layout has one child on one device, one child over
@@ -152,8 +151,9 @@ class Child(RunningChild):
 
     @property
     def stderr_tail(self) -> str:
-        """The end of the child's standard error and standard output; before the child runs, the end
-        of the fork server's output.
+        """The end of the child's standard error and standard output.
+
+        Before the child runs, it is the end of the fork server's output.
         """
         written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
@@ -255,11 +255,9 @@ class ChildGroup:
         """Return one reply of the expected type from every rank, in rank order.
 
         Raises GroupError if a rank fails or doesn't reply within `seconds`, and StoppedError if
-        `stop` is set.
-
-        Once a rank has failed, the others get `GRACE_SECONDS` to reply, or `RECOVERED_SECONDS`
-        if it goes on. A rank that is silent until then doesn't count as failed, unless its
-        host was lost.
+        `stop` is set. Once a rank has failed, the others get `GRACE_SECONDS` to reply, or
+        `RECOVERED_SECONDS` if the failed rank can continue. A rank that is silent until then
+        doesn't count as failed, unless its host was lost.
         """
         replies, failures = self._collect(expected, seconds, stop)
         silent = [rank for rank in range(len(self.children)) if rank not in {**replies, **failures}]
@@ -296,18 +294,19 @@ class ChildGroup:
         return replies, failures
 
     def _stop_waiting(self, expected: type[Reply], replies: Mapping[int, Reply]) -> NoReturn:
-        """Raise StoppedError.
+        """Raise StoppedError, with a stack if the user's code may be running.
 
-        It has the stack of the first late rank if the children were still starting, building or
-        preparing, because that rank may be running the user's code.
+        The stack is that of the first rank that hasn't replied, if the children were still
+        starting, building or preparing.
         """
         late = [child for child in self.children if child.rank not in replies]
         in_users_code = expected in (Ready, Built, Prepared)
         raise StoppedError(late[0].find_stack() if in_users_code else None)
 
     def _find_losses(self, silent: Sequence[int]) -> dict[int, RankFailure]:
-        """Return the failures of silent ranks whose host was lost, because that may be
-        why another rank failed.
+        """Return the failures of silent ranks whose host was lost.
+
+        A lost host may be the reason why another rank failed.
         """
         found = {}
         for rank in silent:

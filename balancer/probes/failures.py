@@ -1,8 +1,8 @@
-"""Classifies the failures of a layout's children: whether an exception, exit code or signal means
-that memory ran out, or something else. Pure.
+"""Classifies the failures of a layout's children: did memory run out, or is it something else?
 
-The lists come from TensorFlow's and PyTorch's issue trackers, and from experiments with capped CPU
-allocators. The kernel itself counts the processes that it kills for lack of memory.
+It judges exceptions, exit codes and signals. The lists come from TensorFlow's and PyTorch's issue
+trackers, and from experiments with capped CPU allocators. The kernel itself counts the processes
+that it kills for lack of memory. The functions have no side effects.
 """
 
 from __future__ import annotations
@@ -127,7 +127,8 @@ class GroupError(Exception):
     def root(self) -> RankFailure:
         """The failure that is most likely the root cause.
 
-        Out of memory ranks before other failures, and ranks that only lost a peer rank last.
+        Failures for lack of memory come before other failures, and ranks that only lost a
+        peer come last.
         """
         return min(
             self.failures,
@@ -136,8 +137,9 @@ class GroupError(Exception):
 
 
 def exit_failure(rank: int, end: Exited) -> RankFailure:
-    """Return the failure of a rank whose child has exited, based on the child's exit
-    code and last output.
+    """Return the failure of a rank whose child has exited.
+
+    It is based on the child's exit code and last output.
     """
     memory = exit_is_memory(end.code, end.cap_share, end.kernel_killed, end.output)
     cause, words = describe_exit(end.code)
@@ -169,8 +171,9 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 
 
 def names_hardware(text: str) -> bool:
-    """True if an error's text mentions a GPU or its libraries, so that a single device may
-    be at fault.
+    """True if an error's text mentions a GPU or its libraries.
+
+    A single device may then be at fault.
     """
     lowered = text.lower()
     makers = [word for backend in all_backends() for word in backend.device_words]
@@ -217,8 +220,9 @@ def find_gpu_number(text: str) -> int | None:
 
 
 def one_line(text: str, longest: int = 300) -> str:
-    """Return the line of an error's text that says what was wrong, without colors
-    and control characters.
+    """Return the line of an error's text that says what was wrong.
+
+    Colors and control characters are removed.
     """
     lines = [_UNPRINTABLE.sub(" ", line).strip() for line in _COLORS.sub("", text).splitlines()]
     lines = [line for line in lines if line]

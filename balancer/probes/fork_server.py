@@ -221,7 +221,7 @@ class ForkedChild(Protocol):
 class ServerProcess:
     """A running fork server.
 
-    Raises OSError if it can't be started. The kernel kills it when the thread that
+    Raises OSError if the server can't be started. The kernel kills it when the thread that
     created it exits.
     """
 
@@ -251,11 +251,10 @@ class ServerProcess:
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Request a child, which the server forks once its imports are done, and close the child's
-        streams in this process. Returns the server's key for the child.
+        """Request a child, which the server forks after its imports; return the child's key.
 
-        If the server has exited, the child is reported as exited too. Raises OSError if the
-        request can't be sent.
+        The child's streams are closed in this process. If the server has exited, the child is
+        reported as exited too. Raises OSError if the request can't be sent.
         """
         key = next(self._keys)
         self._children[key] = child
@@ -343,8 +342,9 @@ def _run(
 
 
 def _merge_variables(variables: Mapping[str, str]) -> dict[str, str]:
-    """Return this process's environment variables updated with `variables`, and with an import path
-    from which the server imports the same evener as this process.
+    """Return this process's environment variables, updated with `variables`.
+
+    The import path is set so that the server imports the same evener as this process.
     """
     merged = {**os.environ, **variables}
     merged["PYTHONPATH"] = import_path(merged.get("PYTHONPATH", ""))

@@ -137,8 +137,9 @@ class LocalHost:
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return the processes other than children that compute on each device, where the
-        driver reports them.
+        """Return the processes other than children that compute on each device, by position.
+
+        Positions where the driver doesn't report them are left out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
@@ -389,8 +390,7 @@ class Hosts:
         return self._by_name[device.host]
 
     def find_addresses(self, devices: Sequence[Device]) -> tuple[str, ...]:
-        """Return the addresses at which a group's ranks meet, one per device, each
-        on its device's host.
+        """Return the rendezvous addresses of a group's ranks, one per device, on its device's host.
 
         Their ports are free at this moment. On one host the addresses are on loopback. PyTorch's
         ranks on one host get the path of a file instead, because any user of the machine could
@@ -440,8 +440,9 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return the processes other than children that compute on each device, where the
-        driver reports them.
+        """Return the processes other than children that compute on each device, by position.
+
+        Positions where the driver doesn't report them are left out.
         """
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):

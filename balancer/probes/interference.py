@@ -1,8 +1,7 @@
-"""Finds what disturbs a probe from outside: heat and power limits, memory held by other
-processes, a lost device.
+"""Finds external disturbances of a probe: heat, power limits, held memory and lost devices.
 
-GPUs are read through their driver, only between timed blocks. CPU slices have no driver, so only
-the host's free memory is read for them.
+Held memory is memory that other processes use. GPUs are read through their driver, only between
+timed blocks. CPU slices have no driver, so only the host's free memory is read for them.
 """
 
 from __future__ import annotations
@@ -44,10 +43,11 @@ CLOSE_SECONDS = 0.2  # for all watches together
 
 
 class Neighbours(NamedTuple):
-    """Other processes that compute on a device: the fraction of the time in which their kernels
-    ran, the same of the session's kernels, and the processes' names.
+    """Other processes that compute on a device.
 
-    A GPU gives each process time slices in turn, so both fractions together are at most 1.
+    `part` is the fraction of the time in which their kernels ran, `own_part` the same for the
+    session's kernels, and `names` are the other processes' names. A GPU gives each process time
+    slices in turn, so both fractions together are at most 1.
     """
 
     part: float
@@ -120,9 +120,10 @@ class InterferenceMonitor:
     def find_neighbours(
         self, positions: Iterable[int], own: Collection[int]
     ) -> dict[int, Neighbours]:
-        """Return the processes other than the session's children, whose pids are `own`, that
-        compute on each device, since the last call. Positions where the driver doesn't list any
-        child are left out.
+        """Return the other processes that have computed on each device since the last call.
+
+        `own` are the pids of the session's children, which aren't included. Positions where the
+        driver doesn't list any child are left out.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
@@ -254,10 +255,9 @@ class DeviceWatch(DriverReader, Protocol):
 
 
 class ProbeInterference:
-    """Records how much a probe's devices were throttled in each block, and the power that these
-    devices and idle devices drew.
+    """Records how much a probe's devices were throttled in each block, and the power they drew.
 
-    `idle` has readings of unused devices from before the probe.
+    It also records the power of unused devices; `idle` has readings of these from before the probe.
     """
 
     def __init__(
@@ -302,8 +302,10 @@ class ProbeInterference:
         )
 
     def mean_watts(self) -> dict[int, float]:
-        """Return each device's mean power in watts from the start of the probe to the last block,
-        by position. Devices that report no energy are left out.
+        """Return each device's mean power in watts during the probe, by position.
+
+        The probe lasts from its start to the last block. Devices that report no energy
+        are left out.
         """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
@@ -322,9 +324,10 @@ class ProbeInterference:
 def _add_lost(
     part: PartSeconds, wall_seconds: float, before: Vitals | None, now: Vitals | None
 ) -> PartSeconds:
-    """Return the parts of a rank's block with the seconds that its device lost to lower
-    clocks while heat or power limited it. The lost fraction is the clock's relative distance
-    from the highest clock.
+    """Return the parts of a rank's block, with the time that its device lost to lower clocks added.
+
+    Clocks are lower while heat or power limits them. The lost fraction is the clock's relative
+    distance from the highest clock.
     """
     if now is None or now.clock_part is None:
         return part
@@ -374,8 +377,9 @@ def _others_bytes(vitals: Vitals, own: Collection[int], clean: bool) -> int | No
 
 
 def _share_of_time(before: Vitals | None, now: Vitals, counter: str) -> float:
-    """Return how much a counter of seconds rose between two readings, as a fraction of the time
-    between them; 0 if unknown.
+    """Return the fraction of the time between two readings in which a counter of seconds rose.
+
+    Return 0 if it is unknown.
     """
     if before is None or now.at_seconds <= before.at_seconds:
         return 0.0

@@ -1,8 +1,8 @@
-"""Determines the children that a layout needs, the build command of each child, and which idle
-children to kill to free memory.
+"""Determines a layout's child processes, their build commands, and which idle children to kill.
 
-PyTorch's children release their cache while they are idle, and report what they keep. TensorFlow's
-allocator never releases memory, so an idle child still holds its peak, and somewhat more.
+Idle children are killed to free memory. PyTorch's children release their cache while they are idle,
+and report what they keep. TensorFlow's allocator never releases memory, so an idle child still
+holds its peak, and somewhat more.
 """
 
 from __future__ import annotations
@@ -104,8 +104,8 @@ def build_commands(
 ) -> list[Build]:
     """Return the build command of each child.
 
-    The ranks of a group meet at `peers`, which has one address (or file) per rank; without `peers`,
-    the children don't form a group.
+    The ranks of a group rendezvous at `peers`, which has one address (or file) per rank; without
+    `peers`, the children don't form a group.
     """
     request = resolved.request
     grouped = bool(peers)
@@ -176,8 +176,9 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device limited to an equal fraction of its memory, for one
-    of `processes` logical devices.
+    """Return the device, limited to an equal fraction of its memory.
+
+    The fraction is for one of `processes` logical devices.
     """
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
@@ -187,8 +188,9 @@ def _split_memory(device: Device, processes: int) -> Device:
 
 
 def _compute_share(device: Device) -> float:
-    """Return the fraction of its full speed to which a CPU slice is slowed by spinning; 1 for GPUs,
-    because their driver limits them.
+    """Return the fraction of its full speed to which a CPU slice is slowed by spinning.
+
+    Return 1 for GPUs, because their driver limits them.
     """
     percent = device.limit.percent if device.on_cpu else None
     return 1.0 if percent is None else percent / 100
@@ -288,8 +290,10 @@ class MemoryBudget:
         return needs
 
     def _estimate_need(self, position: int, rows: int) -> int | None:
-        """Return an upper bound on the bytes for passes of `rows` rows, from what processes held
-        for other passes; None if unknown. Memory grows at most in proportion to the rows.
+        """Return an upper bound on the bytes for passes of `rows` rows; None if unknown.
+
+        It is computed from what processes held for other passes. Memory grows at most in proportion
+        to the rows.
         """
         peaks = self._peaks.get(position, {})
         return min(
@@ -299,8 +303,9 @@ class MemoryBudget:
     def _is_tight(
         self, position: int, need: int | None, wanted: set[Layout], idle: HeldBytes
     ) -> bool:
-        """True if a GPU has too little memory for a child that needs `need` bytes beside the idle
-        children. An unknown need counts as the whole memory.
+        """True if a GPU has too little memory for a child that needs `need` bytes.
+
+        Idle children hold a part of the memory. An unknown need counts as the whole memory.
         """
         device = self._devices[position]
         if not find_backend(device.kind).own_memory:

@@ -1,8 +1,8 @@
-"""One rank of a link measurement: it joins the other ranks, runs all-reduces with the ranks that a
-command names, and checks the sums.
+"""One rank of a link measurement: it joins the other ranks, runs all-reduces and checks sums.
 
-Run as a program. Commands and replies are JSON Lines on standard input and output; anything that a
-library prints goes to standard error. It exits when its standard input ends.
+A command names the ranks that take part in an all-reduce. Run as a program. Commands and replies
+are JSON Lines on standard input and output; anything that a library prints goes to standard error.
+It exits when its standard input ends.
 """
 
 from __future__ import annotations

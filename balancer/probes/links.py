@@ -1,6 +1,6 @@
-"""Measures the links between devices: an all-reduce between each pair and between all of them,
-first with default settings, then with some of NCCL's transports disabled.
+"""Measures the links between devices by all-reduces between each pair and between all devices.
 
+The links are measured first with default settings, then with some of NCCL's transports disabled.
 Each rank has its own process and each answer has a deadline, so an all-reduce that hangs is
 reported with its devices, and the rest is still measured. A pair that hangs or gets wrong sums is
 tried again with the variables that disable transports, to find the variable with which it works.
@@ -98,9 +98,9 @@ def measure_links(
     report: Callable[[LinkMeasurement], None] = lambda _: None,
     program: Sequence[str] = PROGRAM,
 ) -> tuple[LinkMeasurement, ...]:
-    """Measure every pair of devices and all devices together, over each transport that
-    these devices have. `report` is called after each measurement, before a remedy for
-    a failed one is sought.
+    """Measure every pair of devices and all devices together, over each of their transports.
+
+    `report` is called after each measurement, before a remedy for a failed one is sought.
     """
     sets: list[tuple[int, ...]] = [*combinations(range(len(devices)), 2)]
     if len(devices) > 2:
@@ -119,8 +119,10 @@ def measure_links(
 
 
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
-    """Return the environment variables with which an all-reduce between these devices gives correct
-    sums, such as NCCL_P2P_DISABLE=1; empty if no transport works.
+    """Return environment variables with which an all-reduce between these devices works.
+
+    For example, NCCL_P2P_DISABLE=1. The sums must be correct; the result is empty if no transport
+    gives correct sums.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -246,8 +248,9 @@ class LinkGroup:
         self._expect(Joined, everyone, JOIN_SECONDS, JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Return the highest latency and lowest rate of an all-reduce between these ranks, with the
-        first incorrect sum. Raises LinkError if a rank fails or doesn't answer.
+        """Return the highest latency and lowest rate of an all-reduce between these ranks.
+
+        The first incorrect sum is included. Raises LinkError if a rank fails or doesn't answer.
         """
         for rank in members:
             self._ranks[rank].send(Sum(members))
@@ -273,8 +276,10 @@ class LinkGroup:
         task: RankTask,
         late_seconds: float | None = None,
     ) -> list[_Reply]:
-        """Return the reply of each rank within `seconds`, and within `late_seconds` of the first
-        reply if given. Raises LinkError, which names the ranks that didn't reply.
+        """Return the reply of each rank within `seconds`.
+
+        If `late_seconds` is given, the other replies must follow the first one within that time.
+        Raises LinkError, which names the ranks that didn't reply.
         """
         began = time.monotonic()
         until = began + seconds

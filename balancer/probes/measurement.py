@@ -1,5 +1,6 @@
-"""Runs one probe on running children: first step, warm-up and timed blocks, until the `BlockTimer`
-requests no more blocks.
+"""Runs one probe on running children: first step, warm-up and timed blocks.
+
+The probe ends when the `BlockTimer` requests no more blocks.
 """
 
 from __future__ import annotations
@@ -88,8 +89,9 @@ class ProgressReporter:
             self.update()
 
     def update(self, rate: float | None = None, relative: float | None = None) -> None:
-        """Store the latest rate (samples per second) and its relative error, and report them if
-        a report is due.
+        """Store the latest rate (samples per second) and its relative error.
+
+        They are reported if a report is due.
         """
         self._figures = rate, relative
         self.repeat()
@@ -115,10 +117,8 @@ class ProgressReporter:
 class Measurement:
     """Measures one probe on one group of children.
 
-    Raises GroupError if a child fails, and StoppedError if the session stops.
-
-    With `closer`, the step is also measured without input, and on GPUs without waiting
-    for the host.
+    Raises GroupError if a child fails, and StoppedError if the session stops. With `closer`, the
+    step is also measured without input, and on GPUs without waiting for the host.
     """
 
     def __init__(
@@ -203,8 +203,10 @@ class Measurement:
         )
 
     def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure the step on a kept batch, if input takes a noticeable part of the step
-        (`LEAST_SHARE`) or its time is unknown. On GPUs, also measure a step that the host has
+        """Measure what the step's time would be without input and, on GPUs, without a slow host.
+
+        The step is timed on a kept batch if input takes a noticeable part of the step
+        (`LEAST_SHARE`) or its time is unknown. On GPUs, a step is also timed that the host has
         enqueued completely before it starts.
         """
         on_gpus = not self._ranks.own_cores
@@ -229,8 +231,9 @@ class Measurement:
         return all(cast(BatchKept, reply).able for reply in replies)
 
     def _time_kept(self, step_seconds: float, stop: threading.Event) -> KeptBatch:
-        """Time the step on the kept batch, for a fifth of the probe's seconds but
-        at least two steps.
+        """Return the step's time on the kept batch.
+
+        It is measured for a fifth of the probe's seconds, but for at least two steps.
         """
         seconds = max(CLOSER_SHARE * self._probe.seconds, 2 * step_seconds)
         timer = BlockTimer(seconds)
@@ -246,8 +249,9 @@ class Measurement:
 
     @property
     def busy_cores(self) -> float | None:
-        """The mean number of cores that the step of a process alone on its cores keeps busy, from 1
-        to its number of threads; None if unknown.
+        """The mean number of cores that a step keeps busy, for a process alone on its cores.
+
+        It is between 1 and the number of threads; None if unknown.
         """
         if not self._work_seconds:
             return None
@@ -377,8 +381,10 @@ class Measurement:
         )
 
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
-        """Scale the times of the replies to what the same number of steps would take with the
-        data's mean number of tokens, because the random text lengths in a block would add noise.
+        """Return the replies with their times scaled to the data's mean number of tokens.
+
+        The times become those of the same number of steps with that mean, because the random text
+        lengths in a block would add noise.
         """
         work = [reply.work for reply in ran if reply.work]
         tokens = sum(each.tokens for each in work)
@@ -398,11 +404,10 @@ class Measurement:
         ]
 
     def _cpu_share(self, ran: Ran) -> float | None:
-        """Return the fraction of the wall time in which a lone process had all the cores it could
-        use.
+        """Return the fraction of the wall time in which a lone process had all cores it could use.
 
-        If the kernel doesn't report this, returns CPU time divided by wall time for a single
-        thread, which waits for nothing else. None if that can't show a disturbance either.
+        If the kernel doesn't report this, return CPU time divided by wall time for a single thread,
+        which waits for nothing else. Return None if that can't show a disturbance either.
         """
         if not self._ranks.own_cores:
             return None
@@ -443,8 +448,9 @@ class Measurement:
             self._progress.update(rate, relative_half_width(interval))
 
     def _by_position(self, values: Sequence[_T | None]) -> tuple[_T | None, ...]:
-        """Sort values in rank order by position in the request; None for positions
-        without a rank.
+        """Return values in rank order, sorted by position in the request.
+
+        Positions without a rank have None.
         """
         by_position = dict(zip(self._ranks.positions, values, strict=False))
         return tuple(

@@ -1,10 +1,9 @@
-"""The messages between a prober and its children, one typed and bounded JSON object per line, and
-stack dumps on a signal.
+"""The messages between a prober and its children, and stack dumps on a signal.
 
-A child only executes commands; the parent decides what to run, for how long, and what an error
-means. On `STACK_SIGNAL`, a child writes its stack to standard error, which shows where a silent
-child is. `faulthandler` writes it without the interpreter's help, so this also works in a child
-that loops, waits or computes.
+Each message is one typed and bounded JSON object per line. A child only executes commands; the
+parent decides what to run, for how long, and what an error means. On `STACK_SIGNAL`, a child writes
+its stack to standard error, which shows where a silent child is. `faulthandler` writes it without
+the interpreter's help, so this also works in a child that loops, waits or computes.
 """
 
 from __future__ import annotations
@@ -81,8 +80,9 @@ class MeasureLink(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimeOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """Measure a device's time for one step that the host has enqueued completely before
-    the device begins it.
+    """Measure a device's time for one step.
+
+    The host enqueues the step completely before the device begins it.
     """
 
 
@@ -144,14 +144,15 @@ class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The seconds that the device took for the step; None if the device has no clock of its own."""
+    """The time in seconds that the device took for the step; None if the device has no clock."""
 
     seconds: Seconds | None
 
 
 class MemoryReleased(msgspec.Struct, frozen=True, tag=True):
-    """The bytes that the child still holds on each of its devices; None if unknown, or if the
-    framework never releases memory.
+    """The bytes that the child still holds on each of its devices.
+
+    They are None if unknown, or if the framework never releases memory.
     """
 
     memory_bytes: Annotated[tuple[Bytes | None, ...], Devices]

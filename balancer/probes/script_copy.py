@@ -1,5 +1,6 @@
-"""Copies the user's own script to another host: the file, the Python files beside it, and the
-packages in its folder.
+"""Copies the user's own script to another host.
+
+The copy includes the Python files beside the script, and the packages in its folder.
 """
 
 from __future__ import annotations
@@ -41,8 +42,9 @@ def copy_script(script: Path) -> ScriptCopy:
 
 
 def copy_workload(workload: str) -> ScriptCopy | None:
-    """Read the script of the workload `file.py:function`, and the files beside it; None for a
-    workload that isn't a file.
+    """Read the script of the workload `file.py:function`, and the files beside it.
+
+    Return None for a workload that isn't a file.
     """
     home = workload.rpartition(":")[0]
     return copy_script(Path(home)) if home and names_a_file(home) else None
@@ -74,9 +76,7 @@ class WrittenScript:
         return f"{self._folder}/{self._script.name}"
 
     def name_origin(self, text: str) -> str:
-        """Return the text with the paths of the copies replaced by the paths of
-        the user's own files.
-        """
+        """Return the text with the paths of copies replaced by those of the user's files."""
         return text.replace(self._folder, self._script.folder)
 
     def close(self) -> None:

@@ -200,8 +200,9 @@ class _SimulatedProbe:
         return "a simulated machine has no XLA and no other precision" if layout.knobs else ""
 
     def _physics(self) -> tuple[float, tuple[float | None, ...]]:
-        """Return the seconds of one step, and each active device's own compute time
-        in it, without noise.
+        """Return the duration of a step and each active device's compute time, without noise.
+
+        The compute time is the device's own work in the step; both are in seconds.
         """
         layout = self._probe.layout
         machine = self._machine
@@ -297,8 +298,9 @@ class _SimulatedProbe:
         return step + max(filter(None, held)) - max(filter(None, parts)), held
 
     def _slowed(self, elapsed: float) -> tuple[float, int]:
-        """Return the slowdown (fraction of speed lost) of the most throttled device, and its
-        position; -1 if no device is throttled.
+        """Return the slowdown and position of the most throttled device; -1 if there is none.
+
+        The slowdown is the fraction of speed lost.
         """
         active = self._probe.layout.active
         slowed, position = max((self._machine.slowed(i, self._start + elapsed), -i) for i in active)

@@ -1,8 +1,7 @@
-"""The child process of a probe: builds one workload and runs its steps as commanded,
-on its own cores.
+"""The child process of a probe: builds one workload and runs its steps as commanded.
 
-Run as a program, this is the fork server, which imports the framework and then forks a
-child for each request.
+It runs on its own cores. Run as a program, this module is the fork server, which imports the
+framework and then forks a child for each request.
 
 The protocol uses private copies of standard input and output. Descriptor 0 is then empty and
 descriptor 1 leads to standard error, so a workload can neither read commands nor write replies. The
@@ -50,8 +49,9 @@ IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as
 
 
 def main() -> None:
-    """Import the modules that the arguments after the first one name, then fork children as
-    requested on the socket. The first argument is the socket's descriptor.
+    """Import the modules that the arguments name, then fork children as requested on a socket.
+
+    The first argument is the socket's descriptor; the other arguments name modules.
     """
     die_with_parent()
     faulthandler.register(protocol.STACK_SIGNAL)
@@ -129,8 +129,10 @@ class Worker:
         self._reporter.close()
 
     def describe_error(self, error: BaseException) -> protocol.ChildError:
-        """Return the error's class names, text and traceback, and the line of the user's code that
-        raised it, if any. Also prints the traceback to standard error.
+        """Return the error's class names, text and traceback, and the user's line that raised it.
+
+        The line is empty if no line of the user's code raised it. The traceback is also printed
+        to standard error.
         """
         trace = _encodable(
             "".join(traceback.format_exception(error))[-protocol.LONGEST_TRACEBACK :]
@@ -238,11 +240,11 @@ class Worker:
         )
 
     def _name_takers(self, starved: Starvation) -> str:
-        """Return the programs that used the cores while this process was ready to run but had no
-        core; empty if that took less than `NAMED_FROM` of the time.
+        """Return the programs that used the cores while this process lacked a core.
 
-        Other processes of this search are recognised by the fork server, which
-        is their common ancestor.
+        It lacks a core while it is ready to run but has none. The result is empty if that took less
+        than `NAMED_FROM` of the time. Other processes of this search are recognized by the fork
+        server, which is their common ancestor.
         """
         if starved.part < NAMED_FROM:
             return ""
@@ -323,8 +325,9 @@ def _encodable(text: str) -> str:
 
 
 def _end_with_parent(parent: int) -> None:
-    """Have the kernel kill this process when its parent exits; exit now if the
-    parent has already exited.
+    """Make the kernel kill this process when its parent exits.
+
+    Exit now if the parent has already exited.
     """
     die_with_parent()
     if os.getppid() != parent:
@@ -367,9 +370,9 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for this time, to imitate a slower core.
+    """Keep the core busy for this time, to imitate a slower core; return the time it took.
 
-    Returns the seconds that it actually took.
+    Both times are in seconds.
     """
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:

@@ -69,8 +69,9 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The points measured alone, and points of larger batches measured in splits or with the
-        others idle.
+        """The points measured alone, and points of larger batches measured otherwise.
+
+        These were measured in splits or with the other devices idle.
         """
         return self.evidence.solo_points(self._among)
 
@@ -119,8 +120,9 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The largest share worth trying in a split, by memory; 0 for a device that is
-        out of use.
+        """The largest share worth trying in a split, judged by memory.
+
+        It is 0 for a device that is out of use.
         """
         if self.out_of_use:
             return 0
@@ -156,8 +158,9 @@ class DeviceModel:
         return self._limit_by_time(self.solo_curve, by_memory)
 
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
-        """Return the largest batch that isn't too far beyond the largest measured one for the curve
-        to be trusted.
+        """Return the largest batch for which the curve can be trusted.
+
+        It isn't too far beyond the largest measured batch.
 
         If the global batch is free, the batch must also be quick enough.
         """

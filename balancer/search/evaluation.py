@@ -242,8 +242,9 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if a device ran nothing but ran out of memory, although no other process uses its
-        memory.
+        """True if a device ran nothing but ran out of memory.
+
+        Devices whose memory is also used by other processes don't count.
         """
         for position, device in enumerate(self.model.devices):
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -478,8 +479,9 @@ class Evaluation:
         return fmean(self.problem.lengths) if self.problem.lengths else 0.0
 
     def _network_seconds(self) -> tuple[float, ...]:
-        """Return how many seconds longer an exchange takes over each number of hosts than within
-        one host.
+        """Return how much longer an exchange takes over several hosts than within one, in seconds.
+
+        There is a value for each number of hosts.
 
         Returns an empty tuple for a single host.
         """

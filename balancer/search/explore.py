@@ -12,8 +12,7 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """Return the next batches of devices alone, else the next split, or one device with the others
-    idle.
+    """Return the next probes of devices alone, else a split, or one device with the others idle.
 
     Returns an empty tuple if no measurement is worth its time, or if none fits the budget.
     """

@@ -77,8 +77,9 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that exploration ran, if its rows are assigned as this model assumes: in the
-        order of the data, or by cost.
+        """Every split that exploration ran, if its rows are assigned as this model assumes.
+
+        This model assumes that they are assigned in the order of the data, or by cost.
         """
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
@@ -106,8 +107,9 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """The seconds of gradient exchange that computation doesn't hide, by the number of hosts,
-        then by the number of devices.
+        """The time in seconds of gradient exchange that computation doesn't hide.
+
+        It is given by the number of hosts, then by the number of devices.
         """
         samples = [self._exchange_sample(one) for one in self.splits]
         return fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
@@ -165,11 +167,12 @@ class MachineModel:
     # ------------------------------------------------------------------ memory
 
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
-        """Return a layout of these shares; a share that doesn't fit in one pass, or is faster in
-        several, is divided into passes.
+        """Return a layout of these shares.
 
-        With `surely`, passes have only as many rows as certainly fit, on devices that can use
-        passes.
+        A share that doesn't fit in one pass, or is faster in several, is divided into passes.
+
+        With `surely`, passes have only as many rows as certainly fit, on devices that
+        can use passes.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(

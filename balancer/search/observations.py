@@ -87,8 +87,9 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if other processes still hold at least as many bytes of the device as when the
-        layout of `seen` ran out of memory.
+        """True if others hold as much of the device as when `seen` ran out of memory, or more.
+
+        Others are processes outside this session.
 
         Also true if that is unknown.
         """
@@ -114,8 +115,9 @@ class Observations:
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
-        """Return the timed observations of some stages, by default of all, in the order of
-        `in_stage`.
+        """Return the timed observations of some stages, in the order of `in_stage`.
+
+        By default, they are those of all stages.
         """
         return [seen for seen in self.in_stage(*stages or STAGES) if isinstance(seen, Timed)]
 
@@ -235,8 +237,7 @@ class Observations:
         return all(self.leaves_room(i, one) for one in ran for i in layout.active)
 
     def leaves_room(self, position: int, seen: Timed) -> bool:
-        """True if the memory that other processes leave suffices for what the layout of `seen`
-        used.
+        """True if other processes leave enough memory for what the layout of `seen` used.
 
         Also true if one of these sizes is unknown.
         """

@@ -108,8 +108,9 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without repeated splits: of several that a measurement couldn't
-    distinguish, the first is kept.
+    """Return the candidates without repeated splits.
+
+    Of several splits that a measurement couldn't distinguish, only the first is returned.
     """
     kept: list[Candidate] = []
     splits: list[Layout] = []

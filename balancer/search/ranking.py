@@ -90,8 +90,9 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def unclear(self) -> bool:
-        """True for a tie whose measured gap is above 3 %: the gap may be 0, but it may also be
-        large.
+        """True for a tie whose measured gap is above 3 %.
+
+        The true gap may be 0, but it may also be large.
         """
         return self.tie and self.against is not None and abs(self.against.value) > UNCLEAR
 

@@ -1,5 +1,6 @@
-"""The search: it requests probes for a problem, is given their observations, and
-reports the best layout.
+"""The search: it requests probes for a problem and reports the best layout.
+
+It gets the observations of the requested probes.
 """
 
 from __future__ import annotations

@@ -17,8 +17,9 @@ from .observations import STAGES, Observations, order_probe
 
 
 class Starts:
-    """The seconds that child processes took to start, from one set
-    of observations, without imports.
+    """The times in seconds that child processes took to start, without imports.
+
+    They come from one set of observations.
     """
 
     def __init__(self, seen: Observations) -> None:

@@ -389,8 +389,9 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
-    """True if one device took longer for fewer rows than the other for more, both alone and beyond
-    noise.
+    """True if one device took longer for fewer rows than the other took for more rows.
+
+    Both ran alone, and the difference exceeds the noise.
 
     No single curve can fit both devices then.
     """
