@@ -1,5 +1,7 @@
-"""Chooses a verdict's one recommendation: one device, equal shares without a plan, the plan,
-another measurement, or fixing the user's code first.
+"""Chooses a verdict's one recommendation.
+
+It recommends one device, equal shares without a plan, the plan, another measurement, or fixing the
+user's code first.
 
 Of layouts that are equally fast, the simplest is recommended, whichever of them the search chose.
 """
@@ -57,8 +59,9 @@ def _find_reason(verdict: Verdict) -> str:
 
 
 def _lacks_comparison(verdict: Verdict) -> bool:
-    """True if time ran out before uneven shares could be compared with equal shares
-    or one device.
+    """True if time ran out before uneven shares could be compared with simpler layouts.
+
+    Simpler layouts are equal shares and one device.
     """
     if verdict.chosen.kind != "other_shares":
         return False
@@ -67,9 +70,10 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 
 
 def find_single(verdict: Verdict) -> Rival | None:
-    """Return the single device that is as fast as a plan of several devices, at the same batch,
-    or at a smaller one if the user set no batch. None if there is no such device, or if the two
-    may differ by much.
+    """Return the single device that is as fast as a plan of several devices; None if there is none.
+
+    Its batch is the plan's, or a smaller one if the user set no batch. Also None if the speeds of
+    the two may differ by much.
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:

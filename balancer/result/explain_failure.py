@@ -1,5 +1,6 @@
-"""Builds the error for a session that ended without a plan: what failed, what doesn't fit, or that
-the budget was too short.
+"""Builds the error for a session that ended without a plan.
+
+The error says what failed, what doesn't fit, or that the budget was too short.
 """
 
 from __future__ import annotations
@@ -32,8 +33,10 @@ REMEDY = "Fix what failed, free memory, or choose another workload or other devi
 def explain_no_plan(
     record: JournalContents, belief: Belief, end: SearchEnd
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run without a plan, from its observations, the search's beliefs about
-    the devices, and the reason it ended.
+    """Return the error for a run without a plan.
+
+    It is built from the run's observations, the search's beliefs about the devices, and the reason
+    why the run ended.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -70,8 +73,9 @@ def _lost_all(seen: Sequence[Observation]) -> bool:
 
 
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
-    """True if every observation is the same exception, so that no single device nor its memory
-    is the cause.
+    """True if every observation is the same exception.
+
+    Neither a single device nor its memory is the cause then.
     """
     raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
     errors = {cut_place(one.detail) for one in raised}
@@ -79,8 +83,9 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Return the end of an error message: where the workload's function is defined, for an error
-    that names no line of the user's code, such as an error from inside a layer.
+    """Return the end of an error message: where the workload's function is defined.
+
+    It is for an error that names no line of the user's code, such as an error from inside a layer.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -112,8 +117,9 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 
 
 def _explain_state(state: ModelState, memory_bytes: int) -> str:
-    """Explain that the model can't be sharded either, if its state exceeds the memory of all
-    devices together.
+    """Explain that the model can't be sharded either, if its state exceeds the devices' memory.
+
+    The memory is that of all devices together.
     """
     return (
         f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices have "
@@ -158,8 +164,10 @@ def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
 def find_unfinished(
     workload: str, devices: Sequence[Device], running: Sequence[ProbeProgress]
 ) -> tuple[Unfinished, ...]:
-    """Return each phase before measuring that running probes are still in, with their devices, the
-    longest time spent in it, and the line of the user's code if known.
+    """Return the phases before measuring in which probes are still running.
+
+    Each phase has its devices, the longest time spent in it, and the line of the user's code if
+    it is known.
     """
     found = []
     for phase in ("importing", "loading", "building", "preparing", "warming up"):
@@ -181,8 +189,9 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms, and what it works on: the workload, or the function
-    that builds it.
+    """Return a phase in the user's terms, and what it works on.
+
+    It works on the workload, or on the function that builds the workload.
 
     A workload without a function of the user's is prepared, not built.
     """

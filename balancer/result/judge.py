@@ -63,8 +63,9 @@ COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
 class SearchEnd(msgspec.Struct, frozen=True):
-    """Why a run ended, after how many seconds on its clock, and which phases
-    were unfinished then.
+    """Why a run ended, when it ended, and which phases were unfinished then.
+
+    The time is in seconds on the run's clock.
     """
 
     end: End
@@ -189,8 +190,9 @@ def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> 
 
 
 def _has_equal_shares(layout: Layout) -> bool:
-    """True if all devices of the request take equal shares in one pass without knobs, as
-    in plain data parallelism.
+    """True if all devices of the request take equal shares in one pass without knobs.
+
+    This is plain data parallelism.
     """
     if not layout.traits.together or layout.traits.sharded:
         return False
@@ -199,8 +201,9 @@ def _has_equal_shares(layout: Layout) -> bool:
 
 
 def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch, or of the batch's cost if rows are
-    assigned by cost.
+    """Return each device's fraction of a batch.
+
+    If rows are assigned by cost, return each device's fraction of the batch's cost instead.
     """
     if layout.costs:
         return cost_ratios(layout.costs, row_tokens)
@@ -208,16 +211,18 @@ def find_ratios(layout: Layout, row_tokens: float) -> tuple[float, ...]:
 
 
 def cost_ratios(costs: Sequence[Cost | None], row_tokens: float) -> tuple[float, ...]:
-    """Return each device's fraction of a batch's cost if all devices finish at the same time, for
-    passes of `USUAL_ROWS` rows of `row_tokens` tokens.
+    """Return each device's fraction of a batch's cost if all devices finish at the same time.
+
+    It is computed for passes of `USUAL_ROWS` rows of `row_tokens` tokens.
     """
     speeds = [1 / cost.seconds(USUAL_ROWS, round(row_tokens)) if cost else 0.0 for cost in costs]
     return tuple(speed / sum(speeds) for speed in speeds)
 
 
 def waiting_share(seen: Sequence[Timed]) -> float | None:
-    """Return the fraction of a step in which the busiest device waits for other devices or for
-    data. None if it wasn't measured.
+    """Return the fraction of a step in which the busiest device waits; None if it wasn't measured.
+
+    The device waits for other devices or for data.
     """
     own = _own_seconds(seen)
     if own is None or any(one.step_seconds <= 0 for one in seen):
@@ -233,8 +238,9 @@ def padding_share(seen: Sequence[Timed]) -> float:
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return the difference between the longest and the shortest compute time (own work) of the
-    devices, relative to the longest. None if it wasn't measured.
+    """Return the relative gap between the longest and shortest compute time (own work) of devices.
+
+    It is relative to the longest. Return None if it wasn't measured.
     """
     own = _own_seconds(seen)
     if own is None or any(max(each) <= 0 for each in own):
@@ -256,8 +262,9 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 
 
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
-    """Return each device alone: at the plan's batch if the device ran at it, else at
-    its fastest batch.
+    """Return each device alone, at the plan's batch if possible.
+
+    A device that didn't run alone at the plan's batch is returned at its fastest batch.
 
     If the plan is one device, that device has the plan's samples/s.
     """
@@ -287,8 +294,10 @@ def compare_alone(chosen: Result, one: Result) -> ComparedLayout:
 def _name_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], labels: Sequence[str]
 ) -> tuple[Rival, ...]:
-    """Return the rivals of the race, each device alone, and the fastest layout of all if it isn't
-    the plan. The single device that the plan is compared with comes first.
+    """Return the rivals of the race, each device alone, and the fastest layout of all.
+
+    The fastest layout is left out if it is the plan. The single device that the plan is compared
+    with comes first.
     """
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
@@ -336,8 +345,9 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 
 
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
-    """Return the layout with the highest samples/s at the requested batch, if they exceed the
-    plan's. Empty if that layout is already `known`.
+    """Return the layout with the highest samples/s at the requested batch, if faster than the plan.
+
+    The result is empty if that layout is already `known`.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [one for one in report.results if batch in (None, one.layout.global_batch)]
@@ -466,8 +476,9 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return what explains the seconds that a step loses: the longest share's small batch, the
-    exchange, or both together.
+    """Return what explains the time that a step loses.
+
+    The causes are the longest share's small batch, the exchange of gradients, or both together.
     """
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -479,8 +490,10 @@ def _find_cause(
 
 
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
-    """Yield each working device that has no part in the plan, with the fastest split that uses it,
-    or with the reason that no such split was measured near the plan's batch.
+    """Yield each working device that has no part in the plan, with a reason.
+
+    The reason is the fastest split that uses the device, or why no such split was measured near
+    the plan's batch.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -530,8 +543,10 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 
 
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
-    """Return the plan's devices that compute bfloat16 without hardware support, beside a device
-    that has it. Empty if the training uses another type.
+    """Return the plan's devices that compute bfloat16 without hardware support.
+
+    The result is empty if no other device of the plan has that support, or if the training
+    uses another type.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
@@ -626,8 +641,10 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return the budget if it ended before any split was tried, with the seconds that starting
-    processes took, and a budget that should suffice. None otherwise.
+    """Return the budget if it ended before any split was tried; None otherwise.
+
+    It comes with the time that starting processes took, and with a budget that should
+    suffice, in seconds.
     """
     budget = report.problem.budget_seconds
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
@@ -642,8 +659,9 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that a chosen split doesn't use and why, if a split over more hosts was
-    measured to be slower.
+    """Yield the hosts that a chosen split doesn't use and why.
+
+    Hosts are yielded only if a split over more hosts was measured to be slower.
     """
 
     def list_hosts(layout: Layout) -> list[str]:

@@ -1,5 +1,6 @@
-"""Relates the choice of a batch to what the model learns, by the noise scale of an earlier training
-if it is known.
+"""Relates the choice of a batch to what the model learns.
+
+It uses the noise scale of an earlier training if that is known.
 """
 
 from __future__ import annotations
@@ -45,8 +46,9 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return what the chosen batch means for learning, relative to the script's `own` batch if
-    known, with the measured batches.
+    """Return what the chosen batch means for learning, with the measured batches.
+
+    It is relative to the script's `own` batch if that is known.
     """
     chosen = report.chosen
     batch = chosen.layout.global_batch

@@ -1,5 +1,7 @@
-"""What a plan's measurements show besides samples/s: doubts, memory that other processes hold,
-unused devices, and limits of the user's own code.
+"""What a plan's measurements show besides samples/s.
+
+They show doubts, memory that other processes hold, unused devices, and limits of the
+user's own code.
 """
 
 from __future__ import annotations
@@ -77,8 +79,10 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 
 
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
-    """Yield a warning for two measurements of one layout that differ by over 10 % and beyond their
-    intervals, with the gain of the faster one.
+    """Yield a warning for two measurements of one layout that differ too much.
+
+    They differ by over 10 % and by more than their intervals. The warning has the gain of
+    the faster one.
 
     A slower measurement from the solo stage doesn't count if the faster one is from another stage,
     because the solo stage runs all devices at the same time.
@@ -112,24 +116,27 @@ def describe_doubts(
 def find_taken_memory(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> tuple[TakenMemory, ...]:
-    """Return each device on which other processes held memory at the start of a probe, with the
-    most bytes that they held.
+    """Return each device on which other processes held memory at the start of a probe.
+
+    It comes with the most bytes that they held.
     """
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return a warning about a layer that computes its statistics over the rows of a pass, not over
-    a device's share. None if every share is one pass.
+    """Return a warning about a layer whose statistics are over a pass's rows, not a device's share.
+
+    Return None if every share is one pass.
     """
     rows = [chosen.pass_rows[i] for i in chosen.active if chosen.passes(i) > 1]
     return PassStatistics(layer, min(rows)) if layer and rows else None
 
 
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
-    """Return the number of rows above which the user's own code raises, if fewer rows ran
-    on each device.
+    """Return the number of rows above which the user's own code raises an exception.
+
+    Return None if there is no such number.
 
     An error message that occurs only above the rows that ran is a limit of the code; a message that
     also occurs below isn't.
@@ -156,8 +163,9 @@ PHASES = ("building", "preparing", "warming up", "measuring")
 
 
 def cut_place(detail: str) -> str:
-    """Return the error from a failure's detail, `GPU:0, warming up: train.py:12: ValueError: why
-    (traceback in FILE)`, without the device, the phase and the file.
+    """Return the error from a failure's detail, without the device, the phase and the file.
+
+    A detail is, for example, `GPU:0, warming up: train.py:12: ValueError: why (traceback in FILE)`.
     """
     error = detail.partition(" (traceback in ")[0].rstrip(".")
     for phase in PHASES:
@@ -171,8 +179,9 @@ TWIN_TIMES = 1.25  # devices of the same product differ by less, unless somethin
 def find_unequal_twins(
     seen: Iterable[Observation], devices: Sequence[Device]
 ) -> UnequalTwins | None:
-    """Return the two devices of the same product and limit whose speeds alone differ most at the
-    same batch. None if no two differ by at least 25 %.
+    """Return the two devices of one product and limit whose speeds alone differ most.
+
+    The speeds are compared at the same batch. Return None if no two differ by at least 25 %.
     """
     best: dict[tuple[int, int], float] = {}
     for one in seen:

@@ -1,5 +1,6 @@
-"""Builds the outcome of a run from its record and its search's report: the plan with its evidence,
-and the verdict.
+"""Builds the outcome of a run from its record and its search's report.
+
+The outcome is the plan with its evidence, and the verdict.
 """
 
 from __future__ import annotations
@@ -76,8 +77,10 @@ def _as_read(verdict: Verdict) -> Verdict:
 def _list_evidence(
     report: SearchReport, devices: Sequence[Device], facts: Facts
 ) -> tuple[Evidence, ...]:
-    """Return every rival with its name, the best single device even if it is the plan, and each
-    device alone at its fastest and at the plan's batch.
+    """Return every rival with its name, and each device alone.
+
+    The best single device is included even if it is the plan. Each device alone is at its fastest
+    and at the plan's batch.
     """
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
@@ -92,8 +95,9 @@ _Named = tuple[str, EvidenceKind, ComparedLayout]
 def _list_rivals(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: int
 ) -> list[_Named]:
-    """Return all rivals with their names; also the best single device, and the fastest layout with
-    a larger batch if it is faster than the plan.
+    """Return all rivals with their names, and the best single device.
+
+    The fastest layout with a larger batch is included if it is faster than the plan.
     """
     chosen, single = report.chosen, report.single
     names = name_rivals(chosen, rivals, devices)
@@ -220,8 +224,9 @@ def _write_layout(
 def _expect_memory(
     layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return the bytes that a device holds in a sharded training, and the most bytes it was
-    measured to use; 0 where unknown.
+    """Return a device's expected bytes in a sharded training, and the most bytes it used.
+
+    Unknown values are 0.
     """
     if not (layout.traits.sharded and state and layout.shares[position]):
         return 0, 0

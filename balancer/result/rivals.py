@@ -1,5 +1,6 @@
-"""Names layouts, and compares every other layout that ran with the chosen one, by printed rates
-or by turns.
+"""Names layouts, and compares every other layout that ran with the chosen one.
+
+Layouts are compared by printed rates or by turns.
 """
 
 from __future__ import annotations
@@ -109,8 +110,9 @@ def compare_all(
     results: Sequence[Result] = (),
     single: Result | None = None,
 ) -> tuple[ComparedLayout, ...]:
-    """Compare every layout in the ranking with the chosen one: by turns if the chosen layout won
-    the race, else by samples/s.
+    """Compare every layout in the ranking with the chosen one.
+
+    They are compared by turns if the chosen layout won the race, else by samples/s.
 
     If the plan is one device or a pack, the fastest split of the `results` comes first, even if it
     wasn't raced. The best `single` device comes last, if it wasn't raced.
@@ -177,8 +179,9 @@ def _divide(own: Interval, other: Interval) -> RateGap:
 
 
 def _reverse_gap(against: Interval) -> RateGap:
-    """Return the chosen layout's gap over a rival, from the rival's gap over the chosen layout as
-    measured by turns.
+    """Return the chosen layout's gap over a rival, given the rival's gap over the chosen layout.
+
+    The given gap was measured by turns.
     """
     low, value, high = (
         1 / (1 + max(-0.99, each)) - 1 for each in (against.high, against.value, against.low)
@@ -200,8 +203,9 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 
 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
-    """Return the fastest layout of one training with a larger batch, if it is faster than
-    the chosen layout.
+    """Return the fastest layout of one training with a larger batch than the chosen layout's.
+
+    Return it only if it is faster than the chosen layout.
     """
     if not chosen.layout.traits.by_shares:
         return None

@@ -1,5 +1,6 @@
-"""Writes the verdict as plain text: the recommendation, its gains, remarks that explain
-them, and warnings.
+"""Writes the verdict as plain text.
+
+The text has the recommendation, its gains, remarks that explain them, and warnings.
 
 To add a sentence, write a function of the verdict that yields it, and add the function to REMARKS,
 or to WARNINGS if the sentence is a reason not to trust the measurements.
@@ -187,8 +188,9 @@ def _write_figure(verdict: Verdict) -> str:
 
 
 def _write_gains(verdict: Verdict) -> Iterator[str]:
-    """Yield the gains over the even split, one device alone and a split, unless the plan
-    is that layout.
+    """Yield the gains over the even split, one device alone and a split.
+
+    A gain is left out if the plan is that layout.
     """
     if not verdict.figure.known:
         return
@@ -206,9 +208,7 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
-    """Yield how much longer each of several trainings side by side takes than one training on
-    the device alone.
-    """
+    """Yield how much longer each training of a pack takes than one training alone."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
         seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
@@ -217,8 +217,10 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 
 
 def _find_even(verdict: Verdict) -> Rival | None:
-    """Return the even split to compare uneven shares with: the one with the fewest devices, but no
-    fewer than the plan has. None if it has no meaningful gain, or if one device is advised.
+    """Return the even split to compare uneven shares with.
+
+    It is the one with the fewest devices, but no fewer than the plan has. Return None if it has no
+    meaningful gain, or if one device is advised.
     """
     chosen, advice = verdict.chosen, verdict.advice
     if chosen.kind not in ("other_shares", "sharded"):
@@ -241,8 +243,9 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """Return the single device that the plan is compared with; another device if the plan is one
-    device. None if the comparison isn't meaningful.
+    """Return the single device that the plan is compared with.
+
+    It is another device if the plan is one device. Return None if the comparison isn't meaningful.
     """
     alone = [one for one in verdict.rivals if one.kind == "one_device"]
     if verdict.chosen.kind == "one_device":
@@ -260,8 +263,9 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the gain over a rival is known, or if the rival's samples/s are known to be too
-    uncertain.
+    """True if the gain over a rival is known, or if it is known to be uncertain.
+
+    It is uncertain if the rival's samples/s are too uncertain.
 
     Both are worth a sentence.
     """
@@ -292,8 +296,9 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Format a gain whose error exceeds its size: its lower bound, or that the
-    gain isn't certain.
+    """Format a gain whose error exceeds its size.
+
+    The text has the gain's lower bound, or says that the gain isn't certain.
     """
     if difference.low >= 0.01:
         return f"at least {percent(difference.low, 0)} over {over}"
@@ -314,8 +319,9 @@ def _is_doubtful(verdict: Verdict) -> bool:
 
 
 def _half(difference: RateGap) -> float:
-    """Return half of the interval's width; the upper half if that is larger, as the lower one
-    ends at -1.
+    """Return half of the interval's width.
+
+    It is the upper half if that is larger, because the lower one ends at -1.
     """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
@@ -358,8 +364,9 @@ def _say_limits(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_link(verdict: Verdict) -> Iterator[str]:
-    """Yield the speed of the link between the chosen devices, unless the exchange is a limit, which
-    then names the link.
+    """Yield the speed of the link between the chosen devices.
+
+    Yield nothing if the exchange is a limit, because the limit then names the link.
     """
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     if verdict.link is not None and not named:
@@ -424,9 +431,7 @@ def _say_batch(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_unknown(verdict: Verdict) -> Iterator[str]:
-    """If the plan's samples/s are too uncertain, yield faster layouts whose samples/s
-    are more precise.
-    """
+    """Yield faster layouts with more precise samples/s, if the plan's are too uncertain."""
     if verdict.figure.known:
         return
     own = verdict.figure.samples_per_second
@@ -510,8 +515,9 @@ def _write_cause(loss: SumLoss) -> str:
 
 
 def _say_state(verdict: Verdict) -> Iterator[str]:
-    """Yield the memory of the model's state and of adapters; nothing if a device was seen to hold
-    the whole model and the plan isn't sharded.
+    """Yield the memory of the model's state and of adapters.
+
+    Yield nothing if a device was seen to hold the whole model and the plan isn't sharded.
     """
     if verdict.state is not None:
         sentences = write_state_memory(verdict.state)
@@ -663,8 +669,9 @@ def _say_knobs(verdict: Verdict) -> Iterator[str]:
 
 
 def _find_workers(verdict: Verdict, one: Rival) -> str | None:
-    """Return a rival's number of loader workers as text, if it differs from the plan only in that
-    number; None for other rivals.
+    """Return a rival's number of loader workers as text.
+
+    Return None for a rival that differs from the plan in more than that number.
     """
     knobs = (*one.knobs, *verdict.chosen.knobs)
     same = (one.devices, one.batches) == (verdict.chosen.devices, verdict.chosen.batches)
@@ -674,8 +681,9 @@ def _find_workers(verdict: Verdict, one: Rival) -> str | None:
 
 
 def _say_workers(verdict: Verdict) -> Iterator[str]:
-    """Yield the samples/s for each number of loader workers, the fastest first, and the
-    setting to use.
+    """Yield the samples/s for each number of loader workers, and the setting to use.
+
+    The fastest number comes first.
     """
     tried = [
         (how, one.figure)
@@ -720,9 +728,7 @@ def _say_packs(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
-    """Yield the loss of the first rival of each kind other than the plan's own, if
-    it loses anything.
-    """
+    """Yield the loss of the first rival of each kind other than the plan's own, if any."""
     said: set[str] = {verdict.chosen.kind}
     for one in others:
         if one.kind in said or one.gain is None or one.tie or one.gain < 0:

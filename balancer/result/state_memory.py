@@ -1,5 +1,6 @@
-"""Compares the memory of a model's state with the devices' memory, and estimates what
-adapters would need.
+"""Compares the memory of a model's state with the devices' memory.
+
+It also estimates what adapters would need.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ FEW = 0.1  # of a model's parameters: if no more are trained, only adapters are 
 def find_state_memory(
     facts: Facts, seen: Sequence[Observation], devices: Sequence[Device], chosen: Layout | None
 ) -> StateMemory | None:
-    """Return the memory of the model's state, and of adapters instead unless adapters are what is
-    trained. None if the state is unknown, as when no shards were tried.
+    """Return the memory of the model's state, and of adapters instead; None if unknown.
+
+    It is unknown if no shards were tried. Adapters are left out if they are what is trained.
     """
     state = facts.state
     if state is None or not state.parameters:
@@ -72,8 +74,9 @@ def write_state_memory(memory: StateMemory) -> str:
 
 
 def write_adapters(memory: StateMemory) -> list[str]:
-    """Return a sentence for each way to train adapters: its memory, and the devices that
-    can hold it.
+    """Return a sentence for each way to train adapters.
+
+    It has the memory of that way, and the devices that can hold it.
     """
     sentences = []
     for each in memory.adapters:

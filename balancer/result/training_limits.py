@@ -1,8 +1,7 @@
-"""Finds what limits a training by the chosen layout, from the parts of a step that
-its probes measured.
+"""Finds what limits a training by the chosen layout, from measured parts of a step.
 
-Only probes of real children measure parts; simulated devices have no limits. Times are seconds per
-optimizer step on the rank where a part is longest, as the other ranks wait for it.
+Only probes of real children measure parts; simulated devices have no limits. Times are in seconds
+per optimizer step, on the rank where a part is longest, because the other ranks wait for it.
 """
 
 from __future__ import annotations
@@ -50,8 +49,9 @@ KERAS_INPUT = (
 def find_training_limits(
     report: SearchReport, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> tuple[TrainingLimit, ...]:
-    """Return the limits of the chosen layout, the largest first, then the limit that its unequal
-    shares have removed, if any.
+    """Return the limits of the chosen layout, the largest first.
+
+    The last is the limit that the layout's unequal shares have removed, if any.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -116,7 +116,7 @@ class _Measured:
         return max(known) * self.step_s if known else None
 
     def own_s(self, position: int) -> float:
-        """Return a device's compute time (own work) per step; 0 if unknown."""
+        """Return a device's compute time (own work) per step in seconds; 0 if unknown."""
         known = [
             own / one.step_seconds
             for one in self.turns
@@ -196,8 +196,10 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which ranks have no core because other programs use the host, and the time
-    in which a GPU waits for its host to launch kernels.
+    """Yield the time in which the host limits the training.
+
+    It is the time in which ranks have no core because other programs use the host, and the time in
+    which a GPU waits for its host to launch kernels.
     """
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
@@ -226,9 +228,10 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _spare_by_twice(step_s: float, waits_s: float) -> float:
-    """Return the seconds per step, for the same number of rows, that doubling the batch
-    saves on a device that waits `waits_s` for its host. The host's time stays the same
-    and the device's doubles.
+    """Return the time in seconds that doubling the batch saves per step, for the same rows.
+
+    The device waits `waits_s` for its host. With twice the batch, the host's time stays the same
+    and the device's time doubles.
     """
     after_s = max(step_s, 2 * (step_s - waits_s))
     return step_s - after_s / 2
@@ -299,8 +302,9 @@ def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | Non
 
 
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the optimizer's own step, without its part of the time in which a GPU
-    waits for kernels.
+    """Yield the time of the optimizer's own step.
+
+    It is without its part of the time in which a GPU waits for kernels.
     """
     update = measured.largest_s("update_seconds")
     if update is not None:
@@ -318,8 +322,7 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """Yield what one pass would spare on a device that computes its share in several, for want of
-    memory.
+    """Yield the time that one pass would save on a device that takes several for lack of memory.
 
     Considers a device that the others wait for.
     """
@@ -354,10 +357,10 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 
 
 def _spare_on_cpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[float, float, float]:
-    """Return the seconds that one pass spares, at least, as expected and at most.
+    """Return the time in seconds that one pass saves: at least, expected and at most.
 
-    Each row takes a CPU as long as the next, so that it spares what passes take whatever their
-    rows.
+    On a CPU, each row takes as long as the next, so one pass saves the fixed time of the other
+    passes, whatever their rows.
     """
     (few, few_s), (many, many_s) = known
     slope = max(0.0, (many_s - few_s) / (many - few))
@@ -366,10 +369,11 @@ def _spare_on_cpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[floa
 
 
 def _spare_on_gpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[float, float, float]:
-    """Return the seconds that one pass spares, at least, as expected and at most.
+    """Return the time in seconds that one pass saves: at least, expected and at most.
 
     Few rows leave multiprocessors of a GPU idle. Twice the rows took 1.17 times as long from 4 to 8
-    rows on an H200, and 1.15 times on average from there to 64: time goes by a power of the rows.
+    rows on an H200, and 1.15 times on average from there to 64, so the time is modeled as a power
+    of the number of rows.
     """
     (few, few_s), (many, many_s) = known
     power = min(max(0.0, math.log(many_s / few_s) / math.log(many / few)), 1.0)
@@ -379,8 +383,9 @@ def _spare_on_gpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[floa
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the compute time that heat, power or a neighbour cost on a device that the
-    others wait for.
+    """Yield the compute time that heat, power or a neighbor cost on a device.
+
+    It is a device that the other devices wait for.
     """
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
@@ -432,8 +437,9 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
 
 
 def _find_idle(measured: _Measured) -> Iterator[StepPart]:
-    """Yield the time in which neither the CPU, the input nor other devices are busy, so that the
-    model's own code must be waiting.
+    """Yield the time in which neither the CPU, the input nor other devices are busy.
+
+    The model's own code must be waiting then.
     """
     seconds = measured.largest_s("idle_seconds")
     if seconds is not None:

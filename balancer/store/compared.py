@@ -1,5 +1,6 @@
-"""Compares two runs: the second run's slowdown with its interval, and the part of a step that
-causes it. Pure.
+"""Compares two runs: the second run's slowdown, and the part of a step that causes it.
+
+The slowdown has an interval. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
 tens of percent, each training differently. They don't change how long a quick step takes: the 5th
@@ -193,8 +194,9 @@ def _mean(
 
 
 def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
-    """Return the seconds per sample of a training's quick steps, from the windows in which they
-    were quickest.
+    """Return the time per sample, in seconds, of a training's quick steps.
+
+    It is computed from the windows in which steps were quickest.
     """
     figures = sorted(window.quick_s * window.steps / window.samples for window in windows)
     kept = figures[: max(FEWEST_QUICK, round(QUICK_WINDOWS * len(figures)))]
@@ -202,8 +204,9 @@ def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
 
 
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
-    """Return how many seconds per sample the second training takes longer for work that isn't in
-    every step.
+    """Return how much longer the second training takes per sample for rare work, in seconds.
+
+    Rare work is work that isn't in every step.
 
     Only the difference that is certain counts, for each part of a step in `RARE`. Other programs
     slow these parts as much as own work, so the means are corrected for that; 0 if other programs

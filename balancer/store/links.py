@@ -71,8 +71,9 @@ def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
 
 
 def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
-    """Return the newest working measurement of the default transport between each pair or larger
-    set of these devices, pairs first.
+    """Return the newest working measurement of the default transport between these devices.
+
+    There is one for each pair or larger set of the devices, pairs first.
     """
     labels = {device.id: device.label for device in devices}
     found: dict[frozenset[str], Link] = {}

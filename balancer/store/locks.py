@@ -165,8 +165,9 @@ def _lock_kernel_file(held: ExitStack, device: Device, path: Path) -> None:
 
 
 def kernel_files(device: Device) -> list[Path]:
-    """Return the files by which the kernel shows a device: one for each core, or the GPU's own on
-    its bus; empty if unknown.
+    """Return the files by which the kernel shows a device; empty if unknown.
+
+    There is one for each core, or the GPU's own file on its bus.
     """
     if device.on_cpu:
         return [SYS / f"devices/system/cpu/cpu{core}/topology/core_id" for core in device.cores]
@@ -220,8 +221,9 @@ def _lock(descriptor: int) -> None:
 
 
 def _lock_units(device: Device) -> list[str]:
-    """Return the units of a device that can't be used twice: a GPU, or each core of a CPU slice,
-    however the CPU was sliced.
+    """Return the units of a device that can't be used twice.
+
+    They are a GPU, or each core of a CPU slice, however the CPU was sliced.
     """
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
@@ -235,8 +237,9 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Format the holder as " (process 12, run 20261122-…)"; leaves out anything that evener's
-    locks don't contain.
+    """Format the holder of a lock as " (process 12, run 20261122-…)".
+
+    Anything that evener's locks don't contain is left out.
     """
     pid = note.get("pid")
     run = note.get("run")

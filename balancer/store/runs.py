@@ -193,8 +193,10 @@ def load_training(run: str) -> RecordedTraining | None:
 
 
 def load_noise(name: str) -> NoiseEntry:
-    """Return the last noise scale of the training with this name; `last` is the newest training
-    that has a noise scale. Raises RequestError if there is none.
+    """Return the last noise scale of the training with this name.
+
+    The name `last` means the newest training that has a noise scale. Raises RequestError if
+    there is none.
     """
     for run in reversed(_list_ids()) if name == "last" else [find_any(name)]:
         # for example, a training's journal is broken
@@ -485,8 +487,9 @@ def recorded_events(record: JournalContents) -> Iterator[Event]:
 
 
 class EventReplay(EventThread):
-    """Replays recorded events as a session, `speed` times as fast as they happened, with no gap
-    longer than `longest_gap_seconds`.
+    """Replays recorded events as a session, `speed` times as fast as they happened.
+
+    No gap between events is longer than `longest_gap_seconds`.
     """
 
     def __init__(

@@ -79,8 +79,9 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the causes of a slow training: parts of its steps that don't compute, and events while
-    it ran.
+    """Yield the causes of a slow training.
+
+    They are parts of its steps that don't compute, and events while it ran.
     """
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (

@@ -56,7 +56,7 @@ def launch_on_cluster(
 
     The plan, the script and the Python files beside it are sent to each host; `more` are additional
     options for each host's launch. Up to `max_restarts` times, lost hosts are left out and training
-    starts again by a plan for the others. Raises EvenerError if training can't start.
+    starts again with a plan for the remaining hosts. Raises EvenerError if training can't start.
     """
     planned = plan = load_plan(path)
     check_plan(plan, command)
@@ -186,9 +186,9 @@ class RemoteLaunch:
 def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
     """Wait until all parts have ended or the training run has failed, and return the exit code.
 
-    The wait also ends when a signal arrives. After a failed part the others get time to
-    end; if a host is lost, they can't go on, so this returns at once. Raises
-    DeviceError if Ray's head is lost.
+    The wait also ends when a signal arrives. After a part has failed, the other parts get time to
+    end; if a host is lost, they can't continue, so this returns at once. Raises DeviceError if
+    Ray's head is lost.
     """
     deadline = float("inf")
     answered = time.monotonic()
@@ -232,8 +232,8 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 class HostLaunch:
     """One host's part of a training run, whose output is read remotely.
 
-    The host's launch ends with this process. A script that names the plan file `planned` gets
-    `plan` instead. After SIGTERM the launch has `end_seconds` to exit.
+    The host's launch process is terminated with this process. A script that names the plan file
+    `planned` gets `plan` instead. After SIGTERM, the launch has `end_seconds` to exit.
     """
 
     def __init__(

@@ -114,8 +114,9 @@ class HostJob(msgspec.Struct, frozen=True):
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_a_process_each(self) -> HostJob:
-        """Return the job with one process for each device, as Keras's
-        engine "multiworker" requires.
+        """Return the job with one process for each device.
+
+        Keras' engine "multiworker" requires that.
         """
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
@@ -347,8 +348,9 @@ def _parse_rendezvous(text: str) -> tuple[str, int]:
 
 
 def find_imports(job: HostJob) -> frozenset[str]:
-    """Return the job's framework and the packages that its script
-    imports, as far as its source shows.
+    """Return the job's framework and the packages that its script imports.
+
+    Only imports that are visible in the script's source are found.
     """
     script = Path(job.command[0])
     with suppress(OSError, SyntaxError, ValueError):

@@ -138,9 +138,7 @@ class _LineNames:
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """Stop a thread that copies from a pipe, once everything that was written to the pipe is
-    copied.
-    """
+    """Stop a thread that copies from a pipe, after everything written to the pipe is copied."""
     with suppress(OSError):
         os.write(write, end)
     thread.join()
@@ -278,8 +276,9 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
-    """Send a signal to the running processes, and kill the ones that don't exit within
-    `grace_seconds`.
+    """Send a signal to the running processes, and kill those that don't exit in time.
+
+    They have `grace_seconds` to exit.
 
     A Ctrl-C typed on their terminal isn't sent again, as the terminal has already delivered it.
     """

@@ -136,8 +136,9 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 
 
 def _skip_options(words: Sequence[str]) -> list[str]:
-    """Return a Python command line from its script on, or from `-m` or `-c`,
-    which end Python's own options.
+    """Return a Python command line without Python's own options.
+
+    It begins with the script, or with `-m` or `-c`, which end Python's own options.
     """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
@@ -335,8 +336,9 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Return lines about other events: the gradient's noise scale, and
-    passes that ran out of memory.
+    """Return lines about other events.
+
+    These are the gradient's noise scale, and passes that ran out of memory.
     """
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []

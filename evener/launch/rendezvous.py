@@ -49,8 +49,9 @@ class AloneRendezvous(RendezvousHandler):  # type: ignore[misc]
         return ALONE
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a rendezvous of this agent alone, with the address
-        that its processes are given.
+        """Return a rendezvous of this agent alone.
+
+        It has the address that the agent's processes are given.
         """
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
@@ -91,8 +92,9 @@ def _rendezvous_alone(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _rendezvous_several(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return PyTorch's dynamic rendezvous, with a store that its host
-    serves on one address only.
+    """Return PyTorch's dynamic rendezvous.
+
+    Its store is served by its host on one address only.
     """
     host, _, port = parameters.endpoint.rpartition(":")
     serves = bool(parameters.get_as_bool("is_host"))
@@ -105,8 +107,9 @@ def _rendezvous_several(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
-    """Return the arguments of PyTorch's LaunchConfig that define how the
-    agents of all hosts rendezvous.
+    """Return the arguments of PyTorch's LaunchConfig that define the rendezvous.
+
+    The agents of all hosts rendezvous in this way.
 
     On a single host, the processes are given `address` (HOST:PORT).
     """

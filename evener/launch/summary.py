@@ -204,8 +204,9 @@ def _speed(record: LiveRecord) -> float:
 
 
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
-    """Return a rank's step metrics over the whole training run, or over its
-    last steps if it keeps no sums.
+    """Return a rank's step metrics over the whole training run.
+
+    If its record has no sums, return those over its last steps.
     """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
@@ -289,8 +290,9 @@ def _describe_share(rank: RankSummary) -> str:
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Return the first shares, how often shares changed, and the gain of
-    the last shares if it is clear.
+    """Return the first shares, how often shares changed, and the gain of the last shares.
+
+    The gain is left out unless it is clear.
     """
     first = summary.first
     if first is None:

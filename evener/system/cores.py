@@ -58,7 +58,10 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the CPU seconds per second that the tightest quota allows; None without a quota."""
+    """Return the number of CPUs that the tightest quota allows; None without a quota.
+
+    It is the CPU time in seconds per second, so it may be a fraction.
+    """
 
     def quota(folder: Path, version: int) -> float:
         if version == 2:
@@ -95,8 +98,9 @@ def _least(
 
 
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
-    """Yield the folders of this process's control groups and their parents,
-    each with its cgroup version.
+    """Yield the folders of this process's control groups and their parents.
+
+    Each comes with its cgroup version.
     """
     lines: list[str] = []
     with suppress(OSError):
@@ -123,8 +127,9 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """Return the logical CPUs that this process may run on, at most as many
-    as its container's CPU quota.
+    """Return the logical CPUs that this process may run on.
+
+    There are at most as many as its container's CPU quota.
     """
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()

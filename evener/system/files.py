@@ -84,8 +84,9 @@ def new_error_file() -> Path:
 
 
 def error_file() -> Path:
-    """Return the path of the file with the errors that children of the last
-    measurement without a run wrote.
+    """Return the path of the file with the errors of the last measurement without a run.
+
+    The children of that measurement wrote them.
     """
     return state_folder() / "errors.txt"
 
@@ -115,7 +116,7 @@ def read_whole(
 
 
 def write_atomically(path: Path, content: bytes) -> None:
-    """Replace `path` by `content` atomically.
+    """Replace the content of `path` with `content` atomically.
 
     A new file's mode follows the umask; an existing file keeps its mode. Links are followed; a
     pipe, or a device such as /dev/stdout, is written to directly. Raises RequestError on failure.

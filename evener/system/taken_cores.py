@@ -28,17 +28,17 @@ HYPERVISOR = "other virtual machines on this host"
 
 
 class CoreTimes(NamedTuple):
-    """Cumulative seconds from an arbitrary start.
+    """Cumulative times in seconds from an arbitrary start.
 
     Only differences between two readings are meaningful.
     """
 
     at_s: float = 0.0
     ran_s: float = 0.0  # total of all threads
-    delayed_s: float = 0.0  # ready to run without a core, total of all threads
-    throttled_s: float = 0.0  # for which the container's CPU quota was used up
-    busy_s: float = 0.0  # for which the process's cores ran any program
-    stolen_s: float = 0.0  # for which the hypervisor ran other machines on these cores
+    delayed_s: float = 0.0  # time ready to run without a core, total of all threads
+    throttled_s: float = 0.0  # time in which the container's CPU quota was used up
+    busy_s: float = 0.0  # time in which the process's cores ran any program
+    stolen_s: float = 0.0  # time in which the hypervisor ran other machines on these cores
 
 
 class Starvation(NamedTuple):
@@ -55,8 +55,9 @@ class Starvation(NamedTuple):
 
 
 class CoreWatch:
-    """Measures, from one reading to the next, how long the threads of
-    one process wait for cores.
+    """Measures how long the threads of one process wait for cores.
+
+    It measures from one reading to the next.
     """
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
@@ -75,9 +76,9 @@ class CoreWatch:
     def read(self) -> Starvation:
         """Return how long the process was starved since the last reading.
 
-        Threads that wait for cores used by the same process aren't starved by others.
-        So the CPU time they wanted is capped at what they could have had together:
-        all cores for all of the time.
+        Threads that wait for cores used by the same process aren't starved by others. The CPU time
+        that they wanted is therefore capped at the time that they could have had together: all
+        cores for all of the time.
         """
         before = self._last
         last = self._sum_up()
@@ -113,9 +114,9 @@ class CoreWatch:
 
 
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the seconds that the hypervisor took from a process between two readings.
+    """Return the time in seconds that the hypervisor took from a process between two readings.
 
-    The stolen time of the process's cores is attributed by the process's part of their busy time.
+    The stolen time of the process's cores is multiplied by the process's part of their busy time.
     Threads count stolen time neither as run nor as delayed.
     """
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
@@ -126,9 +127,9 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return how many seconds these cores were busy, and how many the hypervisor took from them.
+    """Return how long these cores were busy, and how long the hypervisor took them, in seconds.
 
-    Both are 0 if the kernel doesn't say.
+    Both are 0 if the kernel doesn't report them.
     """
     busy = stolen = 0
     names = {f"cpu{core}" for core in cores}
@@ -158,9 +159,9 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return the seconds for which this process's control groups were throttled by their CPU quota.
+    """Return how long this process's control groups were throttled by their quota, in seconds.
 
-    Return 0 if unknown.
+    The quota is the CPU quota. Return 0 if unknown.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -173,7 +174,7 @@ def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 class ProcessUse(NamedTuple):
-    """The CPU seconds of every visible process at one moment."""
+    """The CPU time of every visible process at one moment, in seconds."""
 
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
@@ -204,8 +205,9 @@ def name_takers(
     most: int = MOST_NAMED,
     own: int = -1,
 ) -> str:
-    """Return the programs that used the most CPU time between two readings, for example
-    `python load.py (1.9 cores)`.
+    """Return the programs that used the most CPU time between two readings.
+
+    For example, `python load.py (1.9 cores)`.
 
     `own_root`, its descendants and its parent are left out. Descendants of `own`, such as a
     loader's workers, are listed under a name of their own. Empty if no such program is visible, for

@@ -20,8 +20,9 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """Return the bytes that this thread has written so far with write(),
-        to files, pipes and sockets.
+        """Return the bytes that this thread has written so far with write().
+
+        Writes to files, pipes and sockets count.
         """
         if self._descriptor < 0:
             return 0
