@@ -1,5 +1,6 @@
-"""The checks behind `evener doctor`: of this machine, or of each host of a cluster and the network
-between the hosts.
+"""The checks behind `evener doctor`.
+
+They check this machine, or each host of a cluster and the network between the hosts.
 
 Frameworks are checked in child processes, so that none is imported into this one.
 """
@@ -129,8 +130,9 @@ def check_links(
 
 
 def describe_link(figures: Sequence[LinkMeasurement]) -> Check:
-    """Return the check for the link of one set of devices, from all transports
-    that were measured.
+    """Return the check for the link of one set of devices.
+
+    It covers all transports that were measured.
     """
     own, *others = figures
     name = f"link {' – '.join(own.devices)}"
@@ -236,8 +238,9 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 
 
 def _check_clashes() -> list[Check]:
-    """Return a check for each pair of packages that don't work together, and one for Keras if
-    it is too old.
+    """Return a check for each pair of packages that don't work together.
+
+    If Keras is too old, there is a check for that as well.
     """
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
@@ -262,8 +265,9 @@ def _check_clashes() -> list[Check]:
 
 
 def _check_extras() -> Check:
-    """Return a check that lists the optional extras that aren't installed, with the
-    command that adds them.
+    """Return a check that lists the optional extras that aren't installed.
+
+    It has the command that installs them.
     """
     missing = [
         name
@@ -447,8 +451,9 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 
 
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Place, str]]:
-    """Find the connections between hosts that fail: from which host, to which address and port, and
-    why.
+    """Return the connections between hosts that fail.
+
+    Each has the host it comes from, the address and port it goes to, and the reason.
     """
     with ExitStack() as stack:
         doors = {

@@ -1,5 +1,6 @@
-"""The events that a session reports to a terminal, a screen or a journal viewer, and the thread
-that reports them.
+"""The events that a session reports, and the thread that reports them.
+
+They are reported to a terminal, a screen or a journal viewer.
 """
 
 from __future__ import annotations

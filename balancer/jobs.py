@@ -1,5 +1,6 @@
-"""Turns a request into a job: finds the devices and the workload, and checks everything once,
-before anything starts.
+"""Turns a request into a job.
+
+It finds the devices and the workload, and checks everything once, before anything starts.
 
 Every error in a request is found here, before a run is created or a child is started. For
 a comparison, this also decides which layouts can be measured on these devices, and why
@@ -157,8 +158,9 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if a split on one host is measured with TensorFlow's servers, which
-    have no password.
+    """Return a note if a split is measured with TensorFlow's servers, which have no password.
+
+    This applies to splits on one host.
     """
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
@@ -371,8 +373,9 @@ def _sort_families(
 
 
 def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
-    """Resolve a search request as `make_job` does, and add knobs with which the best layout is
-    measured too: numbers of loader worker processes.
+    """Resolve a search request as `make_job` does, and add knobs.
+
+    The best layout is also measured with each knob, which sets a number of loader worker processes.
 
     `request.compare.left_out` explains which knobs aren't possible here. Raises RequestError for
     any knob other than `workers`.
@@ -458,8 +461,9 @@ def _can_shard(resolved: Job) -> bool:
 
 
 def _pack_modes(resolved: Job) -> tuple[PackMode, ...]:
-    """Return the pack modes to compare: plain processes, and on GPUs also logical
-    devices in TensorFlow.
+    """Return the pack modes to compare.
+
+    They are plain processes and, on GPUs in TensorFlow, also logical devices.
     """
     parts = find_backend(resolved.devices[0].kind).own_memory and resolved.framework == "tensorflow"
     return ("", "logical") if parts else ("",)

@@ -145,8 +145,9 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def clock_seconds(self) -> float:
-        """The session clock's value from which a resumed run continues: the time of an unanswered
-        request for probes, or of the last observation.
+        """The session clock's value from which a resumed run continues.
+
+        It is the time of an unanswered request for probes, or of the last observation.
         """
         pending = self.pending
         if pending is not None:
@@ -300,8 +301,9 @@ class _SchemaOnly(msgspec.Struct):
 
 
 def _check_schema(text: bytes, path: Path) -> None:
-    """Raise RequestError if the first line was written by a newer evener, whatever
-    else it contains.
+    """Raise RequestError if the first line was written by a newer evener.
+
+    The rest of the line doesn't matter.
     """
     with suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         schema = msgspec.json.decode(text, type=_SchemaOnly).schema

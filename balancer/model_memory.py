@@ -15,8 +15,9 @@ ADAPTER_BYTES = 16 * 0.01  # held whole on each device
 
 
 class TrainingWay(msgspec.Struct, frozen=True):
-    """A training method: the bytes per parameter that are sharded, and the bytes per parameter that
-    each device holds whole.
+    """A training method, with its memory per parameter in bytes.
+
+    Some bytes per parameter are sharded; the others are held whole by each device.
     """
 
     kind: str

@@ -9,8 +9,9 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Format samples/s with two decimals below 100, one below 1000, and grouped thousands from
-    there: 12.35, 684.2, 2 123, 158 012.
+    """Format samples/s, such as 12.35, 684.2, 2 123 or 158 012.
+
+    There are two decimals below 100, one below 1000, and grouped thousands from there.
     """
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
@@ -24,15 +25,17 @@ def factor(times: float) -> str:
 
 
 def efficiency(samples_per_joule: float) -> str:
-    """Format samples per joule with three significant digits, or like `rate` from 1000:
-    0.699, 28, 3 197.
+    """Format samples per joule, such as 0.699, 28 or 3 197.
+
+    There are three significant digits; from 1000 on, the format is that of `rate`.
     """
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds, with two decimals below 1 ms and one below 10 ms: 0.48 ms,
-    7.1 ms, 157 ms.
+    """Format seconds as milliseconds, such as 0.48 ms, 7.1 ms or 157 ms.
+
+    There are two decimals below 1 ms and one below 10 ms.
     """
     count = seconds * 1000
     if count >= 9.95:
@@ -47,8 +50,9 @@ def percent(share: float, digits: int = 0) -> str:
 
 
 def write_share(batch: int, micro: int) -> str:
-    """Format a share with its passes of up to `micro` rows: 820 for one pass, 820 = 2 × 410, 820 =
-    2 × 273 + 274.
+    """Format a share with its passes of up to `micro` rows.
+
+    For example, 820 for one pass, 820 = 2 × 410, or 820 = 2 × 273 + 274.
     """
     passes = Counter(split_passes(batch, micro or batch or 1))
     if passes.total() < 2:

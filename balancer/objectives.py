@@ -31,14 +31,16 @@ class Objective(msgspec.Struct, frozen=True):
     needs_energy: bool = False  # can't be computed without the devices' power
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return the objective's value for a layout that trains at this rate, from its
-        measurements; 0 if it is unknown.
+        """Return the objective's value for a layout that trains at this rate; 0 if it is unknown.
+
+        It is computed from the layout's measurements.
         """
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's cost per second while it trains, and its cost per second while only
-        other devices train; empty if unknown.
+        """Return each device's costs per second; empty if unknown.
+
+        A device has one cost for when it trains, and another for when only other devices train.
 
         The predicted value of a split is its samples/s divided by the sum of these costs.
         """
@@ -50,8 +52,10 @@ class Objective(msgspec.Struct, frozen=True):
 
 
 def mean_power(turns: Iterable[Timed]) -> Power | None:
-    """Return the mean power of all devices of the request, over the turns in which every device
-    reported its power. None if there are no such turns.
+    """Return the mean power of all devices of the request in watts.
+
+    It is over the turns in which every device reported its power. Return None if there are
+    no such turns.
     """
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
@@ -61,15 +65,19 @@ class Energy(Objective, frozen=True):
     """Samples/s divided by the power of all devices of the request, including idle devices."""
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
-        """Return samples per joule, from the mean power over the turns in which every device
+        """Return samples per joule.
+
+        They are computed from the mean power over the turns in which every device
         reported its power.
         """
         power = mean_power(turns)
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return for each device the highest watts it drew while training, and the lowest while
-        others trained; 0 where unknown.
+        """Return each device's power in watts; 0 where it is unknown.
+
+        It is the highest power that the device drew while training, and the lowest
+        while others trained.
         """
         drawn = [(one.probe.layout, one.watts) for one in seen if one.watts]
         found = []

@@ -79,8 +79,9 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def problem(self) -> Problem:
-        """The problem that a search has to solve, the same for a new job and for one read
-        from a journal.
+        """The problem that a search has to solve.
+
+        It is the same for a new job and for one read from a journal.
         """
         request = self.request
         devices = self.devices
@@ -111,8 +112,9 @@ def _number(values: Iterable[object]) -> tuple[int, ...]:
 
 
 def allows_passes(request: Request, framework: str) -> bool:
-    """True if a share may be computed in passes: the request allows it, and neither XLA nor
-    TensorFlow's input from the device rules it out.
+    """True if a share may be computed in passes.
+
+    The request allows it, and neither XLA nor TensorFlow's input from the device rules it out.
     """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)

@@ -30,8 +30,9 @@ CHANGEABLE = (
 
 
 class OpenRun(msgspec.Struct):
-    """A run's job and journal, its record so far, and the locks that keep other sessions off the
-    run and its devices.
+    """A run's job and journal, its record so far, and its locks.
+
+    The locks keep other sessions off the run and its devices.
     """
 
     job: Job
@@ -158,8 +159,10 @@ def reopen(name: str, request: Request, extend_seconds: float | None = None) -> 
 def _choose_budget(
     record: JournalContents, request: Request, extend_seconds: float | None
 ) -> float | None:
-    """Return the budget of a resumed run: the time already spent plus `extend_seconds` if given,
-    else the requested budget unless that is the default, else the run's own.
+    """Return the budget of a resumed run, in seconds.
+
+    It is the time already spent plus `extend_seconds` if given, else the requested budget unless
+    that is the default, else the run's own budget.
     """
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
@@ -178,8 +181,9 @@ def _read_budget(record: JournalContents) -> float | None:
 
 
 def _check_request(header: Header, request: Request) -> None:
-    """Raise RequestError if an option differs from the run's own, as the earlier measurements
-    would not apply.
+    """Raise RequestError if an option differs from the run's own.
+
+    The earlier measurements would not apply then.
     """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()
@@ -194,8 +198,9 @@ def _check_request(header: Header, request: Request) -> None:
 
 
 def _check_something_ran(record: JournalContents) -> None:
-    """Raise RequestError if the user's code failed and nothing was measured, as a resumed run would
-    have nothing to reuse.
+    """Raise RequestError if the user's code failed and nothing was measured.
+
+    A resumed run would have nothing to reuse then.
     """
     seen = [entry.seen for entry in record.seen]
     wrong = next((one for one in seen if isinstance(one, Failed) and one.user_code), None)

@@ -1,5 +1,7 @@
-"""A session runs a search: it writes the requested probes and their observations to the journal,
-runs the probes, and passes the observations to the search.
+"""A session runs a search.
+
+It writes the requested probes and their observations to the journal, runs the probes, and passes
+the observations to the search.
 """
 
 from __future__ import annotations
@@ -180,8 +182,9 @@ class Session(EventThread):
         self._emit(progress)
 
     def _always_fails(self, seen: Observation) -> bool:
-        """True if the workload's own code failed before anything ran, as it would then fail
-        on every device.
+        """True if the workload's own code failed before anything ran.
+
+        It would then fail on every device.
         """
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)
@@ -203,8 +206,9 @@ class Session(EventThread):
         self._emit(Observed(seen, belief, best, len(self._seen), self._out_of_memory, at))
 
     def _keep_link(self, seen: Observation) -> None:
-        """Save the link speed that a split's first probe has measured, for the monitor
-        and later searches.
+        """Save the link speed that a split's first probe has measured.
+
+        The monitor and later searches use it.
         """
         if not isinstance(seen, Timed) or not seen.link_bytes_per_second:
             return
@@ -214,8 +218,9 @@ class Session(EventThread):
             note_link(devices, self._job.driver, seen.link_path, seen.link_bytes_per_second)
 
     def _check_energy(self, seen: Observation, at: float) -> None:
-        """Raise RequestError if the objective needs energy and a device has trained twice
-        without reporting any.
+        """Raise RequestError if the objective needs energy and a device reports none.
+
+        The device must have trained twice without reporting energy.
         """
         if not find_objective(self._job.request.objective).needs_energy or not isinstance(
             seen, Timed
@@ -297,9 +302,10 @@ class Session(EventThread):
         self._paused_seconds += self._prober.now() - paused_at
 
     def _finish(self) -> Finished:
-        """Return the end of the session with the best plan so far, after writing it to the journal
-        if possible. Raises NoLayoutError if there is no plan, or the error that prevented
-        writing the journal.
+        """Return the end of the session with the best plan so far.
+
+        It is written to the journal first, if possible. Raises NoLayoutError if there is no plan,
+        or the error that prevented writing the journal.
         """
         running = tuple(
             one
@@ -338,8 +344,9 @@ class Session(EventThread):
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:
-        """The duration of the search in seconds; a complete run that is replayed keeps
-        its original duration.
+        """The duration of the search in seconds.
+
+        A complete run that is replayed keeps its original duration.
         """
         if len(self._seen) == self._run.replayed:
             return self._run.record.clock_seconds
@@ -352,8 +359,9 @@ class Session(EventThread):
 
 
 def latest_end(budget_seconds: float | None) -> float:
-    """Return the seconds after which a run's probes are stopped: the budget plus its grace period;
-    infinite without a budget.
+    """Return the time in seconds at which a run's probes are stopped; infinite without a budget.
+
+    It is the budget plus its grace period.
     """
     return (
         math.inf

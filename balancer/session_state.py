@@ -1,5 +1,6 @@
-"""Folds a session's events into one frozen state, and derives from it: rivals, curves and
-the remaining time.
+"""Folds a session's events into one frozen state.
+
+Rivals, curves and the remaining time are derived from that state.
 """
 
 from __future__ import annotations
@@ -173,8 +174,10 @@ class RatedLayout(NamedTuple):
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RatedLayout) -> float | None:
-        """Return the gain of `other`, such as the plan, over this layout: from the printed rates,
-        or as measured in turns. None if they can't be compared.
+        """Return the gain of `other`, such as the plan, over this layout.
+
+        It is computed from the printed rates, or measured in turns. Return None if the layouts
+        can't be compared.
         """
         if not is_comparable(other.figure, other.batches, self.figure, self.batches):
             return None
@@ -203,8 +206,9 @@ def _rival(
 
 
 def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the plan, or the best layout so far, and its rivals; only layouts
-    that were measured.
+    """Return the plan, or the best layout so far, and its rivals.
+
+    Only layouts that were measured are returned.
     """
     if state.finished is None:
         return _rivals_so_far(state)
@@ -214,8 +218,9 @@ def rivals(state: SessionState) -> tuple[RatedLayout, ...]:
 
 
 def _rivals_so_far(state: SessionState) -> tuple[RatedLayout, ...]:
-    """Return the best layout, equal shares, the fastest device alone, and the sum of
-    all devices alone.
+    """Return the best layout so far and its rivals.
+
+    The rivals are equal shares, the fastest device alone, and the sum of all devices alone.
     """
     labels, best = state.devices, state.best
     compares = has_split(state) or len(labels) == 1
@@ -245,8 +250,9 @@ def _list_solos(state: SessionState) -> list[Timed]:
 
 
 def _is_other(seen: Timed, best: Result | None) -> bool:
-    """True if a measurement's layout isn't the best one so far, nor that layout with another batch
-    on one device.
+    """True if a measurement's layout isn't the best one so far.
+
+    The best layout with another batch on one device doesn't count as another layout.
     """
     return best is None or not _same_way(seen.probe.layout, best.layout)
 
@@ -269,8 +275,9 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
-    """Return the rivals of a plan: a split, one device, a larger batch, and the sum of
-    all devices alone.
+    """Return the rivals of a plan.
+
+    They are a split, one device, a larger batch, and the sum of all devices alone.
 
     A plan of one device is compared with the faster of the even and the best split, and with
     another device alone. The sum uses each device at its fastest, or `alone_at_batch`.
@@ -352,8 +359,9 @@ def _name_even(plan: Plan, even: Evidence) -> str:
 
 
 def _find_earlier(plan: Plan, single: Evidence) -> float:
-    """Return the highest samples/s that one device reached at the batch of `single`, if that is
-    higher than the samples/s of `single`; else 0.
+    """Return the highest samples/s that one device reached at the batch of `single`.
+
+    Return 0 unless they are higher than the samples/s of `single`.
     """
     if single.kind not in ("best_device", "one_device"):
         return 0.0
@@ -383,8 +391,9 @@ def best_alone(plan: Plan) -> dict[int, Evidence]:
 
 
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
-    """Return each device alone, by position: at the plan's batch if the device ran at it, else at
-    its fastest batch.
+    """Return each device alone, by position.
+
+    A device is at the plan's batch if it ran at it, else at its fastest batch.
     """
     batch = plan.layout.global_batch
 

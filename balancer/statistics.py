@@ -53,8 +53,9 @@ def lone_error(first_seconds: float, seconds: float) -> float:
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the half-width as `lone_error` does, from many pairs of a first step and
-    the step after it.
+    """Return the half-width as `lone_error` does, from many pairs of steps.
+
+    A pair is a first step and the step after it.
 
     Each pair's ratio is compared with the median ratio, because first steps may take longer.
     """
@@ -64,11 +65,12 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 
 
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
-    """Return the relative half-width of a single step's interval, from relative differences between
-    two steps.
+    """Return the relative half-width of a single step's interval.
 
-    `fitted` of the differences' degrees of freedom are already used up, by parameters fitted to
-    them.
+    It is estimated from relative differences between two steps.
+
+    `fitted` of the differences' degrees of freedom are already used up, by parameters
+    fitted to them.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
@@ -81,7 +83,8 @@ def relative_half_width(interval: Interval) -> float:
 
 
 def is_known(*figures: Interval) -> bool:
-    """True if all samples/s are precise enough to be compared: their relative error
-    is at most `UNKNOWN`.
+    """True if all samples/s are precise enough to be compared.
+
+    Their relative error is at most `UNKNOWN`.
     """
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)

@@ -1,5 +1,7 @@
-"""Measurements outside a search: runs at batch sizes that a user chooses, and dry runs, which show
-what to expect of a search.
+"""Measurements outside a search.
+
+These are runs at batch sizes that a user chooses, and dry runs, which show what to expect
+of a search.
 
 A run's metrics per device come from the step itself if a device's compute time (own work) can be
 separated from waiting (CPU slices, simulated devices); otherwise each device is timed alone at its
@@ -54,8 +56,9 @@ LEAST_RISE = 0.02
 
 
 class ProbeLength(msgspec.Struct, frozen=True):
-    """The length of each run without warm-up: optimizer steps if their number isn't
-    0, else seconds.
+    """The length of each run without warm-up.
+
+    It is a number of optimizer steps or, if that is 0, a time in seconds.
     """
 
     seconds: float = DEFAULT_SECONDS
@@ -63,8 +66,9 @@ class ProbeLength(msgspec.Struct, frozen=True):
 
 
 class ProbeRepeat(msgspec.Struct, frozen=True):
-    """One run: samples and samples/s so far over all runs, and each device's own samples/s,
-    None where unknown.
+    """One run: samples and samples/s so far over all runs.
+
+    It also has each device's own samples/s, None where unknown.
     """
 
     samples: int
@@ -87,8 +91,9 @@ def _count(number: int, thing: str) -> str:
 def choose_layout(
     devices: int, positions: Sequence[int] | None, batches: Sequence[int], micro: Sequence[int] = ()
 ) -> Layout:
-    """Return the layout with one batch for each position, or for the first devices, in passes of up
-    to `micro` rows if `micro` is given.
+    """Return the layout with one batch for each position, or for the first devices.
+
+    If `micro` is given, batches are computed in passes of up to `micro` rows.
 
     Raises RequestError if the arguments don't fit together.
     """
@@ -253,8 +258,9 @@ class LargestSizes(msgspec.Struct, frozen=True):
 
 
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
-    """The most parameters that AdamW can train in float32, and the most parameters of a frozen
-    model on whose layers adapters are trained.
+    """The most parameters that AdamW can train in float32, and the most with adapters.
+
+    `lora` and `qlora` are the sizes of a frozen model on whose layers adapters are trained.
     """
 
     lora: LargestSizes
@@ -343,8 +349,9 @@ def _step(
     stop: threading.Event,
     largest: LargestModel | None,
 ) -> list[Timed]:
-    """Return the measurements of a search's first batches on one device, as many as ran before
-    `stop`. If no batch fits, the error names the `largest` model.
+    """Return the measurements of a search's first batches on one device.
+
+    They are as many as ran before `stop`. If no batch fits, the error names the `largest` model.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
@@ -414,8 +421,9 @@ def _measure_batches(
 
 
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
-    """Return the error for a device on which no batch fits; it names the largest
-    model, if known.
+    """Return the error for a device on which no batch fits.
+
+    It names the largest model, if known.
     """
     none = f"Not even one sample fits on {device.label}."
     if largest is None:

@@ -98,8 +98,9 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def children(self) -> Layout:
-        """The layout without its sizes: equal for all layouts that the same child
-        processes can run.
+        """The layout without its sizes.
+
+        It is equal for all layouts that the same child processes can run.
         """
         shares = tuple(min(1, share) for share in self.shares)
         return Layout(
@@ -126,17 +127,20 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
 
 def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
-    """Return the layout in which only the device at `position` of `devices` devices trains,
-    with `batch` samples. They are computed in passes of at most `micro` rows, unless `micro` is
-    0 or at least `batch`.
+    """Return the layout in which only the device at `position` trains, with `batch` samples.
+
+    `devices` is the number of devices. The samples are computed in passes of at most `micro` rows,
+    unless `micro` is 0 or at least `batch`.
     """
     shares = tuple(batch if i == position else 0 for i in range(devices))
     return layout_of(shares, (micro,) * devices) if 0 < micro < batch else Layout("solo", shares)
 
 
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
-    """Return a solo layout if one device has samples, else a split, in passes of at most `micro`
-    rows. `micro` is reduced to the rows that the passes need.
+    """Return a solo layout if one device has samples, else a split.
+
+    Samples are computed in passes of at most `micro` rows. `micro` is reduced to the rows that
+    the passes need.
 
     So all values of `micro` that give the same passes give equal layouts, and `micro` is empty if
     every share is one pass.
@@ -292,8 +296,9 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
         return self.steps == 1
 
     def held_back(self, position: int = -1) -> bool:
-        """True if any device, or the device at `position`, is known to have been throttled
-        during the measurement.
+        """True if any device, or the device at `position`, is known to have been throttled.
+
+        Only throttling during the measurement counts.
         """
         throttled = [one.device for one in self.warnings if one.code == "throttled"]
         slowed = [device for device in throttled if device >= 0]
@@ -363,8 +368,9 @@ KNOBS_BEGAN_AT = 1000  # journals up to 0.1: race turns from this number on comp
 
 
 def upgrade_probe(probe: Probe) -> Probe:
-    """Convert a probe from a journal up to 0.1 to today's stages: "rest" was part of "split", and
-    "knobs" part of "race".
+    """Convert a probe from a journal up to 0.1 to today's stages.
+
+    "rest" was part of "split", and "knobs" part of "race".
     """
     if probe.stage == Stage.SPLIT and probe.layout.traits.alone:
         return msgspec.structs.replace(probe, stage=Stage.REST)
@@ -417,8 +423,9 @@ MEASURED_PART = 1 / 64
 
 
 class ModelState(msgspec.Struct, frozen=True):
-    """The bytes of a model that a sharded training divides, and the bytes that each rank has
-    besides its shard.
+    """The bytes of a model's state in a sharded training.
+
+    Some bytes are divided among the ranks; each rank has others besides its shard.
     """
 
     state_bytes: int  # parameters, gradients and the optimizer's state

@@ -1,5 +1,6 @@
-"""The verdict of a search as data: the recommendation, its gain over each rival, and
-doubts about it.
+"""The verdict of a search as data.
+
+It has the recommendation, its gain over each rival, and doubts about it.
 
 `result/judge.py` creates it, `result/sentences.py` writes it as text, and `--json` prints its
 fields (docs/json.md). Gains, errors and fractions are relative: 0.17 is 17 %.
@@ -56,8 +57,9 @@ WhyNotChosen = Literal[  # a layout with more samples/s isn't the plan
 
 
 class MeasuredRate(msgspec.Struct, frozen=True):
-    """Samples/s with their 95 % interval; not `known` if the interval is too
-    wide for comparisons.
+    """Samples/s with their 95 % interval.
+
+    They aren't `known` if the interval is too wide for comparisons.
     """
 
     samples_per_second: float
@@ -69,8 +71,9 @@ class MeasuredRate(msgspec.Struct, frozen=True):
 
 
 class RateGap(msgspec.Struct, frozen=True):
-    """The plan's samples/s divided by a rival's, minus 1, with the 95 % interval
-    of that comparison.
+    """The plan's samples/s divided by a rival's, minus 1.
+
+    It has the 95 % interval of that comparison.
 
     `alternately`: measured in alternating turns of both layouts. The gap may then be more precise
     than either layout's samples/s, and may differ from the gap between those two values.
@@ -171,8 +174,9 @@ class SumLoss(msgspec.Struct, frozen=True):
 
 
 class UnequalTwins(msgspec.Struct, frozen=True):
-    """Two devices of the same product, one of which is much faster than the other at
-    the same batch.
+    """Two devices of the same product with different speeds.
+
+    One of them is much faster than the other at the same batch.
     """
 
     fast: str
@@ -304,8 +308,9 @@ class Learning(msgspec.Struct, frozen=True):
 
 
 class AdapterMemory(msgspec.Struct, frozen=True):
-    """The approximate memory of a frozen model with adapters, and the devices that can
-    hold it alone.
+    """The approximate memory of a frozen model with adapters.
+
+    `fits` are the devices that can hold the model alone.
     """
 
     kind: str  # lora, qlora
@@ -315,8 +320,9 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 
 
 class StateMemory(msgspec.Struct, frozen=True):
-    """The memory of a model's state, if shards were tried, and training methods that
-    would need less.
+    """The memory of a model's state, if shards were tried.
+
+    It also has training methods that would need less memory.
     """
 
     state_bytes: int
