@@ -49,7 +49,7 @@ class DeviceModel:
         evidence: Sequence[DeviceEvidence],
         group: Sequence[int],
     ) -> None:
-        """Take the evidence of all devices, and the group of devices that this one belongs to.
+        """Set the evidence of all devices, and the group to which this device belongs.
 
         `group` are the positions of the devices that are indistinguishable from this
         one, including itself.
@@ -77,7 +77,7 @@ class DeviceModel:
 
     @cached_property
     def group_points(self) -> tuple[Point, ...]:
-        """The points of all devices of its group."""
+        """The points of all devices in this device's group."""
         return tuple(point for one in self._group for point in one.solo_points(self._among))
 
     @cached_property
@@ -104,7 +104,7 @@ class DeviceModel:
         return optimistic_curve(self.group_points, self.solo_curve)
 
     def seconds(self, layout: Layout, curve: Curve) -> float:
-        """Return the seconds that the device takes for its share of a layout."""
+        """Return the time in seconds that the device takes for its share of a layout."""
         share = layout.shares[self.position]
         return step_in_passes(curve, share, layout.passes(self.position), self.extra_seconds)
 
@@ -151,7 +151,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch that any round of devices alone may measure, by memory and by time."""
+        """The largest batch that a round of devices alone may measure, given memory and time."""
         if self.solo_curve is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
@@ -242,9 +242,10 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """The seconds that each further pass adds to the time of its rows.
+        """The time in seconds that each further pass adds to the time of its rows.
 
-        Measured in splits if possible, otherwise alone; 0 before any step in several passes ran.
+        It is measured in splits if possible, otherwise alone; it is 0 before any step in
+        several passes ran.
         """
         split = [point for one in self._group for point in one.split_in_passes]
         alone = [point for one in self._group for point in one.alone_in_passes]
@@ -269,7 +270,7 @@ class DeviceModel:
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
         """Return the device with the curve of its fastest passes over a fixed batch.
 
-        `curve` has the seconds of one pass, and `limit` is the most rows of one.
+        `curve` has the time of one pass in seconds, and `limit` is the most rows of one pass.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch

@@ -102,14 +102,14 @@ class Evaluation:
 
     @property
     def _check_seconds(self) -> float:
-        """The least seconds that checking the winner takes."""
+        """The minimum duration of a check of the winner, in seconds."""
         winner = self.race.ranking[:1]
         return sum(self.budget.least_seconds(one.candidate.layout) for one in winner)
 
     def _explore(self, budget: Budget) -> tuple[Probe, ...]:
-        """Return the next batch of every device alone, else the next split.
+        """Return the next probes of devices alone, or else of a split.
 
-        Returns an empty tuple if no measurement is worth its time, or if none fits the budget.
+        Return an empty tuple if no measurement is worth its time, or if none fits the budget.
         """
         if self._why_none:
             return ()
@@ -133,7 +133,7 @@ class Evaluation:
         return Belief(curves, self._explain_next())
 
     def _explain_next(self) -> str:
-        """Return a message about what is measured next, and why."""
+        """Return a message about the next measurement and its purpose."""
         if self._seen.open_failures():
             return "Tries once more what failed."
         if not self.next_probes:
@@ -154,7 +154,7 @@ class Evaluation:
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why a search that asks for nothing more is over."""
+        """Return why a search that requests no more probes is over."""
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -166,7 +166,7 @@ class Evaluation:
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search that would ask for nothing more with any budget is over."""
+        """Return why a search is over that would request no more probes with any budget."""
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
             leaders = [one.throughput for one in self.ranking()[:2]]
@@ -204,9 +204,9 @@ class Evaluation:
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy that chooses layouts, by the lengths of rows or by their number.
+        """The policy that chooses layouts, based on the lengths of rows or on their number.
 
-        Rows are counted if no unequal lengths are known.
+        It is based on their number if no unequal lengths are known.
         """
         if not self.problem.lengths:
             return self.by_rows
@@ -224,9 +224,9 @@ class Evaluation:
 
     @cached_property
     def sharding(self) -> Sharding | None:
-        """The search for a sharded training; None if there is none to search for.
+        """The search for a sharded training; None if there is none.
 
-        That is so if the workload doesn't support sharding, or if sharding wasn't requested and
+        There is none if the workload doesn't support sharding, or if sharding wasn't requested and
         every device can hold the whole model.
         """
         problem = self.problem
@@ -290,7 +290,7 @@ class Evaluation:
 
     @cached_property
     def _chosen(self) -> Result | None:
-        """The best layout, by the turns that led to its choice.
+        """The best layout, according to the turns that led to its choice.
 
         A layout that the race hasn't measured yet counts with its measurements from exploration,
         unless its shares are so close to a raced layout's that no measurement would show the

@@ -57,7 +57,7 @@ def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...
 
 
 class MachineModel:
-    """A model of the machine by one set of observations."""
+    """A model of the machine, based on one set of observations."""
 
     # True: devices take rows in the order of the data, so packs and placements are possible
     by_rows = True
@@ -116,14 +116,17 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange seconds for as many devices as the widest split has; None without splits."""
+        """The exchange time in seconds among as many devices as the widest split has, or None.
+
+        It is None if there are no splits.
+        """
         layouts = [one.probe.layout for one in self.splits]
         if not layouts:
             return None
         return self.exchange_seconds(max(layouts, key=lambda one: len(one.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """Return the seconds of exchange among some devices; 0 for a single one."""
+        """Return the time in seconds of an exchange among some devices; 0 for a single one."""
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
@@ -132,7 +135,7 @@ class MachineModel:
     def _exchange_sample(self, split: Timed) -> ExchangeSample:
         """Return the exchange time that a split shows.
 
-        It is the step less the longest compute time (own work) of a device.
+        It is the step's duration minus the longest compute time (own work) of a device.
         """
         active = split.probe.layout.active
         own = [split.device_seconds[i] for i in active]
@@ -146,14 +149,17 @@ class MachineModel:
     def predict_parts(self, split: Timed) -> list[float]:
         """Return each device's compute time (own work) in a split, predicted from its times alone.
 
-        In seconds, for the active devices in order.
+        The times are in seconds, for the active devices in order.
         """
         layout = split.probe.layout
         devices = [self.devices[i] for i in layout.active]
         return [one.seconds(layout, one.solo_curve) for one in devices if one.solo_curve]
 
     def predicted_rate(self, layout: Layout) -> float:
-        """Return the samples/s of a solo or split layout by the curves; 0 if a curve is unknown."""
+        """Return the samples/s of a solo or split layout according to the curves.
+
+        Return 0 if a curve is unknown.
+        """
         devices = [self.devices[i] for i in layout.active]
         times = []
         for device in devices:

@@ -209,9 +209,9 @@ class Observations:
     def still_fit(self, timed: Iterable[Timed]) -> list[Timed]:
         """Return the observations whose layouts may run again.
 
-        A layout may not run again if another one on the same devices ran out of memory with no more
-        rows on any of them, if other processes now hold memory that the layout needs, or if a
-        device has gone.
+        A layout may not run again if a layout on the same devices, with no more rows on any of
+        them, ran out of memory. Nor may it if other processes now hold memory that it needs, or if
+        a device has gone.
         """
         full = []
         for seen in self._seen.values():
@@ -276,7 +276,7 @@ class Observations:
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
-        """Return the seconds that the probes of some stages took; by default of all stages.
+        """Return the total duration of the probes of some stages, by default of all, in seconds.
 
         Of the probes that run at the same time, only the longest counts. Turns of the race after
         `until_turn` are left out.
@@ -340,7 +340,7 @@ def _is_plain_split(layout: Layout) -> bool:
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Return an observation's rank; for each probe, the highest-ranked one is kept."""
+    """Return an observation's rank; a probe keeps its highest-ranked observation."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):

@@ -98,7 +98,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> Interval:
-        """The latency: the seconds of one optimizer step at this rate."""
+        """The latency: the duration of one optimizer step at this rate, in seconds."""
         layout = self.candidate.layout
         rate = self.throughput
         samples = layout.global_batch * layout.processes
@@ -207,7 +207,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Return the samples/s over all turns, by their mean step time.
+    """Return the samples/s over all turns, computed from their mean step time.
 
     For a single turn, the interval is the one measured in it.
     """

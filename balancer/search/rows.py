@@ -243,8 +243,8 @@ class RowPolicy:
         """Yield the smallest batches within parts of the tolerance.
 
         Each is yielded once the one before has turned out to be too slow. If exploration has
-        measured the smallest good batch, another one like it isn't worth a race. Once a check has
-        confirmed a good batch, no further one is yielded: of many batches near the edge of the
+        measured the smallest good batch, another similar batch isn't worth a race. Once a check has
+        confirmed a good batch, no further batch is yielded: of many batches near the edge of the
         tolerance, one would seem fast enough by chance.
         """
         tolerance = self.problem.tolerance
@@ -309,7 +309,7 @@ class RowPolicy:
     ) -> Layout | None:
         """Return an even split over some devices; None if there is none that fits.
 
-        A fixed batch is taken in passes if necessary. For a free batch, each device gets as many
+        A fixed batch is computed in passes if necessary. For a free batch, each device gets as many
         rows as the preferred split has per device, else the fewest rows of the devices' best
         batches alone. If that doesn't fit, each device gets as many rows as certainly fit; with
         `whole`, a fixed batch isn't reduced.

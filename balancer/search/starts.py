@@ -1,7 +1,8 @@
 """The time to start a probe's child processes, estimated from the starts seen so far.
 
-A model with a billion parameters takes 20 s to load. Child processes that run serve all layouts on
-their devices. One that ran out of memory may have exited, and then has to be started again.
+A model with a billion parameters takes 20 s to load. Running child processes serve all
+layouts on their devices. A child process that ran out of memory may have exited, and then has
+to be started again.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ class Starts:
         self._timed = seen.timed()
 
     def seconds(self, layout: Layout) -> float:
-        """Return the seconds to start a layout's child processes; 0 if they run already.
+        """Return the time in seconds to start a layout's child processes; 0 if they are running.
 
         If they exited when a probe ran out of memory, or are started for each probe, the result is
         their shortest start so far. For new child processes it is estimated from the starts in the
@@ -44,12 +45,12 @@ class Starts:
 
     @cached_property
     def alone(self) -> float:
-        """The longest start of a device alone; 0 if none is known."""
+        """The longest start of a device alone in seconds; 0 if none is known."""
         return max((seen.restart_seconds for seen in self._seen.timed(Stage.SOLO)), default=0.0)
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The seconds to restart a device alone after it ran out of memory.
+        """The time in seconds to restart a device alone after it ran out of memory.
 
         It is 0 if all devices that ran out of memory were seen to continue without a restart.
         """
@@ -67,7 +68,7 @@ class Starts:
 
     @cached_property
     def _of_children(self) -> dict[Layout, list[float]]:
-        """The start seconds of each group of child processes, one value per probe."""
+        """The start times in seconds of each group of child processes, one value per probe."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
             starts[seen.probe.layout.children].append(seen.restart_seconds)
@@ -75,13 +76,13 @@ class Starts:
 
     @cached_property
     def _recovered(self) -> set[Layout]:
-        """The groups of child processes that ran out of memory, and run still."""
+        """The groups of child processes that ran out of memory and are still running."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
         return {one.probe.layout.children for one in seen if one.goes_on} - self._ends.keys()
 
     @cached_property
     def _ends(self) -> defaultdict[Layout, int]:
-        """How often each group of child processes ended because it ran out of memory."""
+        """How often each group of child processes exited because it ran out of memory."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:
@@ -96,7 +97,7 @@ class Starts:
         return self.alone * family_of(layout).start_cost * layout.processes
 
     def _of_pack(self, processes: int) -> float | None:
-        """Return the seconds to start `processes` trainings; None before any pack was started.
+        """Return the time in seconds to start `processes` trainings; None before any pack started.
 
         They are extrapolated from the largest pack's start: in proportion to the number of
         trainings, or with a smaller slope if a second size shows that cores are free.

@@ -150,9 +150,9 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
     """Return the plan with which a program starts.
 
-    It is the given plan, else the last plan of this program with these arguments on
-    these devices, else an even plan. Raises RequestError if the plan is for several hosts or a
-    device has a limit, and DeviceError if a device is simulated.
+    It is the given plan, or else the last plan of this program with these arguments on these
+    devices, or else a plan with even shares. Raises RequestError if the plan is for several hosts
+    or a device has a limit, and DeviceError if a device is simulated.
     """
     if given is not None:
         plan = load_plan(given)
@@ -236,7 +236,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) ->
 
 
 def _has_build(path: Path) -> bool:
-    """True if the file is a script with a function build()."""
+    """True if the file is a script that defines a function build()."""
     with suppress(OSError, ValueError, SyntaxError):
         body = ast.parse(path.read_text()).body
         return path.suffix == ".py" and any(
@@ -283,7 +283,7 @@ def set_environment(settings: ProgramSettings) -> None:
 
 
 def read_notes(folder: Path) -> tuple[RankNote, ...]:
-    """Return the notes that ranks have left, sorted by rank."""
+    """Return the notes that ranks have written, sorted by rank."""
     notes = []
     for path in folder.glob("*.json"):
         with suppress(msgspec.DecodeError):

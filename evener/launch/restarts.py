@@ -148,9 +148,9 @@ POLL_SECONDS = 0.05
 def find_broken(
     devices: Sequence[Device], framework: str, caught: Sequence[int]
 ) -> tuple[Device, ...]:
-    """Return the devices that fail to compute anything within 10 s; all are tried at the same time.
+    """Return the devices that fail to compute anything within 10 s.
 
-    A caught signal ends the check.
+    All devices are tried at the same time. A caught signal ends the check.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

@@ -30,9 +30,10 @@ FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
-    """One device's points and memory.
+    """The points and the memory use of one device.
 
-    `rounds` is the number of its solo probes; `lost` tells why the device is left out, or is empty.
+    `rounds` is the number of its solo probes; `lost` is the reason why the device is left
+    out, or empty.
     """
 
     alone: tuple[
@@ -121,7 +122,8 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
 def _blames_passes(position: int, seen: Observation) -> bool:
     """True if the failure may be due to passes, which the workload may not support.
 
-    That is, a probe in which this device had several passes failed, and not because of a device.
+    This is the case if a probe failed in which this device had several passes, and the failure
+    wasn't caused by a device.
     """
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1

@@ -1,4 +1,4 @@
-"""How many samples fit on a device, by its memory use and by what ran or failed.
+"""How many samples fit on a device, judged by its memory use and by what ran or failed.
 
 The next guess is where the line through the two largest distinct batches reaches the device's
 memory. A guess that fails refutes the line; from then on, the next try is a quarter of the gap
@@ -69,7 +69,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return m1 - slope * b1, slope
 
     def predict_largest(self) -> int | None:
-        """Return the largest batch that fits by the line; None if unknown or unlimited.
+        """Return the largest batch that fits according to the line; None if unknown or unlimited.
 
         If the slope last grew by d, it is assumed to grow by d again, and only 80 % of the free
         memory is used.

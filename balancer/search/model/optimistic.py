@@ -60,7 +60,8 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
     """True if the bend may be anywhere between points.
 
-    That is so if only one point lies beyond a level stretch, or if the curve has only three points.
+    This is the case if only one point lies beyond a level stretch, or if the curve has
+    only three points.
     """
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)

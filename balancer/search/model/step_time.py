@@ -61,7 +61,7 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def leeway(self) -> float:
-        """The seconds by which a line may miss the point and still fit it."""
+        """The time in seconds by which a line may miss the point and still fit it."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
@@ -236,9 +236,10 @@ def rising_line(
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """Return the seconds that each further pass adds to the time of its rows, from steps in passes.
+    """Return the time in seconds that each further pass adds to the time of its rows.
 
-    A lower limit prevents further passes from being nearly free.
+    It is fitted to steps in several passes. A lower limit prevents further passes from
+    being nearly free.
     """
     weights = []
     found = []
@@ -257,8 +258,8 @@ def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 class Stairs(msgspec.Struct, frozen=True):
     """Stairs with seconds(b) = first + rise * ceil(each * b + shift), but at least `least`.
 
-    `places` are triples (each, lowest shift, highest shift) that put every point on its stair: the
-    corners of the region of all that do.
+    `places` are triples (each, lowest shift, highest shift) that put every point on its stair: they
+    are the corners of the region of all such values.
     """
 
     first: float
