@@ -245,7 +245,7 @@ class PartSeconds(msgspec.Struct, frozen=True):
 
 
 class KeptBatch(msgspec.Struct, frozen=True):
-    """The seconds of a step on a batch that is kept and used again, with the 95 % interval."""
+    """The duration of a step on a batch that is kept and reused, with its 95 % interval."""
 
     step_seconds: Amount
     low_seconds: Amount

@@ -85,7 +85,7 @@ class SimulatedProber:
                 yield runs[i].seen
 
     def now(self) -> float:
-        """Return the seconds of the virtual clock."""
+        """Return the time of the virtual clock in seconds."""
         return self._clock
 
     def facts(self) -> Facts:

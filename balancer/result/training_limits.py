@@ -110,7 +110,7 @@ class _Measured:
         return fmean(shares) if shares else None
 
     def largest_s(self, name: str) -> float | None:
-        """Return the seconds of a part on the device where it is longest; None if unknown."""
+        """Return the longest time in seconds that a part takes on any device; None if unknown."""
         shares = [self.share(position, name) for position in self.layout.active]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
@@ -125,7 +125,7 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return the seconds of a device's compute time per step that heat or power cost."""
+        """Return how much of a device's compute time per step heat or power cost, in seconds."""
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
@@ -153,7 +153,7 @@ class _Measured:
         return [i for i in self.layout.active if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return the seconds of a step in which a GPU waits for its host to launch kernels."""
+        """Return how long a GPU waits for its host to launch kernels per step, in seconds."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
@@ -344,7 +344,7 @@ def _find_memory(
 
 
 def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, float]]:
-    """Return the rows and seconds of a device's two largest single passes that were measured."""
+    """Return the rows and seconds of a device's two largest measured single passes."""
     fastest: dict[int, float] = {}
     for one in seen:
         if not isinstance(one, Timed) or not one.probe.layout.by_rows:

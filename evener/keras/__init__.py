@@ -1,4 +1,4 @@
-"""Train a Keras model on unequal devices as if on one, by the shares of a plan.
+"""Train a Keras model on unequal devices as on one, with the shares of a plan.
 
     from evener.keras import Split
 

@@ -93,7 +93,7 @@ Steps = tuple[TracedStep, TracedStep]  # Keras' own step on one device, and the 
 
 
 class Finding(msgspec.Struct):
-    """A difference that an audit has found, with its message."""
+    """A difference that an audit has found, with a message about it."""
 
     difference: GradientDifference
     said: str
@@ -101,7 +101,7 @@ class Finding(msgspec.Struct):
 
 
 class StepAudit:
-    """The audits of a model's training by an engine.
+    """The audits of the training of a model with an engine.
 
     With `strict`, a confirmed difference raises RequestError in any step. `pass_rows` is the number
     of rows in the engine's largest pass; None without passes.
@@ -599,7 +599,7 @@ class StepAudit:
     def _repeat(
         self, plain: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> list[StepResult]:
-        """Repeat the step with inputs and weights that differ by rounding."""
+        """Repeat the step with inputs and weights that differ by random rounding errors."""
         weights = {id(each.value.handle) for each in self._model.trainable_variables}
         found = []
         for number in range(REPEATS):
@@ -623,7 +623,7 @@ class StepAudit:
         return tf.cast(tf.cast(value, tf.float64) * (1 + amount * drawn), value.dtype)
 
     def _compare_figures(self, reference: StepResult, trained: StepResult) -> None:
-        """Warn about a logged value that differs although the gradients don't."""
+        """Warn about a logged value that differs although the gradients don't differ."""
         for name, one in reference.figures.items():
             other = trained.figures.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
@@ -640,7 +640,7 @@ class StepAudit:
     ) -> Finding | None:
         """Return a finding about a state that differs after the two steps, or None.
 
-        Variables that aren't the model's, for example the loss's, count only if the training
+        Variables that aren't the model's, such as a loss object's, count only if the training
         depends on their value.
         """
         own = {id(each.value.handle) for each in self._model.non_trainable_variables}
@@ -689,7 +689,7 @@ class StepAudit:
 
     @staticmethod
     def _teaches(plain: TracedStep, rows: Tensors, key: int, values: Sequence[Any]) -> bool:
-        """True if the gradient of these rows depends on which of two values a variable has."""
+        """True if these rows' gradient depends on which of the two `values` a variable has."""
         one, other = (plain.run(rows, {key: value}).gradients for value in values)
         return compare(one, other) is not None
 

@@ -54,7 +54,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self._engine.check_data(epoch_ends=True)
 
     def agree(self, *_: Any, **__: Any) -> None:
-        """Stop training in all processes if it stops in one of them."""
+        """Stop training in all processes if it has been stopped in one of them."""
         (stops,) = self._group.sum_now([tf.constant(float(self.model.stop_training))])
         self.model.stop_training = bool(stops > 0)
 
@@ -72,7 +72,7 @@ class EpochBegins(kinds.Callback):  # type: ignore[misc]
 
 
 def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
-    """Return the callbacks that were given to `fit` together with one more."""
+    """Return the callbacks that were given to `fit`, with `own` added as the last one."""
     if not isinstance(given, kinds.CallbackList):
         return [*keras.tree.flatten(given or []), own]
     own.set_model(model)
@@ -112,8 +112,9 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 def _may_stop(callback: Any) -> bool:
     """True if a callback may stop the training within an epoch.
 
-    This holds if it has a hook for batches and isn't one of Keras' or evener's own callbacks, which
-    do the same in every process. A LambdaCallback runs the user's code, so it may stop.
+    This is the case if it has a hook for batches and isn't one of Keras' or evener's own
+    callbacks, which do the same in every process. A LambdaCallback runs the user's code, so it may
+    stop the training.
     """
     kind = type(callback)
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback

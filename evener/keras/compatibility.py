@@ -34,7 +34,7 @@ NO_PASSES = "Make a plan without passes: evener balance --micro off."
 
 
 class SplitWarning(UserWarning):
-    """A warning that the training runs, but differs from what the plan or the user may expect."""
+    """A warning that training continues, but differs from what the plan or the user may expect."""
 
 
 def warn(sentence: str) -> None:

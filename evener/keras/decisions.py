@@ -31,7 +31,7 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, operation) for each comparison of users' code in a graph.
+    """Yield (place, operation) for each comparison in a graph that user code made.
 
     Comparisons that have a result for each row are left out.
     """
@@ -102,10 +102,10 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return, by place, how far the margins of parts of a batch are from the whole batch's.
+    """Return, by place, how far the margins of parts of a batch are from the whole batch's margins.
 
-    A place is a line of user code; `others` has all margins of the parts there. A place is left out
-    if all its margins agree.
+    A place is a line of user code; `others` has all margins of the parts at each place. A place is
+    left out if all its margins agree.
     """
     found = {}
     for place, margins in whole.items():

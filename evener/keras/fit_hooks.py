@@ -45,10 +45,10 @@ ARRAYS = ("x", "y", "sample_weight")
 
 
 class FitHooks:
-    """Methods that replace a model's own so that a split's `engine` trains it.
+    """Methods that replace a model's own methods, so that a split's `engine` trains it.
 
-    `batch` and `samples` are the rows per step and per epoch of the running `fit`, or None if they
-    can't be derived from arrays.
+    `batch` and `samples` are the numbers of rows per step and per epoch of the running `fit`; they
+    are None if they can't be derived from arrays.
     """
 
     def __init__(self, engine: Engine, split: Any) -> None:
@@ -268,7 +268,7 @@ class FitHooks:
         )
 
     def _bind(self, name: str, arguments: Any, keywords: Any) -> inspect.BoundArguments:
-        """Return the call's arguments by name, with Keras' defaults."""
+        """Return the call's arguments by name, including Keras' defaults."""
         call = inspect.signature(getattr(type(self.model), name)).bind(
             self.model, *arguments, **keywords
         )
@@ -325,7 +325,7 @@ class FitHooks:
         self._prepare_validation(chosen, size)
 
     def _in_order(self, data: tuple[Any, ...], size: int) -> tuple[Any, int]:
-        """Return arrays to evaluate as batches in the engine's form, and the number of steps."""
+        """Return arrays for evaluation as batches in the engine's form, and the number of steps."""
         arrays = ArrayBatches(data, size)
         check_same_arrays(self.group, data, size, ())
         return self.engine.batches(arrays, endless=False), arrays.steps

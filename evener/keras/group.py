@@ -1,4 +1,4 @@
-"""The processes that train one model together: their all-reduces by NCCL or gRPC, and checks.
+"""The processes that train one model together: their all-reduces over NCCL or gRPC, and checks.
 
 MultiWorkerMirroredStrategy only connects the processes.
 """
@@ -77,7 +77,7 @@ class Group:
 
         Every process must call this with tensors of the same shapes. Put tensors that are ready
         early first: if there are many bytes, most of them are summed while the last tensors are
-        still computed, and the last `apart` tensors are summed separately at the end, so that no
+        still being computed. The last `apart` tensors are summed separately at the end, so that no
         other sum waits for them.
         """
         if tf.executing_eagerly():
@@ -238,7 +238,7 @@ def digest(leaves: Sequence[Any], most: int = MOST) -> Any:
 
 
 class BatchDigests(NamedTuple):
-    """Hashes by which the processes check that they have the same batch."""
+    """Hashes with which the processes check that they have the same batch."""
 
     labels: Any  # digest of the labels, or of the inputs if there are no labels
     inputs: Any  # digest of the inputs, which every process may augment at random

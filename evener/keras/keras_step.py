@@ -167,7 +167,7 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Mark calls of the model as made by a step, rather than by the user's own loop."""
+    """Mark calls of the model within the context as made by a step, not by the user's own loop."""
     token = in_step.set(True)
     try:
         yield
@@ -245,7 +245,7 @@ class CopiesScope(keras.StatelessScope):  # type: ignore[misc]
             self.others[id(variable)] = variable
 
     def check_weights(self) -> None:
-        """Raise RequestError if the model has assigned its weights."""
+        """Raise RequestError if a call of the model has assigned its weights."""
         pairs = self._weights
         check_assigned([each for each, copy in pairs if self.get_current_value(each) is not copy])
 
@@ -337,7 +337,7 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return what a layer's loss on some of the rows contributes to the whole batch's loss."""
+    """Return what a layer's loss on the part `part` of the rows contributes to the whole loss."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 

@@ -318,7 +318,7 @@ class Measured(NamedTuple):
 
 
 def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[int]) -> str:
-    """Return how the changes of a state by parts of some rows add up to the change by all rows."""
+    """Return how a state's changes after parts of some rows add up to its change after all rows."""
     if whole.dtype.kind not in "iuf":
         return SAME if all(np.array_equal(whole, part) for part in parts) else OTHER
     values = [np.asarray(each, np.float64) for each in (start, whole, *parts)]
@@ -349,7 +349,7 @@ def _combine(
 
 @contextmanager
 def _leaving_nothing(model: Any) -> Iterator[None]:
-    """Restore variables, losses and random states after the loss has been called."""
+    """Restore variables, losses and random states after the model's loss has been called."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
     # regularizers that run in a scope see only the weights that the scope was given
     given = [
@@ -411,7 +411,7 @@ def _pad_labels(padding: int, y: Any) -> Any:
 
 
 def _with_other_masks(outputs: Tensors) -> Tensors:
-    """Return a copy of the outputs whose masks keep the first 1, 2, 3... steps of their rows."""
+    """Return a copy of the outputs whose masks select the first 1, 2, 3, ... steps of the rows."""
     changed = take_rows(outputs, len(keras.tree.flatten(outputs)[0]))
     for each in keras.tree.flatten(changed):
         mask = getattr(each, "_keras_mask", None)

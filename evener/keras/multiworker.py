@@ -305,7 +305,7 @@ class Workers:
         say(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on this process's rows, and update the weights by the whole batch's gradient.
+        """Train on this process's rows, and update the weights with the whole batch's gradient.
 
         The logs are those of `keras.Model.train_step` on the whole batch.
         """

@@ -51,7 +51,8 @@ class StepStates:
     """The states of a model during the calls of one step.
 
     No two devices draw the same random numbers. Metrics inside layers count the rows of all
-    devices: each device continues from the previous one, or, with passes, starts from 0.
+    devices: a device's call continues from the previous device's values or, with passes,
+    starts from 0.
     """
 
     def __init__(self, model: Any, found: PartKinds) -> None:
@@ -96,10 +97,11 @@ class StepStates:
     def after_pass(
         self, state: Any, before: Any, start: Any, new: Any, part: Any, first: Any
     ) -> Any:
-        """Return a state's value after another pass, on a `part` of the device's rows.
+        """Return a state's value after another pass, on the fraction `part` of the device's rows.
 
-        `before` is its value before the pass; `start` is the value that the pass started from,
-        which is the same for all passes unless the state is chained.
+        `before` is its value before the pass; `start` is the value that the pass started
+        from, which is the same for all passes unless the state is chained. `first` is True
+        for the first pass.
         """
         if self._counts(state):
             return tf.where(part > 0, new, before)  # no metric counts a filler row
@@ -137,10 +139,10 @@ class StepStates:
 
 
 def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
-    """Assign the states that the calls updated; each call comes with its part of the rows.
+    """Assign the states that the calls updated; each call comes with its fraction of the rows.
 
-    Averaged states are averaged by rows and summed states summed. A chained state gets the last
-    call's value, any other state the first call's.
+    Changes of averaged states are averaged by rows, and changes of summed states are summed. A
+    chained state gets the last call's value, any other state the first call's value.
     """
     found: dict[int, list[tuple[Any, StateUpdate]]] = {}
     for part, updates in calls:
@@ -160,14 +162,14 @@ def assign_updates(calls: Sequence[tuple[Any, Sequence[StateUpdate]]]) -> None:
 
 
 def adds_up(kind: str) -> bool:
-    """True if a state's new value is computed from the changes by all devices."""
+    """True if a state's new value is computed from the changes that all devices make."""
     return kind in (ROWS, SUM)
 
 
 def change(update: StateUpdate, start: Any, part: Any) -> Any:
     """Return one device's contribution to the change of a state that adds up.
 
-    `part` is the device's part of the rows.
+    `part` is the device's fraction of the rows.
     """
     return (update.value - start) * tf.cast(main_part(update.kind, part), start.dtype)
 

@@ -1,8 +1,8 @@
 """`Split(rebalance=True)` in Keras: shares of a group that follow its processes' compute time.
 
 The compute time (own work) is measured inside the step's graph and sent with the all-reduce of the
-gradients. So all processes know the same times after the same step, make the same decision, and cut
-the next batch by the new shares.
+gradients. All processes therefore know the same times after the same step, make the same decision,
+and cut the next batch according to the new shares.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..training.rebalance import Rebalancer, name_devices
 
 
 class ChangingCut(Cut):
-    """A cut into whole samples; a traced step uses the shares in force when it runs."""
+    """A cut into whole samples; a traced step uses the current shares whenever it runs."""
 
     def __init__(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
         super().__init__(shares, micros=micros)
@@ -31,9 +31,9 @@ class ChangingCut(Cut):
             self._most = tf.Variable(tf.constant(micros or shares, tf.int64), trainable=False)
 
     def change(self, shares: Sequence[int], micros: Sequence[int] = ()) -> None:
-        """Cut by these shares from the next step on.
+        """Cut batches according to these shares from the next step on.
 
-        `micros` are used only if there were some from the beginning.
+        `micros` are used only if the cut had passes from the beginning.
         """
         self.weights = tuple(shares)
         self.total = sum(shares)
@@ -96,9 +96,9 @@ class WorkTimes:
             return tf.timestamp()
 
     def spread(self, own_work_s: Any, kind: Any) -> Any:
-        """Return a vector with this process's value at its rank and 0 elsewhere.
+        """Return a vector with this process's value at the index of its rank and 0 elsewhere.
 
-        Its sum over the processes has all values.
+        The sum of these vectors over the processes has the values of all processes.
         """
         return tf.one_hot(self._rank, self._size, tf.cast(own_work_s, kind), dtype=kind)
 

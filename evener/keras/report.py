@@ -48,7 +48,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         self._counted = 0  # rows of this epoch
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Reset the row count and the step clock."""
+        """Reset the row count and the step clock at the beginning of an epoch."""
         self._counted, self._ended = 0, 0.0
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:

@@ -2,7 +2,7 @@
 
 Keras' optimizers square and clip each slice separately, so summing the slices of a row that occurs
 several times would change the training. Passes and processes therefore concatenate their slices, as
-on one device, and nothing is summed before the optimizer.
+on one device, and don't sum any before the optimizer.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ def spec_of(tensor: Any) -> Any:
 
 
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Return the gradients of an eager step, with zeros where only other processes have one.
+    """Return the gradients of an eager step, with zeros where only other processes have a gradient.
 
-    Python may decide by a process's own rows which weights it uses. Without the zeros, the
-    processes would sum tensors of different lengths, and wait for each other without end. Every
-    process must call this. A gradient is dense if it is dense in any process.
+    Python code may decide from a process's own rows which weights it uses. Without the zeros, the
+    processes would sum tensors of different lengths, and wait for each other forever. Every process
+    must call this. A gradient is dense if it is dense in any process.
     """
     sparse = [float(isinstance(each, tf.IndexedSlices)) for each in gradients]
     dense = [

@@ -40,18 +40,18 @@ ONE_PROCESS = (
 class Split:
     """Divide the training of a Keras model among several devices.
 
-    Make the Split before the model, then pass the model to `build` or `model`. `Split("plan.toml")`
-    reads devices and shares from a plan; `Split()` uses the plan of `evener launch`.
-    `Split(gpus=2)` and `Split(gpus=[0, 1], ratios=[768, 560])` mean the same as the arguments of
-    `multi_gpu_model`; `devices` takes TensorFlow's device names instead.
+    Create the Split before the model, then pass the model to `build` or `model`.
+    `Split("plan.toml")` reads devices and shares from a plan; `Split()` uses the plan of `evener
+    launch`. `Split(gpus=2)` and `Split(gpus=[0, 1], ratios=[768, 560])` have the same meaning as
+    the arguments of `multi_gpu_model`; `devices` takes TensorFlow's device names instead.
 
     With `rebalance`, the shares of a group of processes are adjusted during training to each
-    process's compute time (own work). `noise` is refused, because only PyTorch's ranks
-    measure a noise scale.
+    process's compute time (own work). `noise` is refused, because only PyTorch's ranks measure
+    a noise scale.
 
-    Raises PlanError, RequestError or DeviceError if the devices can't train as
-    requested. If the plan was made for a different training, issues a SplitWarning, or
-    raises PlanError with `strict`.
+    Raises PlanError, RequestError or DeviceError if the devices can't train as requested.
+    If the plan was made for a different training, issues a SplitWarning, or raises
+    PlanError with `strict`.
     """
 
     def __init__(
@@ -129,7 +129,7 @@ class Split:
         return changing
 
     def _warn_of_engine(self, measured: str) -> None:
-        """Warn that the samples/s will differ if the plan was measured with another engine."""
+        """Warn that the samples/s will differ, if the plan was measured with another engine."""
         if self.why == ONE_PROCESS:
             warn(
                 f"{self.why} Expect other samples/s, or start one for each as in docs/training.md."
@@ -380,7 +380,7 @@ def _check_arguments(engine: str, noise: bool) -> None:
 
 
 def _read_plan(plan: Any, gpus: object, devices: object, ratios: object) -> Plan | None:
-    """Return the plan that was passed or that `evener launch` provides; None if devices are passed.
+    """Return the given plan, or the plan that `evener launch` provides; None if devices are given.
 
     Raises RequestError unless exactly one of plan, gpus and devices is available.
     """

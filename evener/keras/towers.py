@@ -51,7 +51,7 @@ class Tower(NamedTuple):
     attributes: Leaves  # tensors that the call stored in attributes
 
     def heads(self) -> list[Any]:
-        """Return, once each, all tensors with a gradient that a loss may be computed from."""
+        """Return each tensor with a gradient from which a loss may be computed, once."""
         logits = [logits_of(each) for each in keras.tree.flatten(self.outputs)]
         every = [
             *_floats(self.outputs),
@@ -85,7 +85,7 @@ class Towers(OneProcess):
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
         """Train with a separate loss for each pass.
 
-        In passes, no device has the outputs of the whole batch before its backward passes.
+        With passes, no device has the outputs of the whole batch before its backward passes.
         """
         model, rows = self.model, count_rows(x)
         pieces, variables = self.pieces((x, y, weight)), PlainVariables(model)
@@ -118,7 +118,7 @@ class Towers(OneProcess):
         weight: Any,
         dealt: DealtArrays | None = None,
     ) -> dict[str, Any]:
-        """Train on rows that are already cut.
+        """Train on rows that are already divided among the devices.
 
         `pieces` has, for each device, its rows and how many of them count.
         """
@@ -264,9 +264,9 @@ class Towers(OneProcess):
 
 
 def _open(data: Tensors) -> tuple[DealtArrays | None, tuple[Any, Any, Any]]:
-    """Return the `DealtArrays` if rows were distributed by length, else None; and the triple.
+    """Return the `DealtArrays` or None, and the triple (x, y, weight).
 
-    The triple is (x, y, weight).
+    The first is None unless rows were distributed by length.
     """
     dealt = data if isinstance(data, DealtArrays) else None
     return dealt, keras.utils.unpack_x_y_sample_weight(data if dealt is None else dealt.data)
