@@ -229,7 +229,7 @@ def _measure_alone(
 ) -> tuple[float | None, ...]:
     """Return each device's samples/s alone at its share.
 
-    Return None for an unused device, and if its measurement failed or was stopped.
+    They are None for an unused device, and if its measurement failed or was stopped.
     """
     figures: list[float | None] = []
     for position, share in enumerate(layout.shares):

@@ -363,7 +363,7 @@ def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
 def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
     """Return each device's compute time (own work) per step, over all blocks.
 
-    Return None if it is unknown in any block.
+    A device's time is None if it is unknown in any block.
     """
     steps = sum(block.steps for block in blocks)
     columns = zip(*(block.own_seconds for block in blocks), strict=True)

@@ -1,4 +1,4 @@
-"""The process that children are forked from.
+"""The process from which children are forked.
 
 It imports the framework once, so that each child starts without a delay for imports.
 

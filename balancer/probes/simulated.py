@@ -270,7 +270,7 @@ class _SimulatedProbe:
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
         """Return the power of each device in watts.
 
-        Return None if another probe uses the device, or if its power isn't specified.
+        A power is None if another probe uses the device, or if it isn't specified.
         """
         layout = self._probe.layout
         found = list[float | None]()
