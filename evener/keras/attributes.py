@@ -33,7 +33,7 @@ class PlainVariables:
         self._before = [(each, tf.identity(each)) for each in plain_variables(model)]
 
     def restore(self) -> None:
-        """Assign the values that the variables had when this object was made."""
+        """Assign the values that the variables had when this object was created."""
         for variable, value in self._before:
             variable.assign(value)
 
@@ -71,7 +71,7 @@ class CallTensors:
         self._contents = [_copy(each) for each in self._containers]
 
     def collect(self) -> Leaves:
-        """Return the tensors that weren't there when this object was made."""
+        """Return the tensors that weren't there when this object was created, by name."""
         slots = self._find_slots([])
         found = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}

@@ -304,7 +304,7 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """True unless the tensor belongs to another graph than the one that is being traced."""
+    """True unless the tensor belongs to a graph other than the one being traced."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 

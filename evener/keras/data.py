@@ -168,7 +168,7 @@ def check_padding(model: Any, batch: DealtArrays) -> None:
 
 
 def _check_output(whole: Any, short: Any, steps: int, weights: list[Any]) -> None:
-    """Check that an output of a padded row equals that of the row without padding.
+    """Check that an output of a padded row is the same as for the row without padding.
 
     Raises RequestError if it differs, or if neither a mask nor weights exclude the padding.
     """

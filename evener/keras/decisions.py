@@ -31,7 +31,7 @@ Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
-    """Yield (place, operation) for each comparison in a graph that user code made.
+    """Yield (place, operation) for each comparison that user code has added to a graph.
 
     Comparisons that have a result for each row are left out.
     """
@@ -46,7 +46,7 @@ def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
 
 
 def find_place(operation: Any) -> str:
-    """Return the line of user code that made an operation, such as `train.py, line 3`.
+    """Return the line of user code that created an operation, such as `train.py, line 3`.
 
     Return "" for Keras' own operations. An operation of a functional model has no such line and is
     identified by its name.

@@ -45,9 +45,9 @@ class Engine(Protocol):
         """Raise RequestError at the start of `fit` if the engine can't train this model."""
 
     def check_step(self) -> None:
-        """Raise RequestError, before a train function is made, if the engine can't train the model.
+        """Raise RequestError if the engine can't train the compiled model.
 
-        This considers how the model is compiled.
+        This is called before a train function is made, so it considers how the model is compiled.
         """
 
     def check_test_step(self) -> None:

@@ -39,8 +39,8 @@ LARGEST_KEY = (1 << 31) - 1
 class Group:
     """The processes that train one model together.
 
-    It must be made before TensorFlow's first operation in the process. Raises RequestError unless
-    each process sees one device.
+    The object must be created before TensorFlow's first operation in the process. Raises
+    RequestError unless each process sees one device.
     """
 
     def __init__(self, peers: Sequence[str], rank: int) -> None:

@@ -337,7 +337,7 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return what a layer's loss on the part `part` of the rows contributes to the whole loss."""
+    """Return what a layer's loss on a fraction `part` of the rows adds to the batch's loss."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 

@@ -403,7 +403,7 @@ def _ramp(values: Any) -> Any:
 
 
 def _pad_labels(padding: int, y: Any) -> Any:
-    """Return labels with more padding in each row than in the one before."""
+    """Return labels with more padding in each row than in the previous row."""
     if y.ndim < 2 or y.shape[-1] < 2:
         return np.where(np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1)) % 3 == 0, padding, y)
     rows = np.arange(len(y)).reshape(-1, *[1] * (y.ndim - 1))

@@ -49,7 +49,7 @@ def main_part(kind: str, part: Any) -> Any:
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
     """Return, by name, how many of each unit there are over which a loss may be a mean.
 
-    These units are COUNTS, without rows; the numbers are float64 tensors.
+    The units are those of COUNTS that these tensors have; the numbers are float64 tensors.
     """
     found = {}
     masks = [getattr(each, "_keras_mask", None) for each in keras.tree.flatten(outputs)]
@@ -65,7 +65,7 @@ def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]
 
 
 def _spread(weight: Any, mask: Any) -> Any:
-    """Return the weights of the steps that a mask leaves."""
+    """Return the weights of the steps that a mask includes."""
     if mask is None:
         return weight
     if weight.shape.rank == 1:

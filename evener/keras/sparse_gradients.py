@@ -99,8 +99,8 @@ class SharedSlices:
     """The slices of a group's sparse gradients, prepared for an all-reduce.
 
     Each process pads its slices with zeros to the total number of slices in the group. `own` are
-    these tensors, and `join` makes gradients from their sums. Every process must make this object
-    at the same point of the step.
+    these tensors, and `join` returns gradients from their sums. Every process must create this
+    object at the same point of the step.
     """
 
     def __init__(self, group: Any, gradients: Sequence[tf.IndexedSlices]) -> None:

@@ -317,7 +317,7 @@ class Split:
         return tuple(share.device for share in active), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
-        """Warn about each difference between this training and the one the plan was measured with.
+        """Warn about each difference between this training and the plan's measured training.
 
         Raises PlanError if the plan was measured with another framework or, with `strict`, if there
         is any difference.
