@@ -200,8 +200,8 @@ class MeasurementDoubt(msgspec.Struct, frozen=True):
 class Power(msgspec.Struct, frozen=True):
     """The power that the request's devices draw while a layout trains."""
 
-    active_watts: float  # of the devices that compute
-    idle_watts: float  # of unused devices
+    active_watts: float  # power of the devices that compute
+    idle_watts: float  # power of unused devices
 
     @property
     def watts(self) -> float:
@@ -265,7 +265,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     # compute time (own work) of each device per step, without waiting; None: unknown
     device_seconds: tuple[Amount | None, ...]
     first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
-    elapsed_seconds: Amount  # of the whole probe, including its start and warm-up
+    elapsed_seconds: Amount  # duration of the whole probe, including its start and warm-up
     warnings: tuple[MeasurementDoubt, ...] = ()
     # included in it: starting and building new children, which later probes don't repeat
     start_seconds: float = 0.0
@@ -279,7 +279,7 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     kept: KeptBatch | None = None  # the same step without input, if input takes a part of it
     # a GPU's step on that batch with all kernels enqueued beforehand; None: unknown
     enqueued_seconds: Amount | None = None
-    link_bytes_per_second: Amount | None = None  # of an all-reduce between the devices
+    link_bytes_per_second: Amount | None = None  # rate of an all-reduce between the devices
     link_path: str = ""  # between them: NVLink; empty: unknown
 
     @property
@@ -431,7 +431,7 @@ class ModelState(msgspec.Struct, frozen=True):
     state_bytes: int  # parameters, gradients and the optimizer's state
     gathered_bytes: int  # the model's own parameters and two units, whole, with their gradients
     step_bytes: int = 0  # temporary memory of the optimizer's step, for the whole model
-    parameters: int = 0  # of the model; 0: unknown
+    parameters: int = 0  # number of the model's parameters; 0: unknown
     trained: int = 0  # trained parameters: few if adapters are trained beside a frozen model
     # of the state: gradients that don't exist yet while the activations of a step's first pass
     # are at their peak

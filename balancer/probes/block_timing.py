@@ -24,13 +24,13 @@ from ..statistics import NORMAL_95, lone_error, relative_half_width, student
 from ..types import Interval, MeasurementDoubt, PartSeconds
 
 TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
-TOO_IMPRECISE_FROM = 0.5  # the fraction of the time after which a probe also ends
-TOO_IMPRECISE = 0.015  # if its error would still exceed this at the end
+TOO_IMPRECISE_FROM = 0.5  # fraction of its time after which an imprecise probe ends
+TOO_IMPRECISE = 0.015  # it is imprecise if its error would still exceed this at the end
 AGREE = 0.05  # two warm-up windows that differ by less are steady
-WARM_UP_SHARE = 0.5  # of the probe's seconds; a warm-up that isn't steady by then is a slow start
-WARM_UP_WINDOWS = 24  # maximum
-FEWEST_BLOCKS = 3  # even when they take longer than the probe's seconds
-ENOUGH_BLOCKS = 5  # before an interval is trusted as tight
+WARM_UP_SHARE = 0.5  # fraction of a probe's time; an unsteady warm-up by then is a slow start
+WARM_UP_WINDOWS = 24  # the most windows of a warm-up
+FEWEST_BLOCKS = 3  # the fewest blocks, even if they take longer than the probe's time
+ENOUGH_BLOCKS = 5  # the fewest blocks whose interval is trusted as tight
 MOST_BLOCKS = 400
 # in a whole run, which may be long, each block has at least 1 / this of the steps before it
 FINEST = 200
@@ -45,13 +45,13 @@ DRIFT_ERRORS = 4.0
 # gap between the mean and median block, or fraction of the time in which a device was throttled
 THROTTLED = 0.05
 CAPPED = 0.2  # fraction of the time at the power limit that is worth a warning
-STALLED = 3.0  # relative to the median: a block that took longer
+STALLED = 3.0  # a block that took longer, relative to the median block, was stalled
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
-DISTURBED_SHARE = 0.2  # of the blocks
+DISTURBED_SHARE = 0.2  # fraction of disturbed blocks that is worth a warning
 GREW = 1.01  # a device's peak memory after a block / before it
 TOO_SHORT_SECONDS = 0.05
-UNSTEADY = ("drift", "throttled")  # after these warnings a probe is timed again,
-AGAIN_SHARE = 0.5  # for this part of its time
+UNSTEADY = ("drift", "throttled")  # a probe with these warnings is timed again
+AGAIN_SHARE = 0.5  # fraction of its time for which a probe is timed again
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -69,7 +69,7 @@ class Block(msgspec.Struct, frozen=True):
     slowed: float = 0.0
     capped: float = 0.0  # fraction of the block in which a device was at its power limit
     slowest: int = -1  # position of the most throttled device; -1: none, or unknown
-    parts: tuple[PartSeconds, ...] = ()  # of each rank, over the whole block; empty: unknown
+    parts: tuple[PartSeconds, ...] = ()  # each rank's parts of the whole block; empty: unknown
     # True if processes allocated new memory: a training does so only in its first steps
     grew: bool = False
 
@@ -115,7 +115,7 @@ class BlockTimer:
         )
         self._windows: list[Block] = []
         self._blocks: list[Block] = []
-        self._steps = 0  # of each timed block; 0 while warming up
+        self._steps = 0  # steps of each timed block; 0 while warming up
         self._slow_start = 0.0
         # warnings of the first round, after its end
         self._unsteady: tuple[MeasurementDoubt, ...] | None = None

@@ -52,7 +52,7 @@ from .simulated import SimulatedProber
 WARM_UP_SHARE = 16  # maximum: any other size works, and a small one is made quickly
 REPEAT_SECONDS = 0.5  # between two reports on a silent probe
 GO_ON = RunSteps(1, 0.05)  # seconds between two checks whether other probes still run
-LINK_SECONDS = 20.0  # for a few all-reduces, which take a second
+LINK_SECONDS = 20.0  # timeout for a few all-reduces, which take a second
 PORT_TRIES = 3  # a port may be taken between being chosen and being used
 LARGEST_ERROR_FILE_BYTES = 4 << 20
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
@@ -80,7 +80,7 @@ class ChildProber:
         self._error_file = error_file
         self._began = time.monotonic() - start_seconds
         self._idle: dict[Layout, ChildGroup] = {}
-        self._running: set[Probe] = set()  # in this round, until they are timed
+        self._running: set[Probe] = set()  # probes of this round that aren't timed yet
         self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores kept busy by a step alone

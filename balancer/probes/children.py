@@ -50,11 +50,11 @@ from .protocol import (
 
 STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
 DRAIN_SECONDS = 0.2  # for the rest of standard error, which the child's own children may keep open
-STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # for the answer to a signal
+STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # timeout and interval for the answer to a signal
 _READ_BYTES = 64 << 10
 TICK_SECONDS = 0.05
-GRACE_SECONDS = 1.0  # for the other ranks to report why they stopped, once one has failed
-# the same where that rank has recovered: the others have ended the same step, and go on
+GRACE_SECONDS = 1.0  # time for the other ranks to report too, once one has failed
+# the same if that rank has recovered: the others have finished the step and continue
 RECOVERED_SECONDS = 20.0
 
 
@@ -106,7 +106,7 @@ class Child(RunningChild):
         cap_bytes: int | None,
     ) -> None:
         self.rank, self.alive = rank, True
-        self.pid = 0  # until it is running
+        self.pid = 0  # 0 until the child is running
         self._server, self._inbox, self._cap_bytes = server, inbox, cap_bytes
         self._stderr = b""
         self._kills_before = _kernel_kills()

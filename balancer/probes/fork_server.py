@@ -314,7 +314,7 @@ class ServerProcess:
                     case ChildExited(key, code, peak_bytes):
                         self._children.pop(key).finish(code, peak_bytes)
         for child in filter(lambda each: each.pid, self._children.values()):
-            child.finish(-signal.SIGKILL)  # by the kernel
+            child.finish(-signal.SIGKILL)  # the kernel has killed it
         code = self._process.wait()
         self._last_words = self.read_log()
         for child in filter(lambda each: not each.pid, tuple(self._children.values())):
@@ -325,7 +325,7 @@ class ServerProcess:
 def _run(
     channel: int, log: int, variables: Mapping[str, str], imports: Sequence[str]
 ) -> subprocess.Popen[bytes]:
-    # in the server too, until it can answer
+    # the signal is also blocked in the server, until the server can handle it
     blocked = signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
     try:
         return subprocess.Popen(

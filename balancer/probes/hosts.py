@@ -233,7 +233,7 @@ class RemoteChild(RunningChild):
         self.alive = True  # according to its last message
         self._host = host
         self._key = key
-        self.generation = host.service.generation  # of the actor that it runs in
+        self.generation = host.service.generation  # generation of the actor that it runs in
 
     def send(self, command: Command) -> None:
         """Send a command. If the child is gone, the inbox receives a message about it."""

@@ -28,7 +28,7 @@ from .block_timing import Block
 from .failures import GroupError, RankFailure, StoppedError
 
 READ_SECONDS = 0.05  # a reading takes a millisecond or two; slower readings aren't waited for
-RETURN_SECONDS = 0.5  # before a probe, for a driver that was silent and may answer again
+RETURN_SECONDS = 0.5  # wait before a probe for a driver that was silent and may answer again
 SILENT_SECONDS = 5.0  # a device whose driver takes longer to answer can't be used for training
 # relative to SILENT_SECONDS: how long a busy machine may take to query the driver at all
 PATIENCE = 3.0
@@ -39,7 +39,7 @@ SPREAD_SMALL = 0.1
 # fraction of a device's memory to which others' bytes are rounded up, so that small changes aren't
 # reported again
 STEP = 0.01
-CLOSE_SECONDS = 0.2  # for all watches together
+CLOSE_SECONDS = 0.2  # timeout for closing all watches
 
 
 class Neighbours(NamedTuple):

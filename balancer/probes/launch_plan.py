@@ -212,7 +212,7 @@ class RankMap(msgspec.Struct, frozen=True):
     positions: tuple[int, ...]
     one_process: bool = False  # a single child for all positions
     own_cores: bool = False  # CPU slices: a rank's compute time is known from its CPU time
-    threads: int = 1  # of each rank
+    threads: int = 1  # threads of each rank
     busy_cores: tuple[float, ...] = ()  # cores that each rank's step keeps busy
 
     @property

@@ -26,7 +26,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     rank: int
     world: int
     device: str  # cuda:0, cpu
-    seconds: float  # until the others must be there
+    seconds: float  # timeout for the others to join
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):

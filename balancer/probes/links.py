@@ -27,10 +27,10 @@ from evener.system.memory_files import make_memory_file
 
 from .link_rank import Join, Joined, LinkCommand, LinkReply, RankFailed, RankReady, Sum, Summed
 
-START_SECONDS = 120.0  # for the first rank to import its framework
-LATE_SECONDS = 15.0  # for the other ranks after it
-JOIN_SECONDS = 15.0  # for all ranks to meet
-SUM_SECONDS = 15.0  # for the sums of one measurement; they take a second or two
+START_SECONDS = 120.0  # timeout for the first rank to import its framework
+LATE_SECONDS = 15.0  # timeout for the other ranks, after the first one
+JOIN_SECONDS = 15.0  # timeout for all ranks to rendezvous
+SUM_SECONDS = 15.0  # timeout for the sums of a measurement; they take a second or two
 LONGEST_LINE = 1 << 16
 PROGRAM = (sys.executable, "-P", "-m", "evener.balancer.probes.link_rank")
 
@@ -60,7 +60,7 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
     bytes_per_second: float = 0.0
     latency_seconds: float = 0.0
     detail: str = ""
-    ranks_met: bool = True  # the ranks had met; False: the fault isn't one of a link
+    ranks_met: bool = True  # False if the ranks hadn't joined: then it isn't a link's fault
     remedy: str = ""  # the variables with which it works, such as NCCL_P2P_DISABLE=1
     path: str = ""  # between the devices: NVLink; empty: unknown
 
@@ -84,7 +84,7 @@ class LinkError(Exception):
         super().__init__(detail)
         self.outcome: Outcome = outcome
         self.detail = detail
-        self.ranks_met = ranks_met  # the ranks had met before it
+        self.ranks_met = ranks_met  # True if the ranks had joined before the error
 
     def describe(self, labels: tuple[str, ...], transport: Transport) -> LinkMeasurement:
         """Return the failed measurement of these devices."""

@@ -43,8 +43,8 @@ REPORT_SECONDS = 0.2  # between two reports on one probe
 BLOCK_SLACK = 20.0  # a block's time limit, relative to its expected seconds
 CLOSER_SHARE = 0.2  # fraction of a probe's seconds for measuring the limits of its step
 CHUNKS = 8  # per block of a pack: how often each training checks the clock
-PACK_STEPS = 4  # of each training in a block, as trainings don't end together,
-LONGEST_PACK_SECONDS = 2.0  # if there is that much time
+PACK_STEPS = 4  # steps of each training in a block, as trainings don't end together
+LONGEST_PACK_SECONDS = 2.0  # the longest block of a pack; it may then have fewer steps
 
 
 class Timeouts(msgspec.Struct, frozen=True):
@@ -135,7 +135,7 @@ class Measurement:
     ) -> None:
         self._probe, self._group, self._ranks = probe, group, group.ranks
         self._row_tokens = row_tokens  # per row on average, if rows have lengths
-        self._work: list[tuple[Work, ...]] = []  # of each rank in a step, by block
+        self._work: list[tuple[Work, ...]] = []  # work of each rank in a step, by block
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
         self._idle = idle  # readings of unused devices
         self._watts: dict[int, float] = {}
@@ -266,7 +266,7 @@ class Measurement:
         timer = BlockTimer(probe.seconds, probe.whole, probe.steps, first_step_seconds)
         step_seconds = first_step_seconds
         interference = ProbeInterference(self._monitor, self._ranks.unique_positions, self._idle)
-        self._monitor.find_neighbours(self._ranks.unique_positions)  # from now on
+        self._monitor.find_neighbours(self._ranks.unique_positions)  # begin a new reading
         while steps := timer.next_steps():
             limit = max(self._timeouts.block, BLOCK_SLACK * steps * step_seconds)
             command = self._run_command(steps, step_seconds)

@@ -114,14 +114,14 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
 
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
-    cpu_seconds: Seconds  # of the whole process, without spinning
+    cpu_seconds: Seconds  # CPU time of the whole process, without spinning
     spun_seconds: Seconds  # spent spinning to hold the process to its share of speed
     memory_bytes: Annotated[
         tuple[Bytes | None, ...], Devices
     ]  # the most that each of its devices held
     # number of steps after which the loss was NaN or infinite; 0: it was finite
     not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
-    work: Work | None = None  # of all steps in the block; None: rows have no lengths
+    work: Work | None = None  # work of all steps in the block; None: rows have no lengths
     # its device waited for other ranks' gradients and the all-reduce; None: unknown
     waited_seconds: Seconds | None = None
     input_seconds: Seconds | None = None  # waiting for rows; None: unknown

@@ -21,8 +21,8 @@ LARGEST_BYTES = 64 << 20
 class ScriptCopy(msgspec.Struct, frozen=True):
     """A script's files, by their path relative to the script's folder."""
 
-    folder: str  # where they are from
-    name: str  # of the script
+    folder: str  # the script's folder
+    name: str  # the script's file name
     files: dict[str, bytes]
 
 

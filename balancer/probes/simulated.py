@@ -30,7 +30,7 @@ LATER = (
     "tokens",
     "length",
     "state",
-)  # in a layout: seeds don't count them where they are empty
+)  # fields of a layout that don't affect the seed if they are empty
 
 
 class SimulatedProber:

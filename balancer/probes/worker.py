@@ -95,9 +95,9 @@ class Worker:
     def __init__(self) -> None:
         self._workload: Workload | None = None
         self._build: protocol.Build | None = None
-        self._busy_seconds = 0.0  # of the last step: determines how long a slowed process spins
-        self._shares: tuple[int, ...] = ()  # of this process' devices
-        self._steps = 0  # since the workload was built
+        self._busy_seconds = 0.0  # of the last step; a slowed process spins accordingly
+        self._shares: tuple[int, ...] = ()  # shares of this process's devices
+        self._steps = 0  # steps since the workload was built
         self._not_finite_step = 0
         self._reporter = Reporter()
         self._cores = CoreWatch()
