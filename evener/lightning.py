@@ -86,13 +86,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._part: Part | None = None  # the part being computed
         self._put_back: Callable[[], None] = lambda: None  # restores what the part has logged
         self._recovery = planned.passes.recovery
-        self._exchanges: list[Exchange] = []  # of the model's gradients; empty if others sum them
+        self._exchanges: list[Exchange] = []  # of gradients; empty if DDP sums them
         self._figures: PassFigures
         self._has_figures = False  # True once `setup` has created `_figures`
 
     @property
     def trains(self) -> bool:
-        """True while a trainer fits a module with this strategy, from its first hooks on."""
+        """True while a trainer fits a module with this strategy, including the first hooks."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.strategy is not self:
@@ -135,14 +135,15 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn shuffling off as a training loop begins, if `overfit_batches` is set."""
+        """Turn shuffling off at the start of a training loop if `overfit_batches` is set."""
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
             rows.shuffle = False  # as Lightning does with a loader of its own
 
     def _end_batch(self) -> None:
-        """End the previous step, because the trainer requests its next batch.
+        """End the previous step when the trainer requests its next batch.
 
-        Raises RequestError if another strategy trains, since losses would then not be weighted.
+        Raises RequestError if the trainer has another strategy, because losses would then
+        not be weighted.
         """
         if not self.trains:
             raise _other_strategy()
@@ -157,7 +158,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._check(trainer)
         super().setup(trainer)
         self.prepare_figures()
-        if self.trains:  # only now are the layers those that train
+        if self.trains:  # only now does the model have its final layers
             self.sum_by_shares()
 
     def prepare_figures(self) -> None:
@@ -171,7 +172,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def sum_by_shares(self) -> None:
         """Sum gradients with evener's exchange instead of DistributedDataParallel's all-reduce.
 
-        The latter can't be resumed after an error.
+        DistributedDataParallel's all-reduce can't be resumed after an error.
         """
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
@@ -183,9 +184,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Broadcast before each batch whether the first rank has received SIGTERM.
 
         The ranks communicate over gloo, so that Lightning's loop doesn't wait for its GPU.
-        Lightning's own handler would synchronize with the other ranks at once, while they may be in
-        a step's all-reduce. Here the handler only records the signal. A rank that alone receives
-        SIGTERM stops by itself one batch later.
+        Lightning's own handler would synchronize with the other ranks immediately, while they may
+        be in a step's all-reduce. The handler installed here only records the signal. A rank that
+        alone receives SIGTERM stops by itself one batch later.
         """
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,
@@ -194,7 +195,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         )
         stop, connector = getattr(loop, private.ASKS), private.signal_connector(trainer)
         own = private.sigterm_handler(trainer)
-        noted = list[None]()  # an entry for SIGTERM and for each later check
+        noted = list[None]()  # one entry for SIGTERM, and one for each later check
 
         def ask() -> None:
             handlers = getattr(signal.getsignal(signal.SIGTERM), "signal_handlers", [])
@@ -337,7 +338,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """
         self._arguments = arguments
         self._figures.begin()
-        again = self._exchanges  # exchanges of passes that can be retried
+        again = self._exchanges  # the gradient exchanges whose passes can be retried
         if not self.lightning_module.automatic_optimization:
             again, self._recovery.final = [], _MANUAL
         self._turns = self._planned.passes.take(
@@ -350,7 +351,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return result
 
     def find_difference(self, loader: Any) -> str:
-        """Return what an audit of this loader's first batch finds; empty if nothing differs."""
+        """Audit this loader's first batch; return a message, or "" if the gradients agree."""
         return self._audit.find_difference(loader) if self._checks else ""
 
     def _audit_step(self) -> None:
@@ -389,7 +390,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _share_loss(self, result: Any) -> Any:
         """Return a loss with this rank's gradients but the value of the global batch's loss.
 
-        All ranks then take the same decisions.
+        All ranks then make the same decisions.
         """
         loss = loss_of(result)
         loss = self.reduce(loss.detach().clone()) + (loss - loss.detach())
@@ -398,8 +399,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def backward(self, closure_loss: Any, *args: Any, **kwargs: Any) -> Any:
         """Run the backward passes of the batch.
 
-        Each loss is weighted by its part of the batch, so that the mean over ranks is the
-        gradient of the global batch.
+        Each loss is weighted by its pass's fraction of the batch, so that the mean of the ranks'
+        gradients is the gradient of the global batch.
         """
         loss, result = closure_loss, None
         while self._part is not None:
@@ -437,8 +438,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def pre_backward(self, closure_loss: Any) -> None:
         """Announce a loss to the gradient exchanges.
 
-        In manual optimization the backward pass runs inside the forward pass, so the
-        announcement has to come from here.
+        Losses are announced here only in manual optimization, in which the backward pass runs
+        within training_step. Without exchanges, do what DDPStrategy does.
         """
         if not self._exchanges:
             super().pre_backward(closure_loss)
@@ -449,13 +450,12 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Step the optimizer, after checking before its first step that
-        its state will fit in memory.
+        """Step the optimizer, but check before its first step that its state fits in memory.
 
-        Raises DeviceError, before any weight changes, if it won't fit.
+        Raises DeviceError, before any weight changes, if the state won't fit.
         """
 
-        # set after the first audit, as LBFGS computes several times in a step
+        # has an entry after this step's audit, because LBFGS calls the closure several times
         looked = list[None]()
 
         def compute() -> Any:
@@ -478,8 +478,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks as DDPStrategy does.
 
-        Within a pass, return the global batch's value over the passes so far. Before
-        `setup` there are no passes.
+        Within a pass, return the metric of the global batch over its passes so far. Before `setup`
+        there are no passes.
         """
         if not self._has_figures:
             return super().reduce(tensor, group, reduce_op)

@@ -1,5 +1,6 @@
-"""Audits of a LightningModule: training_step computes a few rows with and without shares,
-and the results are compared.
+"""Audits of a LightningModule: compare training_step's gradients with and without shares.
+
+An audit computes a few rows of the batch.
 
 In manual optimization training_step calls its optimizers itself. During an audit those optimizers
 do nothing, and the loss is what training_step passes to manual_backward.
@@ -43,10 +44,10 @@ class ModuleAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
-        """Audit batch number `step` of the epoch if an audit is due.
+        """Audit the epoch's batch number `step` if an audit is due.
 
-        `others` are the arguments of training_step other than the batch. Raises RequestError if
-        the audit finds a difference.
+        `others` are the arguments of training_step other than the batch. Raises RequestError if the
+        audit finds a difference.
         """
         own = self._strategy.lightning_module.training_step
         self._audits.after_batch(partial(self._find, loader, step, others), own)
@@ -91,7 +92,7 @@ class ModuleAudit:
         return loss
 
     def _compute_manually(self, others: Sequence[Any], bench: Bench, part: Part) -> None:
-        """Pass the losses given to manual_backward to the bench.
+        """Add the losses that training_step passes to manual_backward to the bench.
 
         Weights that training_step itself changes are restored.
         """
@@ -121,8 +122,9 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 
 @contextmanager
 def _kept_steps(strategy: Any) -> Iterator[None]:
-    """Return a context in which no optimizer, schedule or step counter advances, and after
-    which gradients are restored.
+    """Return a context in which no optimizer, schedule or step counter advances.
+
+    Gradients are restored when the context ends.
 
     Raises RequestError if the weights are too large to copy.
     """
@@ -146,10 +148,9 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the calls that training_step may make to take a step, with their stubs.
+    """Yield the methods by which training_step may take a step, with their stubs.
 
-    Each item has the target, the name of the attribute, and the stub that
-    replaces it during an audit.
+    Each item is (object, method name, stub); the stub replaces the method during an audit.
     """
     yield strategy, "optimizer_step", lambda _, closure, *__, **___: closure()
     for each in strategy.optimizers:

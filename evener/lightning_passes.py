@@ -38,8 +38,8 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
     """Check that a pass may be cut into parts of up to `rows` rows.
 
-    The parts must have the same gradient as the rows together. Raises RequestError, on this rank
-    only, if the gradients differ or the optimizer is LBFGS.
+    The weighted gradients of the parts must sum to the gradient of the whole pass. Raises
+    RequestError, on this rank only, if the gradients differ or the optimizer is LBFGS.
     """
     module = strategy.lightning_module
     audits = strategy.planned.audits
@@ -60,8 +60,8 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
     """Return the loss of a part, computed as in a step.
 
-    `others` are the arguments of training_step other than the batch; by default,
-    those of an epoch's first batch.
+    `others` are the arguments of training_step other than the batch; the default is the arguments
+    for an epoch's first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -109,7 +109,7 @@ _JOINED = {
 }
 Sums = tuple[
     torch.Tensor, ...
-]  # a metric times its weight, and the weight; the metric alone if it is no mean
+]  # a metric times its weight, and the weight; the metric alone if it isn't a mean
 
 
 class PassFigures:
@@ -141,16 +141,13 @@ class PassFigures:
         self._earlier, self._pieces, self._met = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """Add a pass's metrics to those of earlier passes, if this part
-        was the last of the pass.
-        """
+        """Add a pass's metrics to those of earlier passes if `part` was the pass's last piece."""
         if part.turn.ends:
             self._earlier |= self._met
             self._pieces, self._met = {}, {}
 
     def keep(self) -> Callable[[], None]:
-        """Save the module's attributes and logged metrics, and return a
-        function that restores them.
+        """Save the module's attributes and logged metrics; return a function that restores them.
 
         The function doesn't restore metrics that ranks have already reduced.
         """
@@ -183,7 +180,7 @@ class PassFigures:
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
         """Return the context of a part's forward pass, in which metrics count with weight `rows`.
 
-        They don't count at all if the part has no weight.
+        Metrics don't count if the part's weight is 0.
         """
         module, logged = self._module, self._logged
         before = module._current_fx_name, logged.batch_size
@@ -203,7 +200,7 @@ class PassFigures:
     def _average_steps(self, before: dict[str, Any]) -> None:
         """Replace each step metric that isn't reduced over ranks by its mean over passes so far.
 
-        Metrics that are reduced over ranks are such means already.
+        Metrics that are reduced over ranks are already means over the passes so far.
         """
         for name, figure in self._logged.items():
             meta, own = figure.meta, figure._forward_cache
@@ -221,9 +218,9 @@ class PassFigures:
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
         """Reduce a metric over all ranks.
 
-        In a pass, a mean is the global batch's over the passes so far. A mean of integers
-        is computed in double precision instead of being truncated, because Lightning
-        divides by the mean number of rows.
+        In a pass, a mean is taken over the global batch's passes so far. A mean of integers is
+        computed in double precision instead of being truncated, because Lightning divides by the
+        mean number of rows.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         figure = tensor.double() if whole else tensor

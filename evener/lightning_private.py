@@ -1,7 +1,7 @@
 """The private parts of Lightning that evener uses, each with its purpose.
 
-tests/evener/test_lightning_private.py tries each name, so it fails first if a new version of
-Lightning has changed one. This module imports nothing of Lightning, which has two names.
+tests/evener/test_lightning_private.py checks each name, so it fails first if a new version of
+Lightning has changed one of them. This module imports nothing of Lightning, which has two names.
 """
 
 from __future__ import annotations
@@ -9,9 +9,9 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-# What the loop calls before each batch, to ask whether a rank has received SIGTERM.
+# The method that the loop calls before each batch to find out whether a rank received SIGTERM.
 ASKS = "_broadcast_sigterm_tensor"
-# What an optimizer's wrapper calls around a step of manual optimization.
+# The methods that an optimizer's wrapper calls around a step of manual optimization.
 AROUND_STEPS = ("_on_before_step", "_on_after_step")
 
 
@@ -22,7 +22,7 @@ def loaders(fit_loop: Any) -> list[Any]:
 
 
 def replace_loader(fit_loop: Any, loader: Any) -> None:
-    """Replace a training's loaders by one, before any batch is taken from them."""
+    """Replace a training's loaders with one loader, before any batch is taken from them."""
     fit_loop._combined_loader.flattened = [loader]
     fit_loop._data_fetcher.setup(fit_loop._combined_loader)
     iter(fit_loop._data_fetcher)
@@ -34,7 +34,7 @@ def searches_rate(callback: Any) -> bool:
 
 
 def shares_out_rows(trainer: Any) -> bool:
-    """True if the trainer replaces samplers by DistributedSampler."""
+    """True if the trainer replaces samplers with DistributedSampler."""
     return bool(trainer._accelerator_connector.use_distributed_sampler)
 
 
@@ -46,7 +46,7 @@ def set_strategy(trainer: Any, strategy: Any) -> None:
 
 
 def wrapped_optimizers(strategy: Any) -> list[Any]:
-    """Return the optimizers as `training_step` sees them in manual optimization."""
+    """Return the wrapped optimizers that `training_step` uses in manual optimization."""
     return list(strategy._lightning_optimizers)
 
 
@@ -62,7 +62,7 @@ def default_states(metric: Any) -> dict[str, Any]:
 
 
 def move_batch(module: Any, batch: Any, device: Any) -> Any:
-    """Return a batch on a device, after the module's hooks before and after its transfer."""
+    """Move a batch to a device, and run the module's hooks before and after the transfer."""
     batch = module._on_before_batch_transfer(batch, dataloader_idx=0)
     return module._apply_batch_transfer_handler(batch, device=device, dataloader_idx=0)
 

@@ -24,8 +24,10 @@ NOISE = 0.3
 
 
 def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """Return `rows` shifted and noisy pictures of digits (rows, 28, 28, 1), float32 from 0 to 1,
-    and the digits as labels (rows,), int64.
+    """Return `rows` shifted and noisy pictures of digits, with their labels.
+
+    The pictures have the shape (rows, 28, 28, 1) and are float32 from 0 to 1. The labels (rows,)
+    are the digits, as int64.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
@@ -41,9 +43,7 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return pictures of the ten digits (10, height, width), in which each dot is
-    a square of ones.
-    """
+    """Return pictures of the ten digits (10, height, width); each dot is a square of ones."""
     glyphs = []
     for text in _FONT:
         lines = [[int(dot) for dot in line] for line in text.split()]
@@ -52,8 +52,10 @@ def _draw_digits() -> Any:
 
 
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
-    """Return coloured pictures of stripes (rows, side, side, 3), float32 around 0, and labels
-    (rows,). Each class is an angle of the stripes.
+    """Return coloured pictures of stripes, with their labels.
+
+    The pictures have the shape (rows, side, side, 3) and are float32 around 0. The labels have the
+    shape (rows,); each class is an angle of the stripes.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, classes, rows)
@@ -70,8 +72,9 @@ def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tupl
 def sine_waves(
     rows: int, steps: int = 64, features: int = 32, classes: int = 10
 ) -> tuple[Any, Any]:
-    """Return noisy sine waves (rows, steps, features), float32, and labels (rows,). Each
-    class is a frequency.
+    """Return noisy sine waves (rows, steps, features), float32, and labels (rows,).
+
+    Each class is a frequency.
     """
     random = np.random.default_rng(rows)
     labels = random.integers(0, classes, rows)
@@ -84,8 +87,9 @@ def sine_waves(
 
 
 def grey_noise(rows: int) -> tuple[Any, Any]:
-    """Return random grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,), with
-    MNIST's shapes but nothing to learn.
+    """Return random grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,).
+
+    They have MNIST's shapes, but nothing can be learned from them.
     """
     random = np.random.default_rng(rows)
     greys = random.integers(0, 256, (rows, SIZE, SIZE, 1), dtype=np.uint8)
@@ -93,8 +97,10 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
 
 
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
-    """Return random text lengths (rows,) in tokens, int64: lognormal with this median and `sigma`,
-    clipped to 1 to `longest`.
+    """Return random text lengths (rows,) in tokens, as int64.
+
+    The lengths are lognormal with this median and `sigma`, clipped to the range from
+    1 to `longest`.
     """
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

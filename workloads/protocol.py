@@ -1,5 +1,6 @@
-"""The interface of the workloads that a probe child runs: built once for a place, then prepared
-for shares and stepped.
+"""The interface of the workloads that a probe's child process runs.
+
+A workload is built once for a place, then prepared for shares and stepped.
 
 A workload knows nothing about batch search, time or memory limits. When memory runs out, its
 framework raises an exception of its own type, which `evener.balancer.probes` recognises.
@@ -28,8 +29,9 @@ BACKENDS = {
 
 
 class Place(msgspec.Struct, frozen=True):
-    """The devices on which a child trains, as its framework names them, and the child's group if it
-    is one of several ranks.
+    """The devices on which a child process trains, its group of ranks, and its options.
+
+    Devices have the names that the framework gives them in this process.
     """
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
@@ -44,10 +46,10 @@ class Place(msgspec.Struct, frozen=True):
     threads: int | None = None  # compute threads; None: the framework's own choice
     precision: Precision = "float32"
     xla: bool = False
-    input: Input = "host"  # host: batches come from host memory each step, as in training
+    input: Input = "host"  # "host": each step's batch comes from host memory, as in training
     # worker processes of the loader for the user's data; None: as in the user's code
     loader_workers: int | None = None
-    placement: str = ""  # for place layouts: the name of one of the workload's placements
+    placement: str = ""  # the name of one of the workload's placements, or empty
     # the fraction of a sharded model on each rank; for a rank measured alone, only its own fraction
     state: tuple[float, ...] = ()
 
@@ -58,15 +60,16 @@ class Place(msgspec.Struct, frozen=True):
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """The seconds that two phases of the steps took since the last reading; None if unknown."""
+    """The duration of two phases of the steps since the last reading; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """The latency and speed of an all-reduce between the ranks of a group. `wrong` describes an
-    incorrect sum; empty if all sums were correct.
+    """The latency and speed of an all-reduce between the ranks of a group.
+
+    `wrong` describes an incorrect sum; it is empty if all sums were correct.
     """
 
     latency_seconds: float
@@ -75,8 +78,9 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC):
-    """A model that trains, built at its place. The constructor may take minutes. `step` may return
-    before the devices have finished.
+    """A model that trains, built at its place.
+
+    The constructor may take minutes. `step` may return before the devices have finished.
     """
 
     memory: MemoryMeter
@@ -84,8 +88,9 @@ class Workload(ABC):
     @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare batches with these shares (rows per device), and whatever the first step needs.
+
         In a group, `shares` has one share per rank, otherwise one per device of the place, in
-        order. A device with share 0 is left out. Called again for each new size.
+        order. A device with share 0 is left out. This method is called again for each new size.
 
         `micro` has the rows per pass for each device; if empty, each share is one pass.
         """
@@ -93,11 +98,10 @@ class Workload(ABC):
     def prepare_dealt(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are distributed by cost. A pass has at
-        most `tokens` padded tokens.
+        """Prepare shares of global batches whose rows are distributed by cost.
 
-        This method and `prepare_length` are only called if the workload's facts have `lengths`, an
-        even sample of the rows' lengths.
+        A pass has at most `tokens` padded tokens. This method and `prepare_length` are only called
+        if the workload's facts have `lengths`, an even sample of the rows' lengths.
         """
         raise NotImplementedError
 
@@ -115,94 +119,103 @@ class Workload(ABC):
 
     @abstractmethod
     def loss_is_finite(self) -> bool:
-        """True if the loss of the last step was finite or is unknown. Called when no
-        step is pending.
+        """True if the loss of the last step was finite or is unknown.
+
+        It is called when no step is pending.
         """
 
     def work(self) -> Work | None:
-        """Return the total work of all steps so far in this process; None if
-        rows have no lengths.
-        """
+        """Return the total work of all steps in this process; None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
-        """Return the seconds that this process's device waited for other ranks since the last
-        reading; None if that can't be measured.
+        """Return how long this process's device waited for other ranks since the last reading.
+
+        The result is in seconds; None if the wait can't be measured.
         """
         return None
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of each phase, summed over the steps since the last reading. Called
-        when no step is pending.
+        """Return the seconds of each phase, summed over the steps since the last reading.
+
+        It is called when no step is pending.
         """
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
         """Reuse one batch in all following steps if `kept`, otherwise take new batches again.
-        Returns False if the workload can't reuse a batch.
 
-        After `prepare`, steps take new batches.
+        Returns False if the workload can't reuse a batch. After `prepare`, steps take new batches.
         """
         return False
 
     def measure_link(self) -> LinkSpeed | None:
-        """Return the speed of an all-reduce between all ranks of this group; None if there is no
-        group or the framework doesn't report it. All ranks must call this at the same time.
+        """Return the speed of an all-reduce between all ranks of this group.
+
+        Return None if there is no group or the framework doesn't report the speed. All ranks must
+        call this method at the same time.
         """
         return None
 
     def time_on_device(self) -> float | None:
-        """Return the seconds that a device needs for one step whose kernels are all enqueued
-        beforehand; None if no device supports this. All ranks of a group must call this at
-        the same time.
+        """Return the device's time for one step whose kernels are all enqueued beforehand.
+
+        The result is in seconds; None if the device doesn't support this. All ranks of a group must
+        call this method at the same time.
         """
         return None
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Return the peak bytes of the framework's allocator on each of this process's devices
-        since `prepare`; None if unknown.
+        """Return the peak memory on each of this process's devices since `prepare`.
+
+        It is measured in bytes, by the framework's allocator if that reports it; None if unknown.
         """
         return self.memory.read()
 
     def release_memory(self) -> tuple[int | None, ...]:
-        """Release memory that isn't in use. Returns the bytes kept on each device; None if the
-        framework keeps all of it.
+        """Release memory that isn't in use; return the bytes that stay reserved on each device.
+
+        A value is None if it is unknown.
         """
         return self.memory.release()
 
     def read_shortage(self) -> str:
-        """Return the framework's out-of-memory error if a step since `prepare` ended, but only in
-        smaller passes than were asked for, so that the other ranks of a group didn't wait. Else
-        the result is empty.
+        """Return the out-of-memory error of a step that was completed in smaller passes.
+
+        A rank of a group completes such a step because the other ranks wait for it. The result is
+        empty if no step since `prepare` ran out of memory this way.
         """
         return ""
 
     def recover(self) -> bool:
-        """Release the memory of a step that ran out of memory. True if the workload is back in its
-        state before that step, so that it can be prepared again.
+        """Release the memory of a step that ran out of memory.
+
+        Return True if the workload is back in its state before that step, so it can
+        be prepared again.
         """
         return False
 
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
-        """Return what the plan records about the workload: framework
-        version, parameters, engine, ...
+        """Return the workload's facts that the plan records.
+
+        Examples are the framework's version, the number of parameters and the engine.
         """
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A workload in the registry. Nothing is imported until it is built."""
+    """A workload in the registry. No framework is imported until it is built."""
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
-    home: str  # what builds it: "evener.workloads.keras_backend.models:build"
+    home: str  # its build function: "evener.workloads.keras_backend.models:build"
     summary: str  # one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
-    # a larger batch isn't possible with its data or its kernels
+    # the largest batch that its data or its kernels allow
     largest_share: int | None = None
     least: Mapping[str, int] = {}  # minimum values of settings
-    # names of its place layouts; "single" is one device, as in a solo layout
+    # names of its placements on several devices; "single" is one device, as in a solo layout
     placements: tuple[str, ...] = ()
     placement_devices: int = 2  # the maximum number of devices in a placement
 
@@ -214,9 +227,8 @@ def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str,
 
 class MemoryMeter:
     """Measures the growth of this process's memory, because allocators on a CPU report nothing.
-    Create it before the model.
 
-    Its subclasses for GPUs read their framework's allocator instead.
+    Create the meter before the model. Subclasses for GPUs read their framework's allocator instead.
     """
 
     def __init__(self, devices: int) -> None:
@@ -228,12 +240,13 @@ class MemoryMeter:
         """Start measuring from here. Unused memory from earlier sizes is released."""
         _return_unused()
         with suppress(OSError):
-            Path("/proc/self/clear_refs").write_text("5")  # the peak is what is resident now
+            Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
 
     def read(self) -> tuple[int | None, ...]:
-        """Return how far the process's peak since `reset` exceeds its memory before the model, in
-        bytes. None for each device if several devices share the process's memory, or if the
-        kernel doesn't report it.
+        """Return the process's peak memory since `reset`, minus its memory before the model.
+
+        It is in bytes; None for each device if several devices share the process's memory, or if
+        the kernel doesn't report the peak.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:
@@ -241,11 +254,11 @@ class MemoryMeter:
         return (max(0, peak - self._before),)
 
     def release(self) -> tuple[int | None, ...]:
-        """Release unused memory. Returns the bytes kept on each device; None if unknown."""
+        """Return None for each device, because a CPU's allocator doesn't report reserved memory."""
         return (None,) * self._devices
 
     def held(self) -> int:
-        """Return the bytes allocated now; 0 if the kernel doesn't report them."""
+        """Return the process's resident memory in bytes; 0 if the kernel doesn't report it."""
         _return_unused()
         return _status_bytes("VmRSS") or 0
 

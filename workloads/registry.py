@@ -1,8 +1,7 @@
-"""Maps names to workloads: lists them, checks their settings and builds them. Imports no framework
-until a workload is built.
+"""Map names to workloads: list them, check their settings and build them.
 
-A name is in the table below, or names the user's own function as `file.py:attribute` or
-`package.module:attribute`.
+No framework is imported until a workload is built. A name is in the table below, or names the
+user's own function as `file.py:attribute` or `package.module:attribute`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,7 @@ _MAXER = (
 )
 _MNIST = "a small convolutional network on 28 x 28 images made in code; nothing is downloaded"
 _GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences made in code"
-LARGEST_MNIST = 16384  # more than a quarter of such a data set in one step is no training
+LARGEST_MNIST = 16384  # a larger part of such a data set in one step trains badly
 _MNIST_SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
 _GRU_SIZES = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
 _TOWERS = {
@@ -43,8 +42,9 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Return the entry of a model. The beginning of its name, keras_ or
-    torch_, determines its backend.
+    """Return the entry of a model, whose backend follows from the prefix of its name.
+
+    The prefix is keras_ or torch_.
     """
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
@@ -82,7 +82,7 @@ _TABLE = (
         "ResNet-50 on pictures of CIFAR's size",
         "the slides that squeeze more juice out of a single GPU by packing",
         {"side": 32, "classes": 10, "learning_rate": 0.001},
-        least={"side": 32, "classes": 2},  # as keras.applications has it
+        least={"side": 32, "classes": 2},  # the minimum of keras.applications
     ),
     _model(
         "keras_towers",
@@ -156,18 +156,16 @@ def add(entry: Entry) -> None:
 
 
 def default_name(framework: str, on_cpu: bool) -> str:
-    """Return the name of the workload to use if the request names none: a small one for CPUs, a
-    large one for GPUs.
-    """
+    """Return the name of the default workload: a small model for CPUs, a large one for GPUs."""
     return f"{framework.replace('tensorflow', 'keras')}_{'mnist' if on_cpu else 'maxer'}"
 
 
 def find(name: str, framework: str = "") -> Entry:
-    """Return the entry of the workload called `name`. Raises RequestError for an unknown name, with
-    known names, the closest matches first.
+    """Return the entry of the workload called `name`.
 
-    The user's own code is not run, because it may import a framework, which no command does in its
-    own process. A file is only parsed for the attribute.
+    Raises RequestError for an unknown name; its message lists known names, the closest matches
+    first. The user's own code is not run, because it may import a framework, and commands never
+    import frameworks in their own process. A file is only parsed to find the attribute.
     """
     if framework and framework not in FRAMEWORKS:
         raise RequestError(
@@ -193,11 +191,10 @@ def find(name: str, framework: str = "") -> Entry:
 
 
 def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the default settings updated with `given`, each converted to the type of its default.
-    Raises RequestError, which names an invalid setting.
+    """Return the default settings updated with `given`, each converted to its default's type.
 
-    The user's own workload accepts any setting here: its function's signature is checked
-    when it is called.
+    Raises RequestError, which names the invalid setting. The user's own workload accepts any
+    setting here: its function's signature is checked when it is called.
     """
     if ":" in entry.name:
         return dict(given)
@@ -223,11 +220,11 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
-    """Return each "module" or "module:attribute" to import, in order, before a workload's children
-    are forked; empty if unknown.
+    """Return what to import before a workload's child processes are forked; empty if unknown.
 
-    They are the framework's module and the libraries of a script. None of the user's own modules is
-    imported: they may start CUDA, so each child imports them itself.
+    Each item is "module" or "module:attribute", in order: the backend's module and the libraries
+    of a script. None of the user's own modules is imported: they may start CUDA, so each child
+    imports them itself.
     """
     from . import user_code
 
@@ -243,6 +240,7 @@ def find_imports(name: str, framework: str) -> tuple[str, ...]:
 
 def build(name: str, place: Place, settings: Mapping[str, Any], framework: str = "") -> Workload:
     """Import the workload's module, which loads the framework, and build the workload at `place`.
+
     Raises RequestError if the workload doesn't support the place's placement.
     """
     entry = find(name, framework)

@@ -1,7 +1,6 @@
-"""The user's own model as a workload: finds the function, calls it, and reports which of the
-user's lines is wrong.
+"""The user's own model as a workload: find its function, call it, and report the line of errors.
 
-No framework is imported here; the entry of the workload names the backend that trains the model.
+No framework is imported here; the workload's entry names the backend that trains the model.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ _PACKAGES = {
     "tensorflow": {"keras", "tensorflow"},
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
-LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own on import
+LIBRARIES = frozenset(  # libraries that start neither CUDA nor threads of their own on import
     (
         "accelerate",
         "datasets",
@@ -44,14 +43,15 @@ LIBRARIES = frozenset(  # known to start neither CUDA nor threads of their own o
         "trl",
     )
 )
-# a script that sets these does so before it imports what reads them
+# a script sets environment variables before it imports the libraries that read them
 _SETS_VARIABLES = ("environ", "putenv")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
 
 class UserCodeError(EvenerError):
-    """The user's own code can't be parsed. The message is one line with the file, the line
-    and the error.
+    """Raised if the user's own code can't be parsed.
+
+    The message is one line with the file, the line and the error.
     """
 
     kind: ClassVar[str] = "user_code"
@@ -59,8 +59,9 @@ class UserCodeError(EvenerError):
 
 
 class UserModule(NamedTuple):
-    """The result of the user's function, and the functions beside it that make its data; None for
-    each that is missing.
+    """The result of the user's function, and the functions beside it that make its data.
+
+    A missing function is None.
     """
 
     result: Any
@@ -70,8 +71,10 @@ class UserModule(NamedTuple):
 
 
 def entry(name: str, framework: str) -> Entry:
-    """Return the entry for `file.py:attribute` or `package.module:attribute`. A file is parsed, not
-    run. Raises RequestError if the name or the function is wrong.
+    """Return the entry for `file.py:attribute` or `package.module:attribute`.
+
+    A file is parsed, not run. Raises RequestError if the name is invalid or the
+    function is missing.
     """
     home, _, attribute = name.rpartition(":")
     if not home or not attribute.isidentifier():
@@ -101,19 +104,22 @@ def names_a_file(home: str) -> bool:
 
 
 def guess_framework(name: str) -> str:
-    """Return the framework that the file of `file.py:attribute` imports; "tensorflow" if it imports
-    none or several. Raises an error if the file can't be parsed.
+    """Return the framework that the file of `file.py:attribute` imports.
+
+    It is "tensorflow" if the file imports no framework or several, or if `name` is a module. Raises
+    RequestError if the file can't be read, and UserCodeError if it can't be parsed.
     """
     home = name.rpartition(":")[0] or name
     if not names_a_file(home):
         return "tensorflow"
-    _parsed(Path(home))  # raises an error that says what is wrong with it
+    _parsed(Path(home))  # raises an error if the file is invalid
     return script_framework(Path(home)) or "tensorflow"
 
 
 def script_framework(script: Path) -> str:
     """Return the framework that a Python file imports, directly or through a library based on it.
-    Empty if it imports none or several, or can't be parsed.
+
+    The result is empty if the file imports no framework or several, or can't be parsed.
     """
     imported: list[str] = []
     with suppress(EvenerError):
@@ -125,8 +131,9 @@ def script_framework(script: Path) -> str:
 
 
 def list_imports(node: ast.AST) -> list[str]:
-    """Return "module" or "module:attribute" for each name that an import statement imports; empty
-    for relative imports.
+    """Return "module" or "module:attribute" for each name that an import statement imports.
+
+    The result is empty for relative imports and for other statements.
     """
     if isinstance(node, ast.ImportFrom) and not node.level:
         return [f"{node.module}:{alias.name}" for alias in node.names]
@@ -139,8 +146,10 @@ def package_of(name: str) -> str:
 
 
 def find_library_imports(script: Path) -> tuple[str, ...]:
-    """Return the known libraries that a script imports, in the form of `list_imports`. Empty if the
-    script sets environment variables, because the libraries may read them on import.
+    """Return the known libraries that a script imports, in the form of `list_imports`.
+
+    The result is empty if the script sets environment variables, because the libraries may read
+    them on import.
     """
     source = script.read_text()
     if any(word in source for word in _SETS_VARIABLES):
@@ -151,6 +160,7 @@ def find_library_imports(script: Path) -> tuple[str, ...]:
 
 def load(name: str, settings: Mapping[str, Any]) -> UserModule:
     """Import the user's module and call the function with `settings` as keyword arguments.
+
     Exceptions from the user's code propagate; raises RequestError if the function is missing or
     doesn't accept the settings.
     """
@@ -174,12 +184,11 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """Return the last line of user code that an error passed through, as "file.py:12"; empty
-    if there is none.
+    """Return the last line of user code that an error passed through, such as "file.py:12".
 
-    User code is code outside evener, Python itself and installed packages, or the module of the
-    workload `name` wherever it is. An error from a TensorFlow graph names its lines only in its
-    message, so the message is searched too.
+    The result is empty if there is no such line. User code is code outside evener, Python itself
+    and installed packages, or the module of the workload `name` wherever it is. An error from a
+    TensorFlow graph names its lines only in its message, so the message is searched too.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
@@ -191,7 +200,7 @@ def find_line(error: BaseException, name: str = "") -> str:
     return ""
 
 
-# folders of packages, also of an environment that this one sees
+# names of folders with installed packages, in this environment or another
 INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -209,7 +218,7 @@ def is_user_file(file: str) -> bool:
             if INSTALLED & {*path.parts} or any(map(path.is_relative_to, real)):
                 return False
         return True
-    except (OSError, ValueError):  # the text of an error may name anything
+    except (OSError, ValueError):  # an error's message may contain an invalid path
         return False
 
 
@@ -222,7 +231,7 @@ def _import(home: str, source: Path | None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise RequestError(f"{source} can't be imported.", "Give a Python file.")
     module = util.module_from_spec(spec)
-    sys.path.insert(0, str(source.parent))  # its own neighbours, as when it is run as a script
+    sys.path.insert(0, str(source.parent))  # modules beside it, as for a script
     sys.modules.setdefault(source.stem, module)
     spec.loader.exec_module(module)
     return module
@@ -260,8 +269,9 @@ def _parsed(path: Path) -> ast.Module:
 
 
 def _without_function(name: str, path: Path) -> RequestError:
-    """Return the error for a file that was named without a function. Its remedy lists the functions
-    that could return the model.
+    """Return the error for a file that was named without a function.
+
+    Its remedy lists the functions that could return the model.
     """
     functions = [node for node in _functions(path) if _could_build(node)]
     free = [node for node in functions if not _required(node)]
@@ -276,11 +286,11 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 
 
 def find_models(folder: Path) -> tuple[str, ...]:
-    """Return the functions in a folder's Python files that could build a model, such as
-    `train.py:build`. Functions with a typical name, such as `build`, come first; otherwise those
-    of the newest files.
+    """Return the functions in a folder's Python files that could build a model.
 
-    Files that can't be parsed, or that import no framework, are left out. No code is run.
+    Each is named like `train.py:build`. Functions with a typical name, such as `build`, come first;
+    among other functions, the functions of the newest files. Files that can't be parsed, or that
+    import no framework, are left out. No code is run.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]
@@ -295,8 +305,9 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """Return the functions of a file that could build a model and need no arguments; empty if the
-    file imports no framework.
+    """Return the functions of a file that could build a model and need no arguments.
+
+    The result is empty if the file imports no framework.
     """
     if not script_framework(path):
         return []
@@ -318,8 +329,9 @@ def _rank_model(name: str) -> int:
 
 
 def _could_build(function: ast.FunctionDef) -> bool:
-    """True if a function is public, isn't one of the functions that make data,
-    and returns a value.
+    """True if a function is public, returns a value, and isn't one of the data functions.
+
+    Data functions are `sample_batch`, `training_data` and `lengths`.
     """
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False

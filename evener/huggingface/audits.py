@@ -1,4 +1,4 @@
-"""The audits of a Trainer: compare the loss of a few rows in one process with that by shares.
+"""Audits of a Trainer: compare a few rows' gradient in one process with the gradient by shares.
 
 An audit calls the trainer's own `compute_loss`, with each part collated separately and weighted
 like its passes. Under `evener run` the reference is what the program's own launcher would compute:
@@ -34,7 +34,7 @@ REMEDIES = {
         " on one device."
     ),
 }
-PROCESSES = 2  # for which an audit cuts its rows; a trainer may multiply its loss by it
+PROCESSES = 2  # among which an audit divides its rows; a trainer may multiply its loss by this
 FEW = 2  # rows of a pass in an audit
 _OURS = "evener."
 
@@ -80,7 +80,7 @@ class TrainerWays:
         self._gathering = gathering
 
     def bench(self) -> Bench:
-        """Return a bench for the trainer's model, whose computations don't affect the training."""
+        """Return a Bench for the trainer's model; its computations don't affect the training."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
@@ -97,11 +97,11 @@ class TrainerWays:
         return bench
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Ways:
-        """Return the ways to compute a few rows' gradient: the reference, and by shares.
+        """Return the ways to compute a few rows' gradient: as the reference, and by shares.
 
-        The reference is one process's gradient, or, with `follows_launcher`, that of equal parts as
-        the program's own launcher computes them. Passes of the shares are weighted by what the loss
-        is a mean over.
+        The reference is one process's gradient or, with `follows_launcher`, the gradient of equal
+        parts as the program's own launcher computes it. Passes of the shares are weighted by what
+        the loss is a mean over.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1
@@ -133,7 +133,7 @@ class TrainerWays:
         micro: int = 0,
         excess: bool = False,
     ) -> Way:
-        """Return the way to compute the parts like shares do.
+        """Return the way to compute the parts as under shares.
 
         Passes have up to `micro` rows; 0 means one pass for each part.
 
@@ -196,7 +196,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Return the passes of a part with their rows; the whole part if it can't be cut."""
+    """Return the passes of a part with their numbers of rows; one pass if the part can't be cut."""
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)
@@ -210,7 +210,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return the program's own function that computes the loss."""
+    """Return the `compute_loss` function of the Trainer class, without evener's override."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

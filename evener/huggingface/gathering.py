@@ -1,4 +1,4 @@
-"""Gathering of a Trainer's values over ranks with different numbers of rows, and over passes."""
+"""Gather a Trainer's values over ranks with different numbers of rows, and over passes."""
 
 from __future__ import annotations
 
@@ -121,7 +121,8 @@ class Gathering:
     def keep(self) -> Callable[[], None]:
         """Save what passes and pieces have gathered; return the function that restores it.
 
-        What ranks have already met for isn't restored.
+        Values that were already gathered from other ranks in this pass are kept, because other
+        ranks don't gather them again.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -138,7 +139,7 @@ class Gathering:
         return sums
 
     def gather(self, data: Any) -> Any:
-        """Return the tensors of all ranks, one after the other."""
+        """Return the tensors of all ranks, concatenated in the order of ranks."""
         if self._alone:
             self.calls += 1
             return each_tensor(
@@ -178,7 +179,7 @@ class Gathering:
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
         """Return the values of the pass so far.
 
-        Those of other ranks are included once the last piece is computed.
+        Values of other ranks are included once the pass's last piece is computed.
         """
         gather = self._gather if self._ends else lambda own: own
         figures = [figure for figure, _ in pieces]
@@ -222,7 +223,7 @@ def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> 
 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
-    """Return an evaluation loader with this rank's batches: every world-th that `make` yields.
+    """Return an evaluation loader with this rank's batches: every world-th of `make`'s loader.
 
     If the rows have no fixed order, the loader that accelerate prepares is returned.
     """
@@ -246,8 +247,8 @@ def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
     """A loader of every world-th batch, beginning with batch number `rank`.
 
-    If the batches can't be divided equally, ranks that have one less repeat the last batch, so that
-    all ranks take as many steps; its rows then don't count.
+    If the batches can't be divided equally, ranks with one batch fewer repeat the last batch, so
+    that all ranks take the same number of steps. The repeated rows don't count.
     """
 
     def __init__(self, loader: Any, accelerator: Any, gathering: Gathering) -> None:

@@ -1,6 +1,6 @@
 """The meaning of a Trainer's loss: whether it is a mean over rows, labels or items.
 
-`meaning.py` finds it before the first step, and `passes.py` weights passes by it.
+`meaning.py` finds the meaning before the first step, and `passes.py` weights passes accordingly.
 """
 
 from __future__ import annotations
@@ -47,11 +47,11 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def part_of(self, whole: Any, rows: int, piece: Any, own: int) -> float:
         """Return the weight of a piece's loss in the loss of its pass.
 
-        `rows` are the rows of the pass, `own` those of the piece.
+        `rows` is the number of rows in the pass, `own` the number in the piece.
         """
         if (
             own == rows or self.mean_over == ITEMS
-        ):  # a sum over items has been divided by those of all passes
+        ):  # a sum over items has been divided by the items of all passes
             return 1.0
         return (
             own / rows if self.mean_over == ROWS else self.count(piece) / (self.count(whole) or 1.0)

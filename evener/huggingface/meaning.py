@@ -63,13 +63,13 @@ def find_loss(
 ) -> TrainerLoss:
     """Return the meaning of the trainer's loss.
 
-    If the rows don't show it, return what transformers assumes. Every rank has to call it, and it
-    raises RequestError on every rank if the loss isn't a mean over anything known. `make` returns a
-    few rows of the trainer's data. `ignores` is True if some labels of the data are ignored. Then
-    more of the labels are ignored, if means over rows and over labels can't be distinguished
-    otherwise. On a CPU that is tried in any case, because an error can be caught there; on a GPU, a
-    loss that doesn't support ignored labels would kill the process. `in_parts` is True if a single
-    process needs smaller passes; then any error is raised.
+    If the rows don't reveal the meaning, return what transformers assumes. Every rank has to call
+    this function. It raises RequestError on every rank if the loss isn't a mean over rows, labels
+    or items. `make` returns a few rows of the trainer's data. `ignores` is True if some labels of
+    the data are ignored. In that case more labels are masked if means over rows and over labels
+    can't be distinguished otherwise. On a CPU, masking is tried in any case, because an error can
+    be caught there; on a GPU, a loss that doesn't support ignored labels would kill the process.
+    `in_parts` is True if a single process needs smaller passes; then any error is raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -106,7 +106,8 @@ def find_loss(
 class LossFinder:
     """Finds what a trainer's loss of a few rows is a mean over.
 
-    `meets` gathers the loss's metrics if passes would gather them over fewer rows than a batch.
+    `meets` is the Gathering of the loss's metrics if passes would gather them over fewer rows than
+    a batch has, or None.
     """
 
     def __init__(
@@ -125,9 +126,9 @@ class LossFinder:
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over.
 
-        Return None if these rows don't show it, or ranks meet in the loss. Raises RequestError if
-        ranks would meet in the loss in different numbers of passes, or if the program's own
-        launcher would give them equal numbers of rows there.
+        Return None if these rows don't reveal it, or if ranks communicate in the loss. Raises
+        RequestError if ranks would communicate there in different numbers of passes, or if the
+        program's own launcher would give the ranks equal numbers of rows.
         """
         try:
             return self._find()
@@ -226,7 +227,7 @@ class LossFinder:
         )
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Raise RequestError unless an audit finds no difference, or an explanation for it."""
+        """Audit the loss; raise RequestError if gradients or losses differ unexplained."""
         found = self._audit(loss)
         if found is None:
             return
@@ -235,7 +236,7 @@ class LossFinder:
         raise RequestError(describe(difference, cause, self._few.sizes), remedies[cause])
 
     def _audit(self, loss: TrainerLoss) -> tuple[GradientDifference, str] | None:
-        """Return the difference in gradients, or else in losses, and its cause.
+        """Return the difference in gradients or, if they agree, in losses, with its cause.
 
         Return None if there is no difference.
         """
@@ -275,8 +276,8 @@ def _find_together(
     raises again, or memory ran out. A program that has a launcher of its own isn't trained by
     shares after an error of its own.
 
-    With a model in shards, raises DeviceError on a rank that ran out of memory: the others are
-    waiting for its part of the model, and end because it does.
+    With a model in shards, raises DeviceError on a rank that ran out of memory: the other ranks are
+    waiting for its part of the model, and exit when it exits.
     """
     own = _Finding()
     try:
@@ -304,8 +305,8 @@ def _find_together(
 def _mask_some(few: FewRows) -> FewRows:
     """Return the rows with most labels of some first rows ignored.
 
-    This is only done if a part's labels weigh about as much as its rows, as means over rows and
-    over labels couldn't be distinguished otherwise.
+    Labels are masked only if a part has about the same fraction of all labels as of all rows,
+    because means over rows and over labels then can't be distinguished.
     """
     counts = [count_labels(part).get("shifted labels", 0.0) for part in few.parts]
     weight = few.sizes[0] / few.rows

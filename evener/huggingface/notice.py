@@ -1,8 +1,8 @@
 """Support for transformers' `enable_jit_checkpoint` on several ranks.
 
 All ranks save one checkpoint at a step that they agree on. transformers' own callback saves three
-seconds after SIGTERM by each rank's own clock. Ranks that are in different steps by then would wait
-for each other forever.
+seconds after SIGTERM according to each rank's own clock, so ranks that are in different steps by
+then would wait for each other forever.
 """
 
 from __future__ import annotations

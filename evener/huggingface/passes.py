@@ -17,7 +17,7 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 
 
 class PassWeights(NamedTuple):
-    """The weights of an optimizer step's passes, for its global batches one after the other."""
+    """The weights of an optimizer step's passes, in the order of its global batches."""
 
     weights: list[float]  # of each pass, in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
@@ -33,7 +33,7 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Weight the passes of an optimizer step by what the loss is a mean over.
+    """Return the weights of an optimizer step's passes, by what the loss is a mean over.
 
     `sizes` are this rank's rows in the passes of each global batch, `totals` each global batch's
     rows over all ranks.
@@ -94,7 +94,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Return the number of tokens of a pass, without padding if `args` ask for "non_padding"."""
+    """Return the number of tokens of a pass, without padding if `args` specify "non_padding"."""
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0
@@ -159,7 +159,7 @@ class TrainerPasses:
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Watch the loss of a pass for a backward pass that the trainer starts itself.
+        """Add a hook to a pass's loss that detects a backward pass which the trainer starts itself.
 
         The gradients of such a pass can't be undone.
         """
@@ -169,7 +169,7 @@ class TrainerPasses:
     def backward(self, loss: Any, **options: Any) -> None:
         """Run the accelerator's backward pass.
 
-        If memory runs out in it, the pass can be undone.
+        If memory runs out during this backward pass, the pass can be undone.
         """
         self._passes.open()
         self._backward(loss, **options)

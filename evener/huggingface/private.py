@@ -1,7 +1,7 @@
 """The private parts of transformers, accelerate and TRL that evener uses, each with its purpose.
 
-tests/evener/test_huggingface_private.py tries each name, so it fails first if a new version has
-changed one.
+tests/evener/test_huggingface_private.py checks each name, so it fails first if a new version has
+changed one of them.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from typing import Any
 
 
 def prepare_inputs(trainer: Any, batch: Any) -> Any:
-    """Return a batch as the trainer gives it to its loss: on the device, and of its types."""
+    """Return a batch as the trainer passes it to its loss: on the device, with the right types."""
     return trainer._prepare_inputs(batch)
 
 
@@ -21,12 +21,12 @@ def count_items(trainer: Any, batches: Sequence[Any], device: Any) -> Any:
 
 
 def output_folder(trainer: Any, trial: Any) -> str:
-    """Return the folder of a trainer's checkpoints; a search for hyperparameters has several."""
+    """Return the folder of a trainer's checkpoints; each hyperparameter trial has its own."""
     return str(trainer._get_output_dir(trial=trial))
 
 
 def pass_rows(trainer: Any) -> int:
-    """Return the rows of a process's pass; a search for a batch that fits may have changed them."""
+    """Return the rows of a process's pass, which `auto_find_batch_size` may have changed."""
     return int(trainer._train_batch_size)
 
 

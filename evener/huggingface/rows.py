@@ -49,7 +49,7 @@ def check_trainer_class(trainer_class: Any) -> None:
 
 
 def check_setup(trainer: Any) -> None:
-    """Raise RequestError if the arguments keep the plan from controlling rows or gradients."""
+    """Raise RequestError if the arguments prevent the plan from controlling rows or gradients."""
     args = trainer.args
     if args.n_gpu > 1:
         raise RequestError(
@@ -116,7 +116,7 @@ def check_rebalance(trainer: Any, share: Share) -> None:
 
 
 def needs_equal_passes(trainer: Any) -> bool:
-    """True if ranks meet in every pass.
+    """True if ranks synchronize in every pass, so all must run the same number of passes.
 
     FSDP gathers weights in each pass, and TRL's trainers gather metrics.
     """
@@ -167,7 +167,7 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 class PassSampler(StepSampler):
     """This rank's rows of each global batch, as one tuple of row numbers for each pass.
 
-    A pass without rows gets a tuple with one row that doesn't count. Every batch takes the same
+    A pass without rows gets a tuple with one row that doesn't count. Every batch has the same
     number of passes, unless rows are assigned by length.
     """
 
@@ -212,9 +212,9 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the tokens of each training row, found like the trainer does to group rows by length.
+    """Return the number of tokens of each training row, or None if rows have no token ids.
 
-    Return None if rows have no token ids.
+    Lengths are found as the trainer finds them to group rows by length.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -232,7 +232,7 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """True if the loader of the trainer's class makes its batches by its own batch sampler."""
+    """True if the loader of the trainer's class uses a batch sampler of its own."""
     loader = make_whole(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
@@ -277,10 +277,11 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order in which the bare trainer draws each epoch's rows in one process.
+    """Return the order in which the trainer without a plan draws each epoch's rows.
 
-    Return None if rows are drawn in the data set's order. The seed of a random order is
-    `data_seed`, else the seed that the first rank's process was last seeded with.
+    It is the order in one process. Return None if rows are drawn in the data set's order. The seed
+    of a random order is `data_seed` or, by default, the seed that the first rank's process was
+    last seeded with.
     """
     if type(sampler) is SequentialSampler:
         return None

@@ -21,9 +21,9 @@ ARGUMENTS = "training_args.bin"
 
 
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Placed before a Trainer class whose plan shards the model.
+    """A mixin for a Trainer class whose plan shards the model.
 
-    `Split.save` writes its checkpoints.
+    Its checkpoints are written like those of `Split.save`.
     """
 
     args: Any
@@ -36,7 +36,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _planned: PlannedTraining
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Leave the model on the host, from where its shards are made."""
+        """Leave the model on the host, because its shards are made there."""
 
     def begin_plan(self) -> None:
         """Train by the plan from now on, with a shard of the model on each device."""

@@ -107,7 +107,7 @@ def with_plan(
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """Placed before a Trainer class, whose own methods do everything that isn't overridden here."""
+    """A mixin that makes a Trainer class train by a plan."""
 
     _given: SimpleNamespace  # the arguments of with_plan
     # train by the loss of the program's own launcher, if that differs from one process's loss
@@ -123,7 +123,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def begin_plan(self) -> None:
         """Train by the plan from now on.
 
-        Also called on a trainer that was created before it got this class.
+        `evener run` also calls this method on a trainer that was created before it got this class.
         """
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
@@ -152,8 +152,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             0,
             (0, 0),
         )  # rows of this rank in an optimizer step, and their tokens without and with padding
-        self._is_last = True  # the part that runs is its batch's last
-        self._factor: Any = None  # factor of the loss of the pass that runs
+        self._is_last = True  # the current part is the last one of its batch
+        self._factor: Any = None  # factor of the current pass's loss
         self._evaluates = False  # a batch of an evaluation
         self._newest = 0  # newest global batch of the epoch
         self._tokens = 0
@@ -290,7 +290,8 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def check_loss(self) -> None:
         """Check the loss before the training, once its loader exists.
 
-        Raises RequestError on every rank if the loss isn't a mean.
+        Raises RequestError on every rank if the loss isn't a mean over rows, labels or items, or if
+        the program's own launcher averages means over different numbers of labels.
         """
         few = self._fetch_few()
         self._loss = self._find_loss(few is not None and has_ignored(few.whole))
@@ -354,7 +355,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
 
     @property
     def excess(self) -> int:
-        """The factor by which the trainer's own loss is too large, if that is kept; else 1."""
+        """The factor by which the trainer's own loss is too large if `keeps_launcher`, else 1."""
         return self._loss.excess if self.keeps_launcher and self._loss is not None else 1
 
     def _train_part(self, model: Any, items: Any, part: Part, is_last: bool) -> torch.Tensor:
@@ -398,7 +399,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _track_num_input_tokens(self, inputs: Any) -> None:
         """Sum the tokens of all passes over the ranks, once for each optimizer step.
 
-        Ranks have different numbers of passes, so they can't meet in each pass.
+        Ranks may have different numbers of passes, so they can't synchronize in each pass.
         """
         if self.args.include_num_input_tokens_seen not in ("no", False) and not self._to_come:
             tokens = torch.tensor(self._tokens, device=self.args.device, dtype=torch.int64)
@@ -410,9 +411,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """Average the losses left at the end over ranks, for transformers 4.
+        """At the end of the training, average the losses that aren't logged yet over ranks.
 
-        transformers 4 has no `_finalize_training`.
+        This is for transformers 4, which has no `_finalize_training`.
         """
         result = super()._maybe_log_save_evaluate(tr_loss, *args, **kwargs)
         ends = self.control.should_training_stop or self.state.global_step >= self.state.max_steps
@@ -423,7 +424,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
         """Average the losses that aren't logged yet over ranks.
 
-        The trainer would take the first rank's losses.
+        The trainer itself would use only the first rank's losses.
         """
         self._tr_loss = self.accelerator.gather(self._tr_loss).mean()
         return super()._finalize_training(*args, **kwargs)
@@ -470,8 +471,8 @@ def _fetch_few(
 ) -> FewRows | None:
     """Return up to `most` rows, which are the same on every rank.
 
-    With `chooses`, they are the most different ones of the next rows and others of the epoch; else
-    they are the next rows.
+    With `chooses`, they are the most different rows among the next rows and other rows of the
+    epoch. Otherwise they are the next rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)

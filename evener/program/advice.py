@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from .exchanges import is_installed
 
-# options of a DataLoader that the suggested one keeps, with the values that need no mention
+# options that the suggested DataLoader copies, with their defaults, which it doesn't mention
 _LOADER_OPTIONS: dict[str, Any] = {
     "num_workers": 0,
     "collate_fn": default_collate,
@@ -34,9 +34,9 @@ _LOADER_OPTIONS: dict[str, Any] = {
 def advise(optimizer: Any, loader: Any) -> str:
     """Return a message with the lines of PyTorch that make a script train on all GPUs.
 
-    The script's optimizer steps now, and the script loops over `loader`. The lines keep the
-    global batch and can be inserted right before the outermost loop, whose line is named if it is
-    found; on a GPU the first line has to come before the model is moved there.
+    It is called during a step of the script's optimizer, in a loop over `loader`. The lines keep
+    the global batch and can be inserted right before the outermost loop, whose line is named if it
+    is found; on a GPU the first line has to come before the model is moved there.
     """
     weights = {id(each) for group in optimizer.param_groups for each in group["params"]}
     frame = _find_frame(weights, loader)
@@ -98,8 +98,8 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
     """Return the stack frame whose variables are named in the message, or None.
 
-    It is the outermost one of the program's own that has names for the loader and a trained model,
-    else for one of them: in it, the lines are run once, before all epochs.
+    It is the outermost frame of the program's own code with variables for both the loader and a
+    trained model, or else for one of them. Lines inserted there run once, before all epochs.
     """
     best, most = None, 0
     for frame in _own_frames():  # outer frames come later
@@ -136,14 +136,14 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
 
 
 def _file_of(kind: type) -> str:
-    """Return the file of the module that defines a class; torch's own if it has none."""
+    """Return the file of the module that defines a class, or torch's file if there is none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
     return path or str(torch.__file__)
 
 
 def _describe_place(frame: FrameType) -> str:
-    """Return where the lines belong: before the outermost loop that a frame is in."""
+    """Return where to insert the lines: before the outermost loop around a frame's current line."""
     path = Path(frame.f_code.co_filename)
     with suppress(OSError, SyntaxError, ValueError):
         body = ast.parse(path.read_text())
@@ -154,8 +154,9 @@ def _describe_place(frame: FrameType) -> str:
 
 
 def _find_loop(body: ast.AST, line: int, first: int) -> int:
-    """Return the first line of the outermost loop around `line` in the function that begins at the
-    line `first`; 0 if there is none.
+    """Return the first line of the outermost loop around `line`; 0 if there is none.
+
+    Only loops in the function that begins at the line `first` count.
     """
     found: list[int] = []
     for each in ast.walk(body):

@@ -56,10 +56,10 @@ FUNCTIONAL = {
     "reduce_scatter_single": ("self", ""),
     "all_to_all_single": ("self", ""),
 }
-# their result depends only on the rank that sends
+# collectives whose result depends only on the sending rank
 _FROM_ONE = {"broadcast", "broadcast_object_list"}
 _OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
-# they accept tensors of different sizes, as do those for objects
+# collectives that accept tensors of different sizes, like the collectives for objects
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
 LIBRARIES = {
@@ -111,8 +111,8 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 class Exchanges:
     """Inspects the collectives that the program calls itself.
 
-    `fault` says why shares can't be uneven, as far as has been seen. `origins` tracks what was
-    computed from exchanged values. `note` is called for each exchange.
+    `fault` is the reason why shares can't be uneven, or empty if none has been found. `origins`
+    tracks what was computed from exchanged values. `note` is called for each exchange.
     """
 
     def __init__(self, note: Callable[[], None]) -> None:
@@ -132,7 +132,8 @@ class Exchanges:
     ) -> Any:
         """Call a collective, and inspect what it exchanges if `guard` is given.
 
-        If shares are uneven (`is_uneven`), a gather returns as many rows as each rank has.
+        If shares are uneven (`is_uneven`), a gather returns the actual number of rows
+        from each rank.
         """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
@@ -246,7 +247,7 @@ def _tensors(call: ExchangeCall) -> list[torch.Tensor]:
 def find_caller(frame: FrameType | None) -> str:
     """Return the file and line in the program's own code that calls a collective.
 
-    The result is empty for a library's internal calls, which are known.
+    The result is empty for internal calls of a known library.
     """
     while frame is not None and _is_between(frame):
         frame = frame.f_back
@@ -280,7 +281,7 @@ def is_installed(path: str) -> bool:
 
 
 def run_compared(call: ExchangeCall) -> Any:
-    """Run the call; if ranks pass different numbers of rows, gather as many rows as each rank has.
+    """Run the call; if ranks have different numbers of rows, gather every rank's actual rows.
 
     Raises RequestError on every rank if their tensors can't be exchanged.
     """
@@ -313,7 +314,7 @@ class _Complete:
     """An already completed work handle, returned for an asynchronous call."""
 
     def wait(self, *_: Any) -> bool:
-        """Return at once."""
+        """Return immediately."""
         return True
 
     def is_completed(self) -> bool:

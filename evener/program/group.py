@@ -98,8 +98,9 @@ def _read_place(given: dict[str, Any]) -> GroupPlace | None:
 def _is_evener_s(place: GroupPlace, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
-    A script may choose another address for evener's ranks, so a different address alone doesn't
-    rule them out. It does if a launcher in the program has also started sibling ranks.
+    A script may choose another address for evener's ranks, so a different address alone
+    doesn't rule them out. It does rule them out if a launcher in the program has also
+    started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):
@@ -125,7 +126,7 @@ def _address_of(method: str | None, variables: dict[str, str]) -> str:
 def _read_environment(process: str) -> dict[str, str]:
     """Return the environment with which a process was started.
 
-    The result is empty if it belongs to another user.
+    The result is empty if the process belongs to another user.
     """
     with suppress(OSError):
         text = Path(f"/proc/{process}/environ").read_bytes().decode(errors="surrogateescape")
@@ -194,7 +195,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 def _without_rank() -> Iterator[None]:
     """Return a context in which a process that is still alone has no rank variables.
 
-    Otherwise its children would take themselves for evener's ranks.
+    Otherwise its children would act as the ranks that evener started.
     """
     alone = is_started_rank() and (os.environ.get("WORLD_SIZE") == "1" or not is_released())
     kept = {name: os.environ.pop(name) for name in RANK_VARIABLES if alone and name in os.environ}

@@ -1,10 +1,10 @@
 """An audit of the program's own loss for one batch.
 
-It runs before shares leave even, and at intervals while they are uneven. What the program
-computes from a batch to its loss is recorded function by function. The recorded functions and
-their backward pass are then computed again for a few rows: in equal parts, as under the
-program's own launcher, and in parts as the shares have them. The program's own code runs only
-once, and its state is restored.
+It runs before shares become uneven, and at intervals while they are uneven. The functions with
+which the program computes the loss from a batch are recorded. The recorded functions and their
+backward pass are then computed again for a few rows: in equal parts, as under the program's own
+launcher, and in parts of the sizes that the shares give. The program's own code runs only once, and
+its state is restored.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ class Guard(Recorder):
     ) -> None:
         self.fault = UNSEEN
         self.measured = False
-        self.entered = ""  # the call by which ranks exchanged something that is in the loss
+        self.entered = ""  # the collective whose exchanged values are in the loss
         # numbers used in computing the loss, other than the batch and the models
         self.numbers: tuple[float, ...] | None = None
         # True if rows are padded with their rank's other rows, whose effect can't be recomputed
@@ -134,7 +134,7 @@ class Guard(Recorder):
         return self._busy
 
     def keep_figure(self, tensor: torch.Tensor) -> None:
-        """Save a scalar that ranks are about to overwrite with an exchanged one."""
+        """Save a scalar before ranks overwrite it with an exchanged value."""
         if tensor.numel() == 1:
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
@@ -182,7 +182,7 @@ class Guard(Recorder):
     # ------------------------------------------------------------------ judging
 
     def take_inner(self, model: Any) -> Any:
-        """Return the model that computes again in place of `model`.
+        """Return the module that recomputes the loss in place of `model`.
 
         It is the module inside DistributedDataParallel, whose own forward pass would communicate
         with the other ranks; if ranks compute together, it is `model` itself.
@@ -190,7 +190,7 @@ class Guard(Recorder):
         return model if self._agree is not None else super().take_inner(model)
 
     def judge(self, loss: torch.Tensor) -> str:
-        """Return why shares would change what is learned from this loss, or why it isn't known.
+        """Return why shares would change what is learned from this loss, or why that is unknown.
 
         The result is empty if shares give the same gradient as the program's own launcher, or, if
         ranks communicate in the models' layers, the same loss.
@@ -305,8 +305,9 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 
 
 def make_bench(models: Iterable[Any], losses_only: bool = False) -> Bench:
-    """Return a Bench that computes the gradients of these models alone, in a step that
-    evener doesn't take part in.
+    """Return a Bench that computes the gradients of these models alone.
+
+    It is for a step that evener doesn't take part in.
     """
     every = list(models)
     return Bench(every, name_tensors(every), losses_only=losses_only)

@@ -79,8 +79,9 @@ _LIBRARIES = {"keras", *(name.partition(".")[0] for name in _HOOKS)}
 
 
 def install() -> None:
-    """Register the hooks if this process trains on a device of its own or
-    may start processes that do.
+    """Register the hooks if this process trains on a device, or may start processes that do.
+
+    Only processes that evener started with a plan or a device get hooks.
     """
     if not (launched_device() or os.environ.get(PLAN_USED)):
         return

@@ -127,8 +127,8 @@ class Loop:
     def few_rows(self) -> FewRows | None:
         """Return a few rows of the current batch, collated anew as the shares would collate them.
 
-        None if collating can't differ from slicing the batch, or if the loader's collate_fn doesn't
-        reproduce the batch that the program received.
+        Return None if collating can't differ from slicing the batch, or if the loader's collate_fn
+        doesn't reproduce the batch that the program received.
         """
         collate = self._loader.collate_fn
         if self.sampler is None or collate in (None, default_collate):
@@ -146,7 +146,7 @@ class Loop:
 class SharedBatches:
     """Replaces a loader's batch sampler, and splits rows by shares in a training loop.
 
-    Outside such a loop it passes the original batches on. `sampler` belongs to the most recent
+    Outside such a loop it yields the original batches. `sampler` belongs to the most recent
     training loop. If it is None, `fault` says why rows can't be split.
     """
 
@@ -182,9 +182,10 @@ class SharedBatches:
         return getattr(self.given, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Be saved, and copied, as the program's own sampler, so that evener isn't in its files.
+        """Pickle and copy the program's own sampler in place of this object.
 
-        Pickle accepts another object's class in its place by protocols before 2 only.
+        The program's files then contain nothing of evener. Only pickle protocols before 2 accept an
+        object of another class.
         """
         return self.given.__reduce_ex__(1)
 
@@ -336,7 +337,7 @@ def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
 
 
 def gather(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Gather rows over ranks that may have different numbers of rows."""
+    """Replace accelerate's gather, so that ranks may have different numbers of rows."""
 
     def gather(tensor: torch.Tensor) -> Any:
         if not tensor.ndim:

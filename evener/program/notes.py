@@ -20,7 +20,7 @@ from ..training.launched import PROGRAM, launched_device, launched_run
 from ..training.step_record import StepFigures, StepRecord
 from .group import current_rank
 
-READ_STEPS = 10  # steps between two readings of the timer, which keeps 25
+READ_STEPS = 10  # steps between two readings of the timer, which stores the last 25 steps
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
@@ -37,11 +37,11 @@ class ProgramSettings(msgspec.Struct, frozen=True):
     """The settings that `evener run` passes to the processes it starts."""
 
     folder: str  # folder for the RankNote of each rank
-    name: str  # of the program, for people
+    name: str  # of the program, for messages
     strict: bool = False
     rebalance: bool = True
     noise: bool = False
-    origin: SharesOrigin | None = None  # set if an earlier training run left the plan's shares
+    origin: SharesOrigin | None = None  # set if the plan's shares come from an earlier training run
 
 
 class RankNote(msgspec.Struct):
@@ -61,7 +61,7 @@ class RankNote(msgspec.Struct):
 
 
 def read_settings() -> ProgramSettings:
-    """Return the settings of the program that this process belongs to.
+    """Return the settings that `evener run` passed to this process.
 
     Return default settings if `evener run` didn't start it.
     """
@@ -70,7 +70,7 @@ def read_settings() -> ProgramSettings:
 
 
 def say(words: str) -> None:
-    """Print a line of evener's own on the first rank, never on the line of a progress bar.
+    """Print a line from evener on the first rank, never on the line of a progress bar.
 
     If there are several ranks, the line begins with a carriage return and a newline: tools that
     merge the output of several processes drop an empty line that ends this way.
@@ -129,7 +129,7 @@ class Notebook:
         say(f"shares stay even: {why}")
 
     def warn(self, words: str) -> None:
-        """Print a warning once, about what the program does differently now."""
+        """Print a warning once; `words` is its text."""
         if words not in self.warned:
             self.warned.add(words)
             say(words)

@@ -1,6 +1,6 @@
 """Track where values that ranks have exchanged go in a program.
 
-They may go into its loss, weights and learning rates, or only into its output.
+The values may affect the program's loss, weights and learning rates, or only its output.
 """
 
 from __future__ import annotations
@@ -18,12 +18,11 @@ _FORGET = 1000  # number of marked storages above which expired ones are dropped
 
 
 class Origins:
-    """Tracks which tensors were computed from exchanged values, and which call exchanged the
-    values.
+    """Tracks which tensors were computed from exchanged values, and the call that exchanged them.
 
-    A tensor is tracked by identity if a function computed it from such values, and by its
-    storage if such values were written into it. A storage's mark says nothing about what
-    was computed from it earlier.
+    A tensor is tracked by identity if a function computed it from such values, and by its storage
+    if such values were written into it. A storage's mark says nothing about what was computed
+    from it earlier.
     """
 
     def __init__(self) -> None:
@@ -57,7 +56,7 @@ class Origins:
             self.read = place
 
     def find(self, data: Any) -> str:
-        """Return the place where a tensor in nested data was exchanged; empty if none was."""
+        """Return where a tensor in nested data was exchanged; empty if none was exchanged."""
         for each in leaves_of(data):
             place = self._find_tensor(each) if isinstance(each, torch.Tensor) else ""
             if place:
@@ -67,12 +66,12 @@ class Origins:
     def find_made(self, tensor: torch.Tensor) -> str:
         """Return the place of the exchange from which this tensor was computed.
 
-        The result is empty if there was none.
+        The result is empty if the tensor wasn't computed from exchanged values.
         """
         return str(self._made.get(tensor, ""))
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Record what a function computes from exchanged values."""
+        """Record a function's results as computed from exchanged values if its arguments were."""
         place = self.find((arguments, keywords)) if self.seen else ""
         if not place:
             return

@@ -32,7 +32,7 @@ def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def check_use() -> None:
-    """Print why and raise SystemExit unless a process of the launch has read a plan."""
+    """Print a message and raise SystemExit unless a process of this launch has read a plan."""
     if is_used(os.environ[PLAN_USED]):
         return
     words = describe_unused(sys.modules, program="torch" in sys.modules)

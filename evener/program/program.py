@@ -35,8 +35,8 @@ from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
-WATCHED = 1  # more even steps to watch if ranks exchange values in the first step
-# backward passes without an optimizer's step after which a line says so: outside of loops over a
+WATCHED = 1  # additional even steps to observe if the program exchanges values in the first one
+# backward passes without an optimizer's step after which a message says so: outside of loops over a
 # DataLoader, and in one, where gradients may be accumulated
 FEW_PASSES, MANY_PASSES = 4, 64
 MEET_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
@@ -45,7 +45,7 @@ MEET_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
 class Program:
     """Trains the program by shares, from its second training step on.
 
-    `training` is set from then on. A program that can't be trained by shares runs unchanged.
+    `training` is None before that. A program that can't be trained by shares runs unchanged.
     """
 
     def __init__(self) -> None:
@@ -61,13 +61,13 @@ class Program:
         self._updated = False  # an optimizer has stepped since that batch
         self._stepped = False  # an optimizer of PyTorch has stepped
         self._passes = 0  # backward passes until then
-        self._fault = ""  # why the program's use of gradients rules uneven shares out
+        self._fault = ""  # how the program's use of gradients prevents uneven shares
         # a digest of the optimizers' settings in this step; by shares, of the learning rates in all
         # steps so far
         self._rates = 0
         self._steps = 0  # steps taken by shares
         self._uneven = 0  # steps whose shares differed between ranks
-        self._look = LOOK_AGAIN  # the step at which the guard looks next
+        self._look = LOOK_AGAIN  # the step of the next check by a guard
         # the loader over which the latest loop began
         self._newest_loader: weakref.ref[Any] | None = None
         self._others = 0  # number of running trainers that have their own hooks
@@ -77,7 +77,7 @@ class Program:
         # settings, at the start of the batch, of optimizers that have stepped
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
-        self.remarks: list[str] = []  # warnings to print once shares may leave even
+        self.remarks: list[str] = []  # warnings to print once shares may become uneven
         self._watched = 0  # even steps in which the program itself exchanged values
 
     @property
@@ -141,9 +141,9 @@ class Program:
         return result
 
     def _count_passes(self) -> None:
-        """Report why shares stay even if backward passes lead to no step of an optimizer.
+        """Report why shares stay even if no optimizer steps after many backward passes.
 
-        An optimizer that isn't PyTorch's, such as fastai's, steps without being seen.
+        The hooks don't notice steps of an optimizer that isn't PyTorch's, such as fastai's.
         """
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.last_words:
@@ -178,7 +178,8 @@ class Program:
     def _note_entered(self, optimizer: Any) -> None:
         """Check whether values exchanged between ranks affect an optimizer's step.
 
-        They do if they went into the loss, the gradients, the weights or the optimizer's settings.
+        Exchanged values affect it if they are part of the loss, the gradients, the weights or
+        the optimizer's settings.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -262,8 +263,8 @@ class Program:
     def _begin_rates(self) -> None:
         """Record the optimizers' settings as a batch begins.
 
-        A schedule changes them between batches, whereas a value that the program reads during a
-        batch changes them within it.
+        A change between batches comes from a schedule. A change within a batch may come from an
+        exchanged value that the program has read.
         """
         for optimizer in list(self._begun_rates):
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
@@ -271,8 +272,8 @@ class Program:
     def _note_obstacle(self, optimizer: Any) -> None:
         """Report why this step belongs to no loop that can be followed.
 
-        A later loop may still be followed. Raises RequestError if the program was started with
-        `--strict`.
+        A later loop may still be followed. Raises RequestError if `--strict` was passed to the
+        program's `evener run`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
@@ -303,7 +304,10 @@ class Program:
         return self.exchanges.see(wrapped, arguments, keywords, guard, is_uneven)
 
     def note_exchange(self) -> None:
-        """Warn that values averaged over ranks are now means over different numbers of rows."""
+        """Warn that values averaged over ranks are now means over different numbers of rows.
+
+        There is no warning in even steps or outside of training.
+        """
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
             self.notebook.warn(views.EXCHANGED)
 
@@ -329,8 +333,8 @@ class Program:
     def _looks_at(self, loop: Any) -> bool:
         """True if a guard is to check this batch.
 
-        Guards check batches before shares leave even, the first batch with uneven shares, and then
-        single batches at growing intervals.
+        Guards check batches before shares become uneven, the first batch with uneven shares, and
+        then single batches at growing intervals.
         """
         if self.training is None:
             return not self.notebook.why and not loop.dealer.fault
@@ -370,7 +374,7 @@ class Program:
     def finish(self, loop: Any) -> None:
         """End the loop's current step as it requests its next batch.
 
-        All ranks call this equally often.
+        All ranks call this method the same number of times.
         """
         if self._heard is not None and loop.origin is not None:
             self._heard.done(loop.sizes, (0, 0))
@@ -405,8 +409,8 @@ class Program:
     def _note_several(self, loop: Any) -> None:
         """Handle a loop whose step also takes a batch from another loop.
 
-        Raises RequestError if shares have left even and the two loops split
-        their rows in different ratios.
+        Raises RequestError if the program trains by shares and the two loops split their rows
+        in different ratios.
         """
         self.notebook.last_words = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
@@ -422,7 +426,7 @@ class Program:
             )
 
     def _look_again(self, loop: Any) -> None:
-        """Count a step by shares, and compare what may have changed since shares left even.
+        """Count a step by shares, and compare the ranks' views if a comparison is due.
 
         All ranks call this after the same step.
         """
@@ -452,7 +456,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn once that the loss of a later step couldn't be compared."""
+        """Warn if a guard couldn't compare a step's loss with that of even shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of even shares: "
@@ -485,7 +489,7 @@ class Program:
         self.go_even(self.training, f"in step {self._steps}, {fault}")
 
     def go_even(self, training: PlannedTraining, fault: str) -> None:
-        """Return a training to even shares permanently. Every rank calls this after the same step.
+        """Return a training to even shares permanently; every rank calls this after the same step.
 
         Raises RequestError if the program was started with `--strict`.
         """
@@ -502,8 +506,7 @@ class Program:
         )
 
     def audit(self, training: PlannedTraining) -> None:
-        """Make a training's audits compare its shares with the equal rows of the program's own
-        launcher.
+        """Make audits compare a training's shares with the equal rows of its own launcher.
 
         If an audit finds a difference, the training returns to even shares.
         """
@@ -528,10 +531,10 @@ class Program:
         return [msgspec.msgpack.decode(each, type=type(own)) for each in every]
 
     def _agree(self, fault: str) -> str:
-        """Return the first fault of any rank, or an empty string.
+        """Exchange each rank's fault; return the first one in rank order, or an empty string.
 
-        Ranks call this before they compute the same passes, in which
-        they communicate layer by layer.
+        Ranks call this before they compute the same passes, in which they communicate
+        layer by layer.
         """
         every = self.exchange(RankView(fault), MEET_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
@@ -548,7 +551,7 @@ class Program:
             self.stay(f"{fault.rstrip('.')}; its batches are made by {maker}" if maker else fault)
             return
         if self._watched < WATCHED and any(each.exchanges for each in every):
-            self._watched += 1  # what was exchanged may be used in the next step
+            self._watched += 1  # the next step may use the exchanged values
             return
         models = [each for each in self.models if each.training]
         try:
@@ -603,7 +606,10 @@ class Program:
         weigh: Weigh = "gradients",
         **place: Any,
     ) -> PlannedTraining:
-        """Return a training of these models and rows by the plan that evener run passed on."""
+        """Return a training of these models by the plan that evener run passed on.
+
+        `global_batch` is its rows per step, and `place` are further arguments of `find_shares`.
+        """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
         found = find_shares(chosen, None, global_batch, {"rebalance": settings.rebalance}, **place)

@@ -22,14 +22,14 @@ from ..torch.step.weights import Weigh
 from ..torch.step.wrapped import is_sharded
 
 SEVERAL = "several ranks compute one row, by tensor, pipeline or sequence parallelism"
-# optimizers of DeepSpeed whose errors of compression each rank keeps for itself
+# optimizers of DeepSpeed that accumulate compression errors on each rank
 COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 IGNORED = "a part of its model isn't sharded, so its gradients are each rank's own"
 _LIBRARIES = {"FullyShardedDataParallel": "FSDP1", "DeepSpeedEngine": "DeepSpeed"}
 
 
 def find_library(model: Any) -> str:
-    """Return the library that averages a model's gradients over ranks; empty if none does."""
+    """Return the library that averages a model's gradients over ranks; empty if there is none."""
     if is_sharded(model):
         return "FSDP2"
     names = {kind.__name__ for kind in type(model).__mro__}
@@ -67,8 +67,8 @@ def follow(training: Any, model: Any) -> None:
 def find_fault(model: Any) -> str:
     """Return why a model whose gradients a library averages can't train by shares.
 
-    The result is empty if each rank computes its own rows and all gradients are averaged over
-    ranks.
+    The result is empty if each rank computes its own rows and the library averages all
+    gradients over ranks.
     """
     match find_library(model):
         case "FSDP2":

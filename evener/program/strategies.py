@@ -1,6 +1,6 @@
 """Make a lightning.Trainer train by shares.
 
-Its DistributedDataParallel and its loader are replaced when its training begins.
+The Trainer's strategy and loader are replaced when its training begins.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ from .views import OUTSIDE, find_fault
 class ProgramStrategy(PlanStrategy):
     """A strategy by shares that replaces a program's DDPStrategy for one training run.
 
-    Both strategies share their attributes.
+    Both strategies have the same attributes (see `share_state`).
     """
 
     # the program can also resume from its checkpoints without evener
     loaders_in_checkpoints = False
 
     def teardown(self) -> None:
-        """Tear the strategy down, and give the trainer its own strategy back."""
+        """Tear the strategy down, and restore the trainer's own strategy."""
         _forget_figures(self)
         trainer = self.lightning_module.trainer
         super().teardown()

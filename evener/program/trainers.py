@@ -63,7 +63,7 @@ def _trains_as_loop(trainer: Any) -> bool:
         return True
     from ..huggingface.rows import makes_batches
 
-    # an error of the trainer's own method comes up again later
+    # an error of the trainer's own method is raised again later
     with kept_state(), suppress(Exception):
         return makes_batches(trainer, trainer.get_train_dataloader)
     return False
@@ -118,7 +118,7 @@ def _plan(trainer: Any) -> None:
 def _steps_others(trainer: Any) -> bool:
     """True if an optimizer that the program makes itself trains parameters outside the model.
 
-    Each rank would step them by its own gradients.
+    Each rank would update such parameters by its own gradients.
     """
     from transformers import Trainer
 
@@ -128,7 +128,7 @@ def _steps_others(trainer: Any) -> bool:
 
 
 def _tell_of_tail(trainer: Any, global_batch: int) -> None:
-    """Warn that the last batch of an epoch is shorter than under the program's own launcher."""
+    """Warn if an epoch's last batch is shorter than under the program's own launcher."""
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:
         PROGRAM.notebook.warn(
@@ -141,7 +141,7 @@ def _tell_of_tail(trainer: Any, global_batch: int) -> None:
 class _Found(BaseException):
     """Raised when a trainer begins to train.
 
-    It is a BaseException, so that programs which catch Exception don't catch it.
+    It is a BaseException, so programs that catch Exception don't catch it.
     """
 
     def __init__(self, trainer: Any) -> None:

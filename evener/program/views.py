@@ -1,4 +1,4 @@
-"""A rank's view of a program's steps, and the messages that say why its shares stay even."""
+"""A rank's view of a program's steps, and the messages that explain why shares stay even."""
 
 from __future__ import annotations
 
@@ -94,7 +94,7 @@ def find_difference(every: list[RankView]) -> str:
     looked = [each for each in every if each.numbers is not None]
     if any(not _are_near(each.numbers, looked[0].numbers) for each in looked):
         return "numbers"
-    # otherwise one rank alone computed something, for example to log it
+    # the numbers of values differ if one rank alone computed something, for example to log it
     comparable = len({len(each.uses) for each in looked}) == 1
     return (
         "numbers"
@@ -143,8 +143,8 @@ def find_fault(model: Any) -> str:
 def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
     """Return why a step of this optimizer can't be taken by shares.
 
-    The step belongs to no followed loop over a DataLoader. The result is empty if the reason isn't
-    clear yet. `has_begun`: True if some loop over a DataLoader has begun.
+    The step belongs to no followed loop over a DataLoader. `has_begun` is True if some loop over a
+    DataLoader has begun. The result is empty if the optimizer trains none of the wrapped `models`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
     if not models:

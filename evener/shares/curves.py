@@ -18,7 +18,7 @@ from typing import Annotated
 
 import msgspec
 
-# an amount of seconds or tokens; a larger one shows that the file was edited
+# an amount of seconds or tokens; a value above the maximum shows that the file was edited
 Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
@@ -43,7 +43,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_length_s: float
 
     def seconds(self, rows: int, length: int) -> float:
-        """Return the seconds of one pass of `rows` rows, each padded to `length` tokens."""
+        """Return the seconds for one pass of `rows` rows, each padded to `length` tokens."""
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
@@ -57,7 +57,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Return the seconds of all passes of a step."""
+        """Return the total duration of a step's passes in seconds."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
@@ -145,7 +145,7 @@ class Curve(msgspec.Struct, frozen=True):
     def breakpoints(self, ceiling: int) -> list[float]:
         """Return the finish times at which throughput may peak.
 
-        They are those of the knots below `ceiling`, and that of `ceiling` itself.
+        These are the step times of the knots below `ceiling`, and of `ceiling` itself.
         """
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
@@ -186,8 +186,8 @@ class PassCurve(msgspec.Struct, frozen=True):
     def passes(self, share: float) -> int:
         """Return the number of passes for a share.
 
-        It is one if the share fits at once, else the fewest that `rows` allows, or one less if the
-        larger passes fit and are faster.
+        It is 1 if the share fits at once. Otherwise it is the fewest passes of up to `rows` rows,
+        or one pass fewer if the larger passes fit and are faster.
         """
         if share <= self.wall:
             return 1
@@ -230,7 +230,8 @@ class PassCurve(msgspec.Struct, frozen=True):
     def breakpoints(self, ceiling: int) -> list[float]:
         """Return the finish times at which throughput may peak, in rising order.
 
-        They are those of one pass's knots, of shares whose passes are all full, and of `ceiling`.
+        These are the step times of one pass's knots, of shares whose passes are all full,
+        and of `ceiling`.
         """
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [
@@ -242,5 +243,5 @@ class PassCurve(msgspec.Struct, frozen=True):
 
 
 def step_in_passes(curve: Curve, share: float, passes: int, extra: float) -> float:
-    """Return the seconds of a step of `share` samples in `passes` equal passes."""
+    """Return the duration of a step of `share` samples in `passes` equal passes, in seconds."""
     return passes * curve.seconds(share / passes) + (passes - 1) * extra

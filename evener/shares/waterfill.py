@@ -32,7 +32,7 @@ ROUNDS = 8  # how often a quantum is added to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """A device's curve while the other devices compute too, and its most samples."""
+    """A device's curve, measured while the other devices compute too, and its largest share."""
 
     position: int
     curve: Curve | PassCurve
@@ -95,10 +95,10 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the faster of the given shares and of those over fewer devices, down to `fewest`.
+    """Return the fastest of the given shares and of shares over fewer devices, down to `fewest`.
 
-    `least` is when the given shares end, without the exchange. Ranges of device counts are halved,
-    and a range that can't be faster is skipped.
+    `least` is the finish time of the given shares without the exchange. Ranges of device counts are
+    halved, and a range that can't be faster is skipped.
     """
     best = _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])
     ranges = [(fewest, len(shares) - 1)]
@@ -130,7 +130,7 @@ def split_free(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s on at least `fewest` devices.
 
-    Returns None if none fits. It has at most `limit` samples.
+    The allocation has at most `limit` samples. Returns None if no allocation fits.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found = []
@@ -158,7 +158,7 @@ def smallest_reaching(
 ) -> Allocation | None:
     """Return the allocation with the smallest global batch that reaches `rate` samples/s.
 
-    Returns None if none does.
+    Returns None if no allocation reaches it.
     """
     devices = [device for device in devices if device.limit >= quantum]
     found: list[Allocation] = []
@@ -178,7 +178,7 @@ def smallest_reaching(
 def single_best(
     device: DeviceCurve, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return one device's batch with the highest samples/s; None if none fits."""
+    """Return one device's batch with the highest samples/s; None if no batch fits."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum:
         return None
@@ -197,7 +197,7 @@ def single_best(
 def single_reaching(
     device: DeviceCurve, rate: float, quantum: int = 1, limit: int | None = None
 ) -> Allocation | None:
-    """Return one device's smallest batch that reaches `rate` samples/s; None if none does."""
+    """Return one device's smallest batch that reaches `rate` samples/s; None if no batch does."""
     limit = device.limit if limit is None else min(device.limit, limit) // quantum * quantum
     if limit < quantum or limit < rate * device.curve.seconds(quantum):
         return None  # unreachable even if the limit took only one quantum's time
@@ -237,7 +237,7 @@ def _reach(
 ) -> int:
     """Return how many samples the best k devices finish by `seconds`.
 
-    Returns 0 if fewer than `active` devices finish any.
+    Returns 0 if fewer than `active` devices finish any samples.
     """
     sizes = _most(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -274,8 +274,8 @@ def _settled(
 ) -> dict[int, int]:
     """Return whole shares that sum to `batch`.
 
-    They start with the samples that end by `early`; each further quantum goes to the device that
-    would finish it first.
+    Each device starts with the samples that it finishes by `early`, but at least one quantum. Each
+    further quantum goes to the device that would finish it first.
     """
     most = _most(devices, late, quantum)
     chosen = _top(most, min(k, batch // quantum))
@@ -310,7 +310,8 @@ def _settled(
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
     """Return the times at which a curve bends, a device is full, or a device finishes one quantum.
 
-    If there are too many of them for many devices, an evenly spaced selection is returned.
+    If there are more than 400 times (fewer for more than 32 devices), an evenly spaced
+    selection is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
@@ -331,7 +332,8 @@ def _best_count(
 ) -> Allocation | None:
     """Return the allocation with the highest samples/s that ends by `seconds`.
 
-    It is over the best number of devices, at least `fewest`. Returns None if no number is allowed.
+    The allocation uses the best number of devices, which is at least `fewest`. Returns None if no
+    number is allowed.
     """
     sizes = _most(devices, seconds, quantum)
     order = _top(sizes, len(sizes))
@@ -359,9 +361,10 @@ def _nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """Return `best`, or a better allocation that ends when a device can take just one more quantum.
+    """Return `best`, or a better allocation at a nearby finish time.
 
-    This matters if shares are few quanta.
+    Nearby finish times are those at which a device can compute one more quantum. They matter if
+    shares are only a few quanta.
     """
     by_device = {device.position: device for device in devices}
     for _ in range(ROUNDS):
@@ -410,9 +413,9 @@ def _find_crossings(
 def _just_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that ends as early as possible with `rate`.
+    """Return the allocation that reaches `rate` with the earliest finish time.
 
-    It is found by bisection of the crossing.
+    The finish time is found by bisection of the crossing.
     """
     _, early, late, k = crossing
     for _ in range(HALVINGS // 2):

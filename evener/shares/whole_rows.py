@@ -1,4 +1,4 @@
-"""Converts ratios to whole samples: each device's slice of a batch, and its gradient's weight.
+"""Convert ratios to whole samples: each device's slice of a batch, and its gradient's weight.
 
 Pure integer arithmetic, used by the search and by both adapters, so that training uses exactly the
 shares that were measured.
@@ -31,7 +31,8 @@ def check_ratios(ratios: Sequence[float]) -> None:
 def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
     """Raise RequestError unless every rank has at least one row and `rank` is among them.
 
-    With `without_rows`, some ranks may have none, as they hold a part of the model's state.
+    With `without_rows`, some ranks may have no rows, because they only hold a part of
+    the model's state.
     """
     least = 0 if without_rows and any(shares) else 1
     for share in shares:
@@ -56,7 +57,7 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
     """Split `batch` samples in proportion to `ratios`, by largest remainder.
 
     The result sums to `batch`. A device with a ratio above 0 gets at least one sample if the batch
-    has one for each such device, since an empty replica can abort a TensorFlow process. If there
+    has one for each such device, because an empty replica can abort a TensorFlow process. If there
     are fewer samples than such devices, the first ones get one sample each. A device with ratio 0
     gets none. Ties go to the earlier device.
     """
@@ -138,7 +139,7 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
     A rank's gradient is the mean over its own rows. With n_i rows on device i and N rows in total,
     the mean over the batch = sum_i (n_i / N) * mean_i. Raises RequestError if a size is negative or
-    all are 0.
+    all sizes are 0.
     """
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:

@@ -43,7 +43,7 @@ FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # audited steps; after them every EVERY
 EVERY = 2000
 EARLY = 64  # up to this step one difference ends the training; later it is confirmed first
 AGAIN_AFTER = 3  # steps after a change until another batch is audited
-MOST_CHANGES = 32  # of the signature that are audited immediately
+MOST_CHANGES = 32  # changes of the signature that are audited immediately
 
 PROJECTIONS = 4  # random sums of each tensor's gradient
 REPEATS = 3  # computations of the reference that are equal except for rounding
@@ -57,11 +57,11 @@ LOSS_SAFETY = 0.1  # times a gradient's floor: the rounding allowed in a loss
 # A difference counts if it is this many times the largest difference by rounding; on an H200 a
 # decoder of a billion parameters reached 12 times the difference of disturbed sums.
 SAFETY = 30.0
-SMALL = 1e-4  # of the largest gradient's size: the least size by which a tensor is judged
+SMALL = 1e-4  # of the largest gradient's norm: the least norm to divide a difference by
 SEEN_LOSS = 1e-6  # relative: the least difference of two losses that is shown
 
 
-LOSS = "the loss"  # its name in a sketch if gradients can't be taken
+LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be computed
 
 
 class Sketch(msgspec.Struct):
@@ -77,7 +77,7 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add a part of a tensor's gradient."""
+        """Add the random sums of a part of a tensor's gradient."""
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
         self.kinds[name] = kind
@@ -88,7 +88,10 @@ class Sketch(msgspec.Struct):
 
 
 class GradientDifference(msgspec.Struct, frozen=True):
-    """The tensor whose gradients differ most, or "" if only the losses can show a difference.
+    """The largest difference between two gradients.
+
+    `name` is the tensor whose gradients differ most, or "" if only the losses can
+    show a difference.
 
     `relative` is the difference relative to the gradient's size, and `allowed` the largest such
     value that rounding may cause. `reference` and `trained` are the norms of both gradients.
@@ -107,9 +110,9 @@ def compare(
 ) -> GradientDifference | None:
     """Return the difference that exceeds its allowed rounding most, or None if none exceeds it.
 
-    Without `repeats`, the allowed rounding is the floor of the tensor's type; with them, it is
-    at least the rounding that they show, times SAFETY. Return None also if the reference
-    itself isn't finite.
+    Without `repeats`, the allowed rounding is the floor of the tensor's type. With them, it
+    is at least SAFETY times the rounding that the repeats show. Return None also if the
+    reference isn't finite.
     """
     return _compare(reference, trained, find_noises(reference, repeats))
 
@@ -122,8 +125,9 @@ def _compare(
 
 
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
-    """True if the losses of two sketches differ by no more than rounding, judged
-    like in `compare`.
+    """True if the losses of two sketches differ by no more than rounding.
+
+    The allowed rounding is computed like in `compare`, with a lower floor.
     """
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
@@ -136,8 +140,8 @@ def find_largest(
 ) -> GradientDifference | None:
     """Return the difference that is largest in proportion to what rounding allows.
 
-    `noises` are those of `find_noises`. Return None if the reference isn't finite, or if it
-    has no gradient.
+    `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if
+    neither sketch has a gradient.
     """
     names = sorted(reference.sums.keys() | trained.sums.keys())
     largest = max((reference.size(name) for name in names), default=0.0)
@@ -173,10 +177,10 @@ def floor(kind: str) -> float:
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return the relative differences by rounding alone, by tensor, as repeats show them.
+    """Return, for each tensor, the relative difference that rounding alone causes between repeats.
 
-    Each is estimated from a few random sums, which may be small by chance, so none is taken to be
-    less than the median over all tensors.
+    A tensor's difference is estimated from a few random sums, which may be small by chance, so it
+    is raised to the median over all tensors if it is below that.
     """
     if not repeats:
         return {}
@@ -224,9 +228,9 @@ def compare_ranks(
     """Return the largest difference between the gradients that ranks computed from the same rows.
 
     The weights are the same on all ranks, so a difference comes from something else that the loss
-    uses. Ranks may be devices of several kinds, which round differently: without `noises`, a
-    difference is a reason to measure them on each rank (`find_noises`); with `noises`, it counts if
-    it is more than rounding causes on any rank.
+    uses. Ranks may be devices of several kinds, which round differently. Without `noises`, a
+    difference is therefore only a reason to measure the rounding of each rank (`find_noises`). With
+    `noises`, a difference counts if it is more than rounding causes on any rank.
     """
     rounding: dict[str, float] = {}
     for own in noises:
@@ -241,7 +245,7 @@ def compare_ranks(
 
 
 class Action(Enum):
-    """What follows from an audit."""
+    """The action that follows from an audit."""
 
     GO_ON = "go on"
     CONFIRM = "confirm"  # audit the next step too, without a message yet
@@ -280,9 +284,9 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Note a signature; return True if it is new, so that its step is to be audited.
+        """Record a signature; return True if it is new, so that the current step is to be audited.
 
-        After 32 signatures, no further one is noted.
+        After 32 signatures, no further signature is recorded.
         """
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
@@ -292,7 +296,7 @@ class Audits:
         return True
 
     def changes(self) -> bool:
-        """Note that something else has changed; return True if this step is to be audited."""
+        """Record a change outside the signature; return True if this step is to be audited."""
         return self.sees(("change", len(self._signatures)))
 
     @property
@@ -301,11 +305,11 @@ class Audits:
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """Return what follows from the audit of this step."""
+        """Return the action that follows from this step's audit; None: the gradients agree."""
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return what follows from the audit of this step.
+        """Return the action that follows from this step's audit.
 
         `differs` is True if any rank saw a difference. After step 64, the next step is audited to
         confirm a difference before anything else follows.
@@ -396,8 +400,8 @@ CAUSES = {
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
     """Return the name of the likeliest cause: the first true question, in the order of CAUSES.
 
-    A question computes the path that trains with one thing changed; it is true if that removes the
-    difference. If no question is true, "rows" is returned.
+    Each question recomputes the gradient by the path that trains, with one thing changed. Its
+    answer is True if the change removes the difference. Return "rows" if no answer is True.
     """
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -414,8 +418,8 @@ def describe(
 ) -> str:
     """Return the message for a difference.
 
-    `rows` are the rows of the parts, or empty if ranks differ; `reference` describes how the rows
-    are computed correctly.
+    `rows` are the numbers of rows of the parts, or empty if ranks differ; `reference` describes how
+    the rows are computed correctly.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"
@@ -454,7 +458,8 @@ def find_unequal(
     """Return the first name whose values differ between ranks, with the two values farthest apart.
 
     `every` has, for each rank, a few values for each buffer and for each number that enters the
-    loss. Names that not all ranks have aren't compared. Return None if all values are alike.
+    loss. Values are equal if their relative difference is at most `near`. Names that not all ranks
+    have aren't compared. Return None if all values are equal.
     """
     names = [name for name in every[0] if all(name in each for each in every)]
     for name in names:

@@ -3,7 +3,7 @@
 Moving rows between ranks makes steps faster only if the slowest rank computes fewer rows in less
 time. It doesn't if a GPU waits for its host to start kernels, or a rank waits for rows that other
 processes fetch for it. If a CPU is shared with other programs, its speed changes within seconds, so
-that more evidence is needed.
+more evidence is needed.
 """
 
 from __future__ import annotations
@@ -28,14 +28,14 @@ class RankFigures(NamedTuple):
     """Medians of a rank's steps in a window; NaN for unknown values."""
 
     own_work_s: float
-    input_s: float  # idle, as other threads or processes fetch its rows
+    input_s: float  # idle, while other threads or processes fetch its rows
     step_s: float
     behind: float = math.nan  # part of the steps in which the GPU was behind its host
     computing: float = math.nan  # part of own work in which the CPU computed for this rank
 
 
 def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
-    """Return what limits the steps of ranks with these medians.
+    """Return what limits the steps of ranks whose medians are `ranks`.
 
     Only waiting for other threads or processes counts as input: the time in which a training loop
     makes its rows itself is part of its rank's compute time.

@@ -19,12 +19,12 @@ _MARGIN = 0.04  # relative difference between the first limit and the lower boun
 _DEARER = (
     2,
     4,
-)  # prices of a further pass, in fixed seconds: several ranks may begin one for the same run
+)  # tried prices of a pass, in multiples of its fixed time: several ranks may begin one for a run
 _BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are dealt in blocks
 
 
 class Hands:
-    """Each rank's passes so far, as row indices of the sorted batch, and its predicted seconds."""
+    """Each rank's passes so far, as row indices of the sorted batch, and its finish time."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
@@ -50,12 +50,12 @@ class DealWays:
         self._best_cut = self._cut(1)
 
     def least_seconds(self) -> float:
-        """Return a lower bound of the step's seconds over all ways to deal.
+        """Return a lower bound for the duration of a step, in seconds, over all ways to deal.
 
-        The bound is exact if ranks differ in speed only and a batch has few lengths; else nearly
-        exact. It is the larger of (the least cost of the batch / the sum of speeds) and (the
-        seconds of the longest row on the fastest rank). The least cost is that of the best cuts on
-        one device, because any way to deal is also a way to cut.
+        The bound is exact if ranks differ in speed only and a batch has few lengths; otherwise it
+        is nearly exact. It is the larger of (the least cost of the batch / the sum of speeds) and
+        (the time of the longest row on the fastest rank). The least cost is the cost of the best
+        cuts on one device, because any way to deal is also a way to cut.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -64,9 +64,9 @@ class DealWays:
         return max(longest, 1 / sum(1 / each for each in alone))
 
     def _seconds_alone(self, stops: Sequence[int], rows: int) -> list[float]:
-        """Return each rank's seconds if it computes the first rows alone.
+        """Return the seconds that each rank would take to compute the first `rows` rows alone.
 
-        `rows` is the number of rows, `stops` are the ends of the runs that are passes.
+        `stops` are the ends of the runs; a run is a range of consecutive rows that forms one pass.
         """
         cuts = [0, *(stop for stop in stops if stop <= rows)]
         return [
@@ -77,7 +77,8 @@ class DealWays:
     def try_all(self) -> Iterator[Hands]:
         """Yield the ways to deal the batch that are considered; better ones tend to come first.
 
-        They differ in the price of a pass and in the fraction of the batch that is dealt in blocks.
+        The ways differ in the assumed price of a pass and in the fraction of the batch that is
+        dealt in blocks.
         """
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
@@ -93,7 +94,7 @@ class DealWays:
                     yield hands
 
     def _list_cuts(self) -> Iterator[list[int]]:
-        """Yield the ends of runs for each price of a pass; one run if padding isn't saved."""
+        """Yield the ends of the runs for each assumed price; one run if padding isn't saved."""
         if not self._saves_padding:
             yield [len(self._lengths)]
             return
@@ -105,10 +106,10 @@ class DealWays:
     def _cut(self, price: float) -> list[int]:
         """Return the ends of the runs with the least cost on the fastest device.
 
-        A pass costs `price` times its fixed seconds. For each start of the last run, the cost
-        of the rows up to a stop is a line over the stops, and the later the start, the flatter
-        the line. So the lowest line is found by walking on, and lines that are never the
-        lowest are dropped.
+        A pass costs `price` times its fixed seconds. For each start of the last run, the cost of
+        the rows up to a stop is a line over the stops, and the later the start, the flatter the
+        line. Therefore the search for the lowest line only moves forward, and lines that are never
+        the lowest are dropped (the convex hull trick).
         """
         fast = self._by_speed[0]
         fixed, seconds = self._fixed[fast] * price, self._seconds[fast]
@@ -143,7 +144,7 @@ class DealWays:
         yield len(self._lengths)
 
     def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
-        """Deal the first `rows` rows, a block of consecutive ones for each rank.
+        """Deal the first `rows` rows, a block of consecutive rows for each rank.
 
         Seven time limits are tried; the blocks of the shortest one that suffices are returned.
         Return None if a row doesn't fit on any rank.
@@ -162,7 +163,7 @@ class DealWays:
         return best or self._lay_blocks(rows, stops, math.inf)
 
     def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """Give each rank, the fastest first, the next rows that it computes in `limit` seconds.
+        """Deal each rank, the fastest first, the next rows that it can compute in `limit` seconds.
 
         Return None if rows are left.
         """
@@ -260,7 +261,7 @@ class Deal(msgspec.Struct, frozen=True):
 
     @property
     def in_passes(self) -> bool:
-        """True if any rank takes more than one pass."""
+        """True if any rank computes its rows in more than one pass."""
         return any(len(own) > 1 for own in self.passes)
 
 
@@ -272,14 +273,15 @@ class Dealer(msgspec.Struct, frozen=True):
 
     ranks: tuple[RankCost, ...]
     ratios: tuple[float, ...]  # of the ranks' rows if all rows are equally long
-    saves_padding: bool = True  # by further passes; else there are only those that limits require
+    saves_padding: bool = True  # by further passes; if False, only by passes that limits require
 
     def deal(self, lengths: Sequence[int]) -> Deal:
         """Deal rows of these `lengths` for equal predicted finish times.
 
-        Each rank gets a row if there are enough. Rows of equal length are dealt in their order, by
-        the ratios, like rows without lengths. Other rows are sorted, so that a pass has rows of
-        similar length: it costs its number of rows times the length of its longest row.
+        Each rank gets at least one row if there are enough. Rows of equal length are dealt in
+        their order, in proportion to the ratios, like rows without lengths. Other rows are sorted,
+        so that a pass has rows of similar length: it costs its number of rows times the length of
+        its longest row.
         """
         if min(lengths) == max(lengths):
             return self._make(self._deal_equal(len(lengths), lengths[0]), lengths)
@@ -346,11 +348,12 @@ class Dealer(msgspec.Struct, frozen=True):
 
 
 def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:
-    """Return a dealer that uses the costs of a plan's shares, or their rows if it has no costs.
+    """Return a dealer that uses the costs in a plan's shares, or the ranks' rows without costs.
 
-    `batches` are the rows of each rank, in passes of up to `micros` rows. Without costs, a token
-    takes a rank as long as its rows of a full batch indicate, whatever the row's length, and a rank
-    takes no more passes than necessary, because the cost of a pass is unknown.
+    `batches` are the rows of each rank, in passes of up to `micros` rows. Without costs, a token's
+    time on a rank is assumed to be inversely proportional to the rank's rows in a full batch,
+    whatever the row's length. A rank then computes no more passes than necessary, because the cost
+    of a pass is unknown.
     """
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]

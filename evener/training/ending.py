@@ -32,7 +32,7 @@ def end_process(code: int) -> NoReturn:
 def last_error() -> BaseException | None:
     """Return the uncaught exception that made the program exit, or None; for an exit handler.
 
-    It is also None in an interactive session, which goes on after an exception.
+    Return None also in an interactive session, because it continues after an exception.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None

@@ -26,7 +26,7 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """Return this process's rank, the number of ranks and the name of their elastic run."""
+    """Return this process's rank, the number of ranks and the name of their elastic run as text."""
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 

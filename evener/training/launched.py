@@ -25,11 +25,11 @@ PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"
 
 # HOST:PORT of PyTorch's MASTER_ADDR and MASTER_PORT, and the rendezvous file that replaces them
 MEETING = "EVENER_MEETING"
-GROUPS = "EVENER_GROUPS"  # process groups that met in it before, in this process and its parents
+GROUPS = "EVENER_GROUPS"  # process groups that used the file before, also in parents
 
 # set if one process trains on all devices, and evener launch can start one for each instead
 ONE_PROCESS = "EVENER_ONE_PROCESS"
-WANTS_PROCESSES = 86  # the exit code of such a process that can't do it alone
+WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devices alone
 
 
 def ask_for_processes(why: str) -> None:
@@ -43,7 +43,7 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the plan file that the script names, else the one that evener launch started it with.
+    """Return the plan file that the script names, else the plan file that evener launch passed.
 
     If devices were lost and the script names the launched plan, return the plan for
     the remaining devices.
@@ -64,7 +64,8 @@ def launched_device() -> str:
 def meeting_file(address: str) -> str | None:
     """Return the rendezvous file that this host's processes use instead of HOST:PORT, or None.
 
-    It is None if a port is used, and in a run of another launcher, which may use the same address.
+    Return None if a port is used, or in a run of another launcher, because that may use
+    the same address.
     """
     named, _, path = os.environ.get(MEETING, "").partition(" ")
     if is_in_other_run():
@@ -78,7 +79,7 @@ def launched_run() -> str:
 
 
 def launched_records() -> Path | None:
-    """Return the launcher's folder for this process's last record, or None if nobody reads it."""
+    """Return the launcher's folder for this process's last record; None if no launcher reads it."""
     folder = os.environ.get(RECORDS, "")
     return Path(folder) if folder else None
 
@@ -91,7 +92,8 @@ def restart_reason() -> str:
 def find_host(hosts: Iterable[str]) -> str:
     """Return this machine's name among a plan's hosts; empty if it isn't found or ambiguous.
 
-    It is found by EVENER_HOST, the machine's name or its addresses.
+    If EVENER_HOST is set, its value is returned. Otherwise the plan's hosts are compared with the
+    machine's host name, and then with its addresses.
     """
     names = set(filter(None, hosts))
     if not names or HOST in os.environ:

@@ -14,21 +14,21 @@ from typing import NamedTuple
 import msgspec
 
 LEAST_SHARE = 0.05  # fraction of a step from which a part is a limit
-LEAST_GAIN = 0.05  # that a remedy has to give for sure, for its limit to be named
-# That a batch takes on its way from a worker process to the loop: 0.2 ms for small batches on a
+LEAST_GAIN = 0.05  # lower end of a remedy's gain from which its limit is reported
+# The time in which a batch gets from a worker process to the loop: 0.2 ms for small batches on a
 # machine with cores to spare, 0.5 to 0.9 ms of CPU time on a busy one.
 HAND_OVER_S = 0.5e-3
 LEAST_STEP_LEFT = 1e-3  # fraction of a step: no remedy leaves less than this
 
 
 class LimitKind(StrEnum):
-    """The kinds of limits: `meaning` describes one, `usual_remedy` is how to remove it."""
+    """The kinds of limits, each with its meaning and its usual remedy."""
 
     meaning: str
     usual_remedy: str
 
     def __new__(cls, value: str, meaning: str, usual_remedy: str) -> LimitKind:
-        """Create a member whose text is `value`."""
+        """Create a member with the string value `value`."""
         member = str.__new__(cls, value)
         member._value_ = value
         member.meaning = meaning
@@ -115,9 +115,10 @@ class LimitKind(StrEnum):
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     """One limit of a training, with a remedy and the gain expected from it.
 
-    Limits of a step don't overlap: their shares add up to at most 1, and the rest is compute time
-    (own work) and parts under 5 %. Gains are relative to today's samples/s: 0.5 is 50 % more. `by`
-    names what causes the limit, if known: a rank, a program, a link.
+    Limits of a step don't overlap: their shares add up to at most 1, and the rest is compute
+    time (own work) and parts under 5 %. Gains are relative to the current samples/s: 0.5 is 50 %
+    more. `by` names the cause of the limit (a rank, a program or a link) and is empty if the
+    cause is unknown.
     """
 
     kind: LimitKind
@@ -137,15 +138,15 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     """A measured part of a step that has a remedy.
 
     Without `without_s`, the remedy is expected to shorten the step by `seconds` times `spared`.
-    `remaining_s` isn't in the interval of the gain, as it is known only for the usual remedy; a
-    part whose gain is small with it isn't named.
+    `remaining_s` isn't included in the gain's interval, because it is known only for the usual
+    remedy. A part isn't reported if its gain is below 5 % once `remaining_s` is added.
     """
 
     kind: LimitKind
     seconds: float  # of a step
     error_s: float = 0.0  # half of the 95 % interval of `seconds`
-    high_error_s: float | None = None  # its upper half, if that is another one
-    remaining_s: float = 0.0  # seconds that the usual remedy may leave or bring
+    high_error_s: float | None = None  # the upper half of the interval, if it differs
+    remaining_s: float = 0.0  # seconds that may remain, or be added, with the usual remedy
     spared: float = 1.0  # the fraction of `seconds` that the remedy saves
     without_s: float | None = None  # the measured seconds of a step without the limit
     without_error_s: float = 0.0  # half of the 95 % interval of `without_s`
@@ -157,8 +158,8 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
     A part isn't a limit if less than 5 % of the step remains for it after overlaps are removed, or
-    if its remedy may give less than 5 %: if the lower end of the gain's interval is below that. A
-    measured step without the limit may put the gain above or below the part's own size.
+    if the lower end of its gain's interval is below 5 %. If a step without the limit was measured
+    (`without_s`), the gain may be larger or smaller than the part.
     """
     if step_s <= 0:
         return ()
@@ -194,7 +195,7 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts, shortened in proportion by the time in which threads had no core.
 
-    That part itself and the kinds of `APART` are returned unchanged.
+    Parts of the kind `HOST_STARVED` and of the kinds in `APART` are returned unchanged.
     """
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
@@ -207,9 +208,9 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return unequal work without what heat, power or a neighbour explain.
+    """Return the part; if it is unequal work, subtract the time lost to heat, power or a neighbour.
 
-    Other parts are returned unchanged.
+    Only time lost on the same device is subtracted.
     """
     if part.kind is not LimitKind.UNEQUAL:
         return part
@@ -218,7 +219,7 @@ def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
 
 
 def _shorten(part: StepPart, seconds: float) -> StepPart:
-    """Return the part with fewer seconds, and its error reduced in proportion."""
+    """Return the part shortened to `seconds`, with its error reduced in proportion."""
     if seconds >= part.seconds:
         return part
     rest = seconds / part.seconds
@@ -236,7 +237,7 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
 
 
 class _Left(NamedTuple):
-    """The seconds of a step after the remedy, and the ends of their interval."""
+    """The duration of a step after the remedy, with the ends of its 95 % interval."""
 
     seconds: float
     least_s: float
@@ -244,7 +245,7 @@ class _Left(NamedTuple):
 
 
 def _find_left(step_s: float, part: StepPart) -> _Left:
-    """Return the seconds of a step after the remedy: measured, or as expected."""
+    """Return the duration of a step after the remedy: measured if known, otherwise estimated."""
     if part.without_s is not None:
         error_s = part.without_error_s
         return _Left(part.without_s, part.without_s - error_s, part.without_s + error_s)
@@ -272,7 +273,7 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 def _gain(step_s: float, left_s: float) -> float:
     """Return the gain in samples/s if a step takes `left_s` seconds: 0.5 is 50 % more.
 
-    It is never negative, as nobody has to apply a remedy that slows the training.
+    The gain is never negative, because nobody has to apply a remedy that slows the training.
     """
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
     return step_s / left - 1

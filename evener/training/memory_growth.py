@@ -10,7 +10,7 @@ smaller size may have been too high, for example because a loss was checked ther
 from __future__ import annotations
 
 LEFT = 0.1  # fraction of the memory that stays free
-LEFT_AT_RISK = 0.2  # if running out would end the training, or lengths of rows vary
+LEFT_AT_RISK = 0.2  # the same, if running out would end the training, or if lengths of rows vary
 
 
 class MemoryPeaks:
@@ -29,9 +29,9 @@ class MemoryPeaks:
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
-        """Note the peak so far, reached with passes of up to `rows` rows.
+        """Record the peak so far, reached with passes of up to `rows` rows.
 
-        A peak belongs to the largest pass so far, so smaller passes show nothing.
+        A peak is caused by the largest pass so far, so calls with fewer rows are ignored.
         """
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)
@@ -39,7 +39,7 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the bytes that a pass of `rows` rows takes, or 0 before any peak was noted."""
+        """Return the bytes that a pass of `rows` rows takes, or 0 before any peak was recorded."""
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
@@ -48,7 +48,8 @@ class MemoryPeaks:
     def most_rows(self, capacity_bytes: float, left: float) -> int:
         """Return the most rows of a pass that leave the fraction `left` of the capacity free.
 
-        Return 0 before any peak was noted; never fewer than the largest pass so far, which did fit.
+        Return 0 before any peak was recorded. Otherwise the result is never below the largest pass
+        so far, because that pass fit.
         """
         if not self._peaks:
             return 0

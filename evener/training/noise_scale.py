@@ -77,9 +77,9 @@ def worth(batch: int, noise_scale: float) -> float:
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return how many times as many rows reach the same loss with `other` rows a step.
+    """Return the factor by which the total rows for the same loss change with the batch size.
 
-    The number is relative to training with `batch` rows a step.
+    It compares training with `other` rows per step to training with `batch` rows per step.
     """
     return (noise_scale + other) / (noise_scale + batch)
 
@@ -168,9 +168,9 @@ def _interval(
 
 
 def _student(freedom: float) -> float:
-    """Return the two-sided 95 % quantile of Student's t, by Cornish and Fisher.
+    """Return the two-sided 95 % quantile of Student's t, by the Cornish-Fisher expansion.
 
-    It is within 2 % from 4 degrees of freedom on.
+    The relative error is below 2 % for 4 or more degrees of freedom.
     """
     z = 1.959964
     return z + (z**3 + z) / (4 * freedom) + (5 * z**5 + 16 * z**3 + 3 * z) / (96 * freedom**2)
@@ -193,10 +193,10 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
 
 
 def write_scale(found: NoiseScale) -> str:
-    """Return "3,900 rows", or "at least 2,700 rows" if the batch was too small to measure it."""
+    """Return the scale as text: "3,900 rows", or "at least 2,700 rows" for a small batch."""
     return f"{'at least ' * (found.high >= ENDLESS)}{write_rows(found.safe_rows)} rows"
 
 
 def write_rows(rows: float) -> str:
-    """Return rows as text with two significant digits, because more aren't known: "3,900"."""
+    """Return a number of rows as text with two significant digits: "3,900"."""
     return f"{rows:.1f}" if rows < 10 else f"{round(rows, 1 - math.floor(math.log10(rows))):,.0f}"

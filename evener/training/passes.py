@@ -5,7 +5,7 @@ once computes them in several passes; the sum of the passes' gradients, each tim
 the gradient of the rank's mean. A pass that runs out of memory is retried in smaller ones, with
 the same rows:
 
-    sizes = divide_rows(rows, most)            # by the plan
+    sizes = divide_rows(rows, most)            # `most` is from the plan
     queue = PassQueue(sizes, limit)
     while (turn := queue.take()) is not None:
         ...                                    # compute turn.rows rows of pass turn.number
@@ -34,8 +34,8 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
     """Return the rows of each pass, spread evenly over as few passes as `most` rows a pass allow.
 
     With `passes`, rows are spread over that many passes, some of which may have no row, because
-    ranks that run collectives in every pass take equally many. A rank without rows has one pass, in
-    which it only takes part in collectives.
+    ranks that run collectives in every pass must run the same number of passes. A rank without rows
+    has one pass, in which it only takes part in collectives.
     """
     if passes:
         return even(rows, passes)
@@ -43,7 +43,7 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes, at least one, for `rows` rows if memory holds `most` at once.
+    """Return the number of passes, at least one, for `rows` rows if memory holds `most` rows.
 
     No pass has fewer than `least` rows, even if that makes passes larger than `most`.
     """
@@ -51,9 +51,9 @@ def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
 
 
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
-    """Return the number of passes that every rank takes if each pass has collectives.
+    """Return the number of passes that every rank computes if each pass has collectives.
 
-    It is the largest number that any rank needs.
+    It is the largest number of passes that any rank needs.
     """
     return max(1, *map(count_passes, rows, most))
 
@@ -68,11 +68,11 @@ def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float,
 
 
 class Pass(NamedTuple):
-    """A pass of the plan, or a piece of one that ran out of memory."""
+    """A pass of the plan, or a smaller piece of a pass that ran out of memory."""
 
     number: int  # index of the plan's pass in the batch, from 0
     start: int  # its first row in that pass
-    rows: int  # rows that count; 0 if the rank only keeps step
+    rows: int  # rows that count; 0 if the rank only takes part in collectives
     planned: int  # rows of the plan's pass
     ends: bool  # no piece of the plan's pass is left after it
     last: bool  # nothing of the batch is left after it
@@ -89,9 +89,10 @@ class Pass(NamedTuple):
 
 
 class PassLimit:
-    """The maximum rows of a rank's passes: fewer after a pass ran out of memory, more again later.
+    """The current maximum rows of a rank's passes.
 
-    The limit rises after a number of steps in which no pass ran out of memory.
+    The limit is halved after a pass ran out of memory, and rises after a number of steps in which
+    no pass ran out of memory.
     """
 
     def __init__(self, rank: int) -> None:
@@ -107,7 +108,7 @@ class PassLimit:
 
         If other processes held 1 GiB or more when memory ran out, every tenth step checks whether
         they hold less than half of that now; if so, the limit is removed. `others_bytes` returns
-        the bytes of device memory that other processes hold; 0 if unknown.
+        the bytes of device memory that other processes hold, or 0 if that is unknown.
         """
         self.step += 1
         self._clean_steps += 1
@@ -121,22 +122,22 @@ class PassLimit:
             self._clean_steps = 0
 
     def count(self, rows: int, most: int, least: int = 1) -> int:
-        """Return the number of passes that `rows` rows take now.
+        """Return the number of passes that `rows` rows take under the current limit.
 
-        `most` are the rows of a pass in the plan; `least` is that of `count_smaller_passes`.
+        `most` are the rows of a pass in the plan, `least` the fewest rows of a pass.
         """
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """Note that a pass was computed, which ends a series of failures."""
+        """Record that a pass was computed; this ends a series of failures."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
         """Count a failure if the pass of `rows` rows that ran out of memory can't be halved.
 
-        It can't if the halves would have fewer than `least` rows. Raises DeviceError after 20 such
-        failures in a row; `held` describes what used the memory.
+        A pass can't be halved if its halves would have fewer than `least` rows. Raises DeviceError
+        after 20 such failures in a row; `held` describes what used the memory.
         """
         if rows < 2 * least:
             self._failures += 1
@@ -153,7 +154,8 @@ class PassLimit:
     def halve(self, rows: int, least: int, others_bytes: int = 0) -> int:
         """Halve the limit after a pass of `rows` rows ran out of memory; return the new limit.
 
-        It isn't below `least`. `others_bytes` are the bytes that other processes hold.
+        The limit is never below `least`. `others_bytes` are the bytes of device memory that
+        other processes hold.
         """
         self.most = max(least, rows // 2)
         self._clean_steps = 0
@@ -211,9 +213,9 @@ class PassQueue:
             self._left.appendleft(cut)
 
     def complete(self) -> bool:
-        """Note that the pass taken last was computed.
+        """Mark the pass that `take` returned last as computed.
 
-        Return True if that completes all rows that are recomputed with it.
+        Return False if other rows of the same failed range must still be recomputed.
         """
         taken, self._taken = self._taken, None
         assert taken is not None
@@ -223,11 +225,11 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the rows of the pass taken last back to the front of the queue.
+        """Put the rows of the pass that `take` returned last back to the front of the queue.
 
         With `is_whole`, these rows are a new failed range: `complete` returns False until all of
-        them are recomputed. It is False if rows of an earlier failure are still being recomputed;
-        then the pass stays part of that failure's range.
+        them are recomputed. `is_whole` must be False while rows of an earlier failure are being
+        recomputed; the pass then stays part of that failure's range.
         """
         taken, self._taken = self._taken, None
         assert taken is not None

@@ -1,17 +1,17 @@
-"""Change a training's shares by the ranks' compute time (own work), window by window. Pure.
+"""Change a training's shares to suit the ranks' compute time (own work), window by window. Pure.
 
 Own work is a rank's time up to its last gradient, without the time that it waits for other ranks. A
 window's medians show how many times as long as its curve predicts each device takes; a single slow
-step doesn't affect them. New shares are proposed if the steps of the last windows together would
-have been enough faster by them, and most of these windows, including each of the last two, a little
-faster: a large change shows in two windows, a small one in up to 64. The shares that a training
-begins with are changed only for a larger gain.
+step doesn't affect them. New shares are proposed if they would have made the steps of the last
+windows sufficiently faster in total, and at least a little faster in most of these windows,
+including each of the last two. A large change shows in two windows, a small change in up to 64. The
+shares that a training begins with are changed only for a larger gain.
 
 A change that the next one soon reverses was a mistake: then 32 windows are needed, and twice as
 many after each further mistake, until a change lasts. If nothing shows how own work depends on
 rows, it is assumed to be proportional to rows; the effect of a change of rows then shows which part
-of it is fixed. A pass costs the host about the same time however few rows it has: the cost of a
-further pass is measured when a rank takes more or fewer passes.
+of own work is fixed. A pass costs the host about the same time however few rows it has: the cost of
+a further pass is measured when a rank takes more or fewer passes.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from ..plan.layout import Share
 from ..plan.solver import pass_rows, scale, solve_shares
 from ..shares.curves import Curve, step_in_passes
 
-LEAST_SHIFT = 0.02  # of a step's rate; smaller gains aren't worth new shapes
+LEAST_SHIFT = 0.02  # relative gain in steps/s; smaller gains aren't worth new shapes
 FIRST_SHIFT = 0.04  # for the first change: equal devices differ by some per cent
-FIRST_SURE = 0.3  # divided by the root of the windows: the first gain, before drifts are known
+FIRST_SURE = 0.3  # divided by the root of the windows: the least gain before drifts are known
 NOISE_ERRORS = 3.0  # standard errors of the windows, added to the needed gain
 DRIFT_WINDOWS = 8  # consecutive windows that vary together, if a device's speed drifts
 FEWEST_DRIFT = 16  # windows needed to measure drifts
@@ -48,7 +48,7 @@ NOISE_MEMORY = 16  # windows over which noise is averaged
 CLEAR_ROWS = 0.1  # relative change of rows that shows which part of own work is fixed
 MOST_FIXED = 0.9  # of own work: a part of it always depends on rows
 CLEAR_PASSES = 0.5  # change in the number of passes that shows the cost of one
-NEAR = 0.9  # of a share: its slope is measured from there
+NEAR = 0.9  # fraction of a share: the slope is measured from there to the share
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -57,7 +57,7 @@ class Change(msgspec.Struct, frozen=True):
     shares: tuple[int, ...]
     micros: tuple[int, ...]  # rows of each pass: the whole share if it fits at once
     reason: str  # "GPU:1 slower by 38 % since step 1 204"
-    gain: float  # 0.12: 12 % more steps a second, by own work
+    gain: float  # 0.12: 12 % more steps/s, computed from own work
 
     def describe(self, before: Sequence[int]) -> str:
         """Return the reason, and the shares before and after."""
@@ -72,7 +72,7 @@ class Advice(msgspec.Struct, frozen=True):
     gain: float  # 0.12: 12 % more samples/s
     # own work follows the plan's curves; else it is taken to be in proportion to rows
     by_curves: bool = False
-    error: float = 0.0  # of the gain, by how own work varies: two standard errors
+    error: float = 0.0  # two standard errors of the gain, from the variation of own work
 
 
 class Window(NamedTuple):
@@ -84,13 +84,16 @@ class Window(NamedTuple):
 
 
 class Rebalancer:
-    """Proposes new shares; it is deterministic, so each rank can have its own with the same input.
+    """Proposes new shares.
 
-    `shares` are the rows of each rank, `curves` map rows to seconds on its device, `most` are the
-    rows of one pass that its memory holds (0: unknown). Without `passes`, each share is one pass.
-    `names` are the devices' names, for the reasons. If `most` is unknown, one change adds at most
-    half of a share's current rows, and no more than measured memory is predicted to hold (`fits`);
-    if memory isn't measured, a share stays below 1.25 times its first rows.
+    It is deterministic, so each rank can run an instance with the same input and get
+    the same shares.
+
+    `shares` are the rows of each rank, `curves` map rows to seconds on its device, and `most` are
+    the rows of one pass that its memory holds (0: unknown). Without `passes`, each share is one
+    pass. `names` are the devices' names, for the reasons. If `most` is unknown, one change adds at
+    most half of a share's current rows, and no more than measured memory is predicted to hold
+    (`fits`); if memory isn't measured, a share stays below 1.25 times its first rows.
     """
 
     def __init__(
@@ -113,7 +116,7 @@ class Rebalancer:
         self._limits = self._walls  # current maximum rows of a pass, also after memory ran out
         self._extras: list[float | None] = [None] * len(
             shares
-        )  # seconds of each further pass beside its rows, if seen
+        )  # extra seconds of each further pass; None until measured
         self._before: list[
             tuple[float, int, int]
         ] = []  # with the last shares: own work, rows, passes
@@ -161,14 +164,14 @@ class Rebalancer:
         ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Return the seconds of each rank's share by its curve, with the cost of further passes."""
+        """Return each rank's predicted seconds for its share, including further passes' cost."""
         given = zip(
             self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
         )
         return [step_in_passes(*each) for each in given]
 
     def _count_passes(self, shares: Sequence[int]) -> list[int]:
-        """Return the number of passes of each share by the current limits of rows per pass."""
+        """Return the number of passes of each share under the current limits of rows per pass."""
         if not self._passes:
             return [1] * len(shares)
         return [
@@ -225,7 +228,7 @@ class Rebalancer:
         return None
 
     def _bound(self, limits: Sequence[int], fits: Sequence[int]) -> None:
-        """Set the most rows of each pass from now on.
+        """Set the maximum rows of each rank's passes from now on.
 
         If that changes the number of passes of the current shares, past windows are dropped.
         """
@@ -245,7 +248,7 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _learn(self) -> bool:
-        """Learn from the last change what passes cost and which part of own work is fixed.
+        """Learn, from the last change, the cost of passes and which part of own work is fixed.
 
         Return True if anything was learned.
         """
@@ -303,9 +306,10 @@ class Rebalancer:
         return learned
 
     def _list_extras(self) -> list[float]:
-        """Return each rank's seconds for a further pass, in terms of its curve.
+        """Return the seconds that a further pass adds on each rank, in the scale of its curve.
 
-        Where they weren't learned, they are the mean of the learned ones, or 0 if there are none.
+        For a rank whose value wasn't learned, use the mean of the learned values, or 0 if
+        there are none.
         """
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
@@ -326,17 +330,17 @@ class Rebalancer:
             self._noise[rank] = max(noise + (seen - noise) / NOISE_MEMORY, LEAST_NOISE)
 
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
-        """Return faster shares by the last `span` windows, the ranks' factors and the gain.
+        """Return faster shares for the last `span` windows, with the ranks' factors and the gain.
 
-        Return None if the gain is too small, or if there is none in one of the last two windows or
-        in more than a quarter of all.
+        Return None if the gain is too small, if either of the last two windows shows no gain, or if
+        more than a quarter of these windows show none.
         """
         recent = list(self._windows)[-span:]
         factors = _medians([each.factors for each in recent])
         rest_s = median(each.rest_s for each in recent)
         least = self._needed_gain(span, factors, self._planned, rest_s)
         if max(self._counts) == 1 and self._most_gain(factors, rest_s) < least:
-            return None  # one pass more or less would make the gain jump
+            return None  # with several passes, the gain could jump with their number
         shares = self._solve(factors)
         if shares is None or shares == self.shares:
             return None
@@ -350,9 +354,10 @@ class Rebalancer:
         return shares, factors, gain
 
     def _solve(self, factors: Sequence[float]) -> tuple[int, ...] | None:
-        """Return the shares with which all ranks finish together, or None if there are none.
+        """Return the shares with which all ranks finish together, or None if no shares fit.
 
-        `factors` are how many times slower than its curve each rank is.
+        `factors` are each rank's compute time (own work) divided by the time that
+        its curve predicts.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -385,8 +390,8 @@ class Rebalancer:
     def _find_drifts(self, count: int) -> list[float]:
         """Return the standard deviation of each rank's factor relative to the other ranks' factors.
 
-        It is that of the first `count` windows with the current shares, or of earlier shares if
-        `count` is below 16.
+        The standard deviation is over the first `count` windows with the current shares. If `count`
+        is below 16, return the values measured with earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -394,9 +399,9 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate the largest gain of any shares in a step, by the slopes at the current shares.
+        """Estimate the largest gain of any shares from the slopes at the current shares.
 
-        It is estimated first because solving for the shares takes far longer.
+        `_try` checks this estimate first because solving for the shares takes far longer.
         """
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
@@ -410,14 +415,14 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a share can't change: it can't give rows, or its memory limit allows no more."""
+        """True if a share can't change: it can't give up rows, or its memory holds no more rows."""
         if gives:
             return share <= self._quantum
         bounded = not self._passes or self._guessed[rank]
         return bounded and share + self._quantum > self._walls[rank]
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return the gain in these windows' steps if each rank's curve had the given seconds."""
+        """Return the gain in these windows' steps if each rank's curve predicted `seconds`."""
         rest = math.fsum(each.rest_s for each in windows)
         before, after = (
             rest + math.fsum(max(map(mul, each.factors, some)) for each in windows)
@@ -479,9 +484,10 @@ def advise(
 ) -> Advice | None:
     """Return the shares for which all ranks finish together, with the gain in a step of `step_s`.
 
-    They follow from the medians `own_work_s` of the ranks' compute time (own work) with `shares`.
-    Return None if the gain is below 2 %, or if no shares are possible. `most` are the rows of one
-    pass that each rank's memory holds, 0 if unknown; without `passes`, no share exceeds its memory.
+    The ranks' speeds follow from `own_work_s`, the medians of their compute time (own work) with
+    `shares`. Return None if the gain is below 2 %, or if no shares are possible. `most` are the
+    rows of one pass that each rank's memory holds, 0 if unknown; without `passes`, no share
+    exceeds its memory.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -522,14 +528,14 @@ def choose_quantum(shares: Sequence[int]) -> int:
 
 
 def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
-    """Return each rank's median; empty without windows."""
+    """Return the median of each rank's values over the windows; empty without windows."""
     return tuple(map(median, zip(*windows, strict=True)))
 
 
 def _beside_others(factors: Sequence[float]) -> list[float]:
     """Return each factor divided by the geometric mean of the others.
 
-    So whatever slows all ranks alike doesn't count, because it is no reason to move rows.
+    Therefore a slowdown of all ranks alike, which is no reason to move rows, cancels out.
     """
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)

@@ -1,4 +1,4 @@
-"""Passes that ran out of memory: recognizing such an error, and the line that reports the retry."""
+"""Recognize errors of passes that ran out of memory, and write the line that reports the retry."""
 
 from __future__ import annotations
 

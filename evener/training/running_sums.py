@@ -1,4 +1,4 @@
-"""Sums of a rank's step times, over all steps and over the last ones, with their errors. Pure."""
+"""Sums of a rank's step times, over all steps and over recent steps, with their errors. Pure."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ from operator import add
 
 from .step_sums import StepSums
 
-RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the fewest that recent sums cover
+RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the least that recent sums cover
 BIN_SECONDS = 1.0  # length of the bins by which recent sums move on
-MOST_STEPS, QUICK_PART = 4096, 0.05  # steps kept, of which that part is quick
-UNKNOWN_ERROR = 0.5  # of the mean of a training that has run for a few seconds only
+MOST_STEPS, QUICK_PART = 4096, 0.05  # step times kept; the fraction of them that is quick
+UNKNOWN_ERROR = 0.5  # relative error of means in a training's first seconds
 FEWEST_BINS, ERRORS = 4, 2.4  # bins needed for an error, and errors in half an interval
 
 
 class RunningSums:
-    """Sums over all steps, and over the last ones: at least RECENT_STEPS and RECENT_SECONDS."""
+    """Sums over all steps, and over recent steps: at least RECENT_STEPS and RECENT_SECONDS."""
 
     def __init__(self) -> None:
         self._now = [0.0] * len(StepSums.__struct_fields__)
@@ -33,10 +33,10 @@ class RunningSums:
         return StepSums(int(self._now[0]), *self._now[1:])
 
     def add(self, step: Sequence[float], seconds: float, own_s: float | None = None) -> None:
-        """Add a step, or time that belongs to the next step; `step` has the order of StepSums.
+        """Add a step, or time that belongs to the next step.
 
-        It may stand for several steps; `own_s` are the seconds of the one that was timed, by
-        default `seconds`.
+        `step` has the values of the fields of StepSums, in their order, and may be the sum over
+        several steps. `own_s` is the duration of the step that was timed, by default `seconds`.
         """
         self._now = list(map(add, self._now, step))
         self._bin_s += seconds
@@ -52,24 +52,24 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_quick(self) -> float:
-        """Return the seconds of a quick step since the last call; 0 if there was none.
+        """Return the 5th percentile of step times since the last call; 0 if there was no step.
 
-        One in 20 steps is as quick: those that neither other programs nor a checkpoint have
-        disturbed.
+        The result is in seconds. Steps this quick were disturbed neither by other programs nor
+        by a checkpoint.
         """
         steps = sorted(self._last_s)
         self._last_s.clear()
         return steps[int(QUICK_PART * len(steps))] if steps else 0.0
 
     def recent(self) -> StepSums:
-        """Return the sums over the last steps."""
+        """Return the sums over the recent steps."""
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:
         """Return half of the 95 % interval of each recent mean per step.
 
-        It is estimated by how much bins of steps differ. With too few bins, it is half of the
-        mean.
+        It is estimated from the differences between bins of steps. With too few bins, it is half
+        of the mean.
         """
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]
@@ -88,7 +88,7 @@ class RunningSums:
 def _deviation(values: Sequence[float]) -> float:
     """Return the sample standard deviation, 20 times as fast as `statistics.stdev`.
 
-    That computes with fractions.
+    `statistics.stdev` is slow because it computes with fractions.
     """
     middle = sum(values) / len(values)
     return math.sqrt(sum((each - middle) ** 2 for each in values) / (len(values) - 1))

@@ -25,10 +25,10 @@ class RankInfo(msgspec.Struct, frozen=True):
     device: str = ""  # the plan's name of its device, if that is known
     visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
     local_rank: int = 0
-    plan: int = 0  # a digest of the plan's shares, or of those by ratios
+    plan: int = 0  # a digest of the plan's shares, or of the shares computed from ratios
     options: dict[str, bool | str] = {}  # of its Split; they must be equal on all ranks
     training: str = ""  # a name for the training; rank 0's is used
-    fault: str = ""  # why it can't train; all else is then unknown
+    fault: str = ""  # why it can't train; the other fields are then unknown
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
@@ -74,7 +74,7 @@ def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[in
 
 
 def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple[int, ...]:
-    """Return `places`, the index in `active` of each rank's share, once they are checked.
+    """Check and return `places`, the index in `active` of each rank's share.
 
     Raises PlanError, the same on every rank, if a rank has no share or two ranks have the same.
     """

@@ -1,7 +1,7 @@
-"""Start a training script on the device that a launch chose.
+"""Start a training script on the device that the launcher chose.
 
-Run as `python -m evener.training.start_rank train.py ARGS`. The process replaces itself by the
-script, so that nothing of evener is in the script's arguments, modules or tracebacks.
+Run as `python -m evener.training.start_rank train.py ARGS`. The process replaces itself with the
+script, so nothing of evener is in the script's arguments, modules or tracebacks.
 """
 
 from __future__ import annotations

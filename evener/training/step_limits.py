@@ -1,8 +1,8 @@
-"""What limits a training, from the steps of its ranks while it trains. Pure.
+"""Find what limits a running training, from the step times of its ranks. Pure.
 
-The rank that comes to the exchange last (the straggler) decides how long a step takes: what other
-ranks do before is hidden. A part that takes about as long on every rank limits the whole training;
-a part that takes long on one rank alone costs as long as the others wait for that rank.
+The rank that reaches the gradient exchange last (the straggler) decides how long a step takes,
+because the other ranks wait for it. A part that takes about as long on every rank limits the whole
+training; a part that takes long on one rank alone costs as long as the others wait for that rank.
 """
 
 from __future__ import annotations
@@ -115,7 +115,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds parts that take long on the ranks that come last, or on one of them."""
+    """Finds parts that take long on the ranks that reach the exchange last."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -128,9 +128,9 @@ class _Finder:
     ) -> Iterator[StepPart]:
         """Yield the part in field `name` of StepSums if it takes at least 5 % of a step.
 
-        A remedy saves the fraction `spared` of the part. If it takes less than half as long on
-        another rank, the part's kind is `alone`, and a remedy saves at most the time that other
-        ranks wait.
+        A remedy saves the fraction `spared` of the part. If the part takes less than half as long
+        on another rank, its kind is `alone` (if given), and a remedy saves at most the time that
+        other ranks wait.
         """
         means = [each.sums.mean(name) for each in self._ranks]
         place = max(self._last, key=means.__getitem__)
@@ -167,7 +167,7 @@ class _Finder:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the ranks that wait at most 5 % of a step longer than the one that waits least."""
+    """Return the ranks that wait at most 5 % of a step longer than the rank that waits least."""
     least_s = min(each.waiting_s for each in steps)
     return [
         place
@@ -179,9 +179,9 @@ def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
 def _find_exchange(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> Iterator[StepPart]:
-    """Yield the exchange if it takes at least 10 % of a step on every rank, even in its best steps.
+    """Yield the exchange if it takes at least 10 % of a step on every rank.
 
-    Computing doesn't hide that time.
+    Only the part of the exchange that computation doesn't hide counts.
     """
     if len(ranks) < 2:
         return
@@ -199,7 +199,7 @@ def _find_exchange(
 def _find_host(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, takers: str
 ) -> Iterator[StepPart]:
-    """Yield waiting for cores, a GPU that waits for its host, and model code that waits."""
+    """Yield the waits of threads for cores, of a GPU for its host, and of the model's own code."""
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
@@ -253,7 +253,7 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return the part with the gain of the advised shares."""
+    """Return the part with the advised shares as its remedy, and with their gain."""
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -271,8 +271,8 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
     """Return the shares by which steps would be faster, predicted from the ranks' compute times.
 
-    Return None if a share or a compute time is unknown, or if the gain isn't above two standard
-    errors.
+    Return None if a share or a compute time is unknown, or if the gain is at most
+    two standard errors.
     """
     shares, own_work_s = [each.share for each in ranks], [each.own_work_s for each in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:
@@ -297,5 +297,8 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 
 
 def _is_plausible(seconds: float) -> bool:
-    """True if a step can take that long; reports come from other processes, so they are checked."""
+    """True if a step can take that long.
+
+    The times are checked because they come from other processes.
+    """
     return LEAST_WORK_S < seconds < MOST_WORK_S

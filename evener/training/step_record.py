@@ -4,7 +4,7 @@ Only undisturbed steps count: not the first ones with new shares, in which kerne
 the allocator fills (warm-up), nor those in which evener checks the loss or memory runs out. A gain
 is clear if the intervals of both medians don't overlap. Devices may have become faster or slower
 meanwhile: compute time (own work) at the end shows what the first shares would take then. If that
-differs from what they took, the two can't be compared.
+differs from the time that the first shares really took, the step times can't be compared.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ FEWEST_STEPS = 5  # undisturbed steps that shares need to count
 KEPT_STEPS = 200  # steps kept for the first shares, and for the last ones
 TOGETHER = 4  # steps in a row that are slow or fast together
 ERRORS = 2.0  # standard errors on each side of an interval
-LEAST_ERROR = 1e-3  # relative: clocks, and what no two trainings have in common
+LEAST_ERROR = 1e-3  # relative: clocks, and differences between any two trainings
 LEAST_GAIN = 0.02
 SAME_SPEED = 0.1  # relative: own work explains step times up to this difference
 
@@ -52,7 +52,7 @@ class _Stretch:
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
         self.shares, self.steps = shares, steps
-        self.all: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # own work, and a step
+        self.all: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # own work, whole step
         self.clear: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # undisturbed ones
 
     def summarize(self) -> StepFigures:
@@ -72,7 +72,7 @@ class StepRecord:
     """The step times of one rank with its first shares and with its last ones."""
 
     def __init__(self) -> None:
-        self.changes = 0  # of shares that steps really had
+        self.changes = 0  # of the shares that steps really used
         self._first: _Stretch | None = None
         self._last: _Stretch | None = None
         self._now: _Stretch | None = None
@@ -114,7 +114,7 @@ class StepRecord:
 def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Comparison:
     """Compare every rank's medians with the first and with the last shares.
 
-    The gain is that of the first rank's steps.
+    The gain is computed from the first rank's steps.
     """
     before, after = first[0], last[0]
     expected = _gain_at_present_speed(first, last)

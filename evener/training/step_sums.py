@@ -25,10 +25,10 @@ class StepSums(msgspec.Struct, frozen=True):
     """
 
     steps: Steps = 0
-    input_s: Seconds = 0.0  # until the batch is in hand
+    input_s: Seconds = 0.0  # until the batch is available
     own_work_s: Seconds = 0.0  # from there until the last gradient is ready
     meeting_s: Seconds = 0.0  # from there until all gradients are exchanged
-    undivided_s: Seconds = 0.0  # both, if ranks wait for each other within a pass
+    undivided_s: Seconds = 0.0  # own work and meeting, if ranks meet within a pass
     update_s: Seconds = 0.0  # the optimizer's step, and what prepares it, such as clipping
     files_s: Seconds = 0.0  # between steps, while files were written
     validation_s: Seconds = 0.0  # between steps, while the model was validated
@@ -38,18 +38,18 @@ class StepSums(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """The seconds of all steps."""
+        """The total duration of all steps in seconds."""
         work_s = self.input_s + self.own_work_s + self.meeting_s + self.undivided_s
         return work_s + self.all_between_s
 
     @property
     def all_between_s(self) -> float:
-        """The seconds between steps, including the optimizer's."""
+        """The total time between steps in seconds, including the optimizer's."""
         return self.update_s + self.files_s + self.validation_s + self.between_s
 
     @property
     def step_s(self) -> float:
-        """The mean seconds of a step; 0 without any step."""
+        """The mean duration of a step in seconds; 0 without any step."""
         return self.seconds / self.steps if self.steps else 0.0
 
     def mean(self, name: str) -> float:
@@ -71,23 +71,23 @@ class RankStep(NamedTuple):
     """A rank's mean step in five parts, in seconds."""
 
     input_s: float
-    own_work_s: float  # includes the meeting if the two can't be distinguished
+    own_work_s: float  # includes `undivided_s`
     waiting_s: float
     exchange_s: float
     between_s: float
 
     @property
     def step_s(self) -> float:
-        """The seconds of the whole step."""
+        """The duration of the whole step in seconds."""
         return sum(self)
 
 
 def divide_meeting(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
     """Return each rank's mean step in five parts.
 
-    The least of `least_meeting_s`, the seconds of each rank's shortest meetings, counts as the
-    exchange of all ranks, because even the rank that comes last spends them. The rest is waiting. A
-    single rank exchanges nothing.
+    `least_meeting_s` has the duration of each rank's shortest meetings (`meeting_s`). The smallest
+    of them counts as every rank's exchange, because even the rank that arrives last spends that
+    time. The rest of a meeting is waiting. A single rank exchanges nothing.
     """
     means = [each.mean("meeting_s") for each in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]

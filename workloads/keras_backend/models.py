@@ -1,5 +1,6 @@
-"""The Keras models that ship with evener: classifiers, and a model that rates reviews with two
-towers on one device or two.
+"""The Keras models that ship with evener: classifiers, and a two-tower model for ratings.
+
+The two-tower model predicts ratings from reviews, on one device or two.
 
 All data are synthetic. The registry lists the models' sources.
 """
@@ -30,8 +31,9 @@ TOWER = ("conv", "pool", "flat", "dense")  # the operations of each tower, after
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
-    """Return the network of gpu_maxing_model.py (see the registry) for MNIST, much larger than
-    needed: 78,923,530 parameters. Its training never converges.
+    """Return the network of gpu_maxing_model.py (see the registry) for MNIST.
+
+    It is much larger than needed (78,923,530 parameters), and its training never converges.
     """
     stack = [keras.Input((28, 28, 1))]
     stack += [_convolution_or_pool(each) for each in CONVOLUTIONS]
@@ -61,15 +63,16 @@ def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> A
 
 
 def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
-    """Return a network of GRUs, a dense layer and a softmax, whose step time hardly grows up
-    to large batches.
+    """Return a network of GRUs, a dense layer and a softmax.
+
+    Its step time hardly increases with the batch until the batch is large.
     """
     chosen = CUDNN.get(str(use_cudnn).lower())
     if chosen is None:
         raise RequestError(f"use_cudnn can't be {use_cudnn!r}.", "It is auto, true or false.")
     stack = [keras.Input((sizes["steps"], sizes["features"]))]
     for number in range(1, sizes["layers"] + 1):
-        whole = number < sizes["layers"]  # the next one takes every step, the dense layer the last
+        whole = number < sizes["layers"]  # for the next GRU; the dense layer takes the last step
         stack.append(layers.GRU(sizes["units"], return_sequences=whole, use_cudnn=chosen))
     stack += [layers.Dense(sizes["dense"], activation="relu"), _softmax(sizes["classes"])]
     network = keras.Sequential(stack, name="gru")
@@ -104,8 +107,9 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the devices of the user's tower and of the item's tower. Each has the device of every
-    operation: lookup, convolution, pool, flatten, dense.
+    """Return the devices of the user's tower and of the item's tower.
+
+    Each tuple has the device of each operation: lookup, convolution, pool, flatten, dense.
     """
     first, second = place.devices[:2]
     if place.placement == "towers":
@@ -120,9 +124,9 @@ def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
 def towers(
     learning_rate: float, devices: Sequence[Sequence[str | None]] | None = None, **sizes: int
 ) -> Any:
-    """Return DeepCoNN: one tower over the words of a user's reviews, one over the words of an
-    item's reviews; their product is the rating.
+    """Return DeepCoNN, a model with two towers whose outputs' dot product is the rating.
 
+    One tower computes the words of a user's reviews, the other the words of an item's reviews.
     Inputs (users, items), each (samples, words) of ids; output (samples, 1). Each layer's weights
     are on the layer's device. The single embedding table and its lookups stay on the first device,
     where TensorFlow keeps them.
@@ -158,30 +162,32 @@ def towers(
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
-    """Adam on the summed gradient of each row of the embedding table, as a group of processes
-    also computes it.
+    """Adam on the summed gradient of each row of the embedding table.
 
-    Keras' own Adam squares the contributions of a sparse gradient one by one. One device would then
-    learn differently from a group, and be slower, as a row for each word of the batch is kept
-    through every operation.
+    A group of processes computes the same. Keras' own Adam squares the contributions of a sparse
+    gradient one by one. One device would then learn differently from a group, and be slower,
+    because every operation would have a row for each word of the batch.
     """
 
     def apply(self, grads: Any, trainable_variables: Any = None) -> None:
-        """Apply dense gradients with Keras' own Adam; the gradients come in the order
-        of the weights.
+        """Apply the gradients, converted to dense tensors, with Keras' own Adam.
+
+        `grads` are in the order of the weights.
         """
         dense = [None if each is None else tf.convert_to_tensor(each) for each in grads]
         super().apply(dense, trainable_variables)
 
 
 class AdamInPlace(DenseAdam):
-    """Adam that updates each weight on the weight's own device, so that neither the weight nor its
-    moments are copied to another device.
+    """Adam that updates each weight on the weight's own device.
+
+    Therefore neither the weight nor its moments are copied to another device.
     """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
-        """Run Keras' own update on the device of the weight, which is a variable of TensorFlow
-        or of Keras.
+        """Run Keras' own update on the weight's device.
+
+        `variable` is a TensorFlow or Keras variable.
         """
         weight = variable if isinstance(variable, tf.Variable) else variable.value
         with tf.device(weight.device):
@@ -189,8 +195,9 @@ class AdamInPlace(DenseAdam):
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Take Keras' train step, with each tower's operations on the devices in `places`. The rating
-    is computed on the first device.
+    """Take Keras' train step, with each tower's operations on the devices in `places`.
+
+    The rating is computed on the first device.
     """
     x, y = batch
     ends = [call_tower(model, *each) for each in zip(TOWERS, places, x, strict=True)]
@@ -213,8 +220,10 @@ def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
 
 
 def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any, Any]:
-    """Return ((users, items), ratings): ids (rows, words), and ratings (rows, 1) from 1 to 5 by the
-    similarity of the user's and item's words.
+    """Return ((users, items), ratings) with random word ids.
+
+    `users` and `items` have the shape (rows, words), `ratings` (rows, 1). Ratings from 1 to 5
+    follow from the similarity of the user's and the item's words.
     """
     random = np.random.default_rng(rows)
     taste = random.random((2, rows, 1))
@@ -225,7 +234,7 @@ def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any,
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload with this name from the registry, at its place."""
+    """Build the workload with this name from the registry, at `place`."""
     make, batch = MODELS[name]
     sample = partial(batch, **pick(batch, settings))
     if place.placement in ("", "single"):
@@ -238,7 +247,7 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
     )
 
 
-MODELS: Mapping[str, Any] = {  # and what makes their batches
+MODELS: Mapping[str, Any] = {  # name -> (makes the model, makes its batches)
     "keras_maxer": (maxer, maxer_batch),
     "keras_mnist": (mnist, digits),
     "keras_gru": (gru, sine_waves),

@@ -1,7 +1,7 @@
 """The steps of a Keras workload at its place: on one device, by towers, or as a process of a group.
 
-They are the steps of evener's own `Split`: its train function, which `fit` runs, on its batches.
-With `--input device`, the same step takes a batch that is already in the devices' memory.
+The steps are those of evener's own `Split`: the train function that `fit` runs, on the batches of
+`Split`. With `--input device`, the same step takes a batch that is already in the devices' memory.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
 class KerasSteps:
-    """Steps a model with a `Split`. Each set of devices, with or without passes, has its own
-    `Split`, which is traced once.
+    """Steps a model with a `Split`.
 
+    Each set of devices has one `Split` with passes and one without, and each is traced once.
     `placed` is the train step of a workload that places its own parts on several devices. The
     constructor starts TensorFlow. Raises RequestError if TensorFlow doesn't support the place.
     """
@@ -58,7 +58,7 @@ class KerasSteps:
             self.engine = "multiworker"
         else:
             self.engine = "towers" if several else "solo"
-        # by devices, and whether in passes
+        # keys: the devices, and whether shares are in passes
         self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any, StepTimes]] = {}
         self.split = self._make_split(self._devices, [1] * len(self._devices), ())
 
@@ -72,7 +72,7 @@ class KerasSteps:
             engine = self.engine
         split = Split(devices=devices, engine=engine)
         split.survives = False  # a probe has to find out what fits
-        split.audited = False  # and measures only steps
+        split.audited = False  # a probe measures only steps
         if split.engine != "solo":
             split.cut = ChangingCut(shares, micro)
         return split
@@ -84,8 +84,9 @@ class KerasSteps:
         self._take(self._devices, passes=False)
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Train with the `Split` for these devices from now on. Its train function is
-        made on first use.
+        """Train with the `Split` for these devices from now on.
+
+        The train function is made on first use.
         """
         model = self.model
         split = self.split
@@ -103,8 +104,9 @@ class KerasSteps:
         self.split, model.train_function, self.times = self._made[devices, passes]
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
-        """Step on these shares from now on, in passes if `micro` isn't empty. Raises RequestError
-        if the shares don't match this place's devices.
+        """Step on these shares from now on, in passes if `micro` isn't empty.
+
+        Raises RequestError if the shares don't match this place's devices.
         """
         self._check(shares, micro)
         if self._placed:
@@ -130,8 +132,9 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of this process's devices, without zeros; their sum if the model's parts
-        are on several devices.
+        """Return the sizes of this process's devices, without zeros.
+
+        If the model's parts are on several devices, return only the sum of all sizes.
         """
         if self._placed is not None:
             return [sum(sizes)]
@@ -140,8 +143,10 @@ class KerasSteps:
         return [size for size in own if size]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
-        """Send this process's rows (x, y) to its devices. With towers, x is sent in pieces, one per
-        device, and y whole, because the loss is computed only once.
+        """Send this process's rows (x, y) to its devices.
+
+        With towers, x is sent in pieces, one per device, and y whole, because the loss is
+        computed only once.
         """
         own = self.own(shares)
         if self.engine == "towers":

@@ -1,8 +1,8 @@
 """The user's own compiled Keras model as a workload.
 
-Its data come from other functions of the same file: `training_data()`, which returns what the
-training uses, or `sample_batch(n)`, which makes n rows of (x, y). Without these functions, rows are
-generated from the model's shapes.
+Its data come from other functions of the same file: `training_data()`, which returns the data that
+the training uses, or `sample_batch(n)`, which makes n rows of (x, y). Without these functions, rows
+are generated from the model's shapes.
 """
 
 from __future__ import annotations
@@ -22,15 +22,17 @@ from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload of `file.py:attribute` or `package.module:attribute`, which returns
-    a compiled model.
+    """Build the workload of a function that returns a compiled Keras model.
+
+    `name` is `file.py:attribute` or `package.module:attribute`.
     """
     return KerasWorkload(place, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
-    """Return the user's compiled model with its data. Raises RequestError if the user's functions
-    return something else.
+    """Return the user's compiled model with its data.
+
+    Raises RequestError if the user's functions return something else.
     """
     own = user_code.load(name, settings)
     model = own.result
@@ -60,8 +62,9 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:
 
 
 def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
-    """Call the user's `sample_batch(rows)`. Raises RequestError unless it returns a pair of arrays
-    with that many rows.
+    """Return the result of the user's `sample_batch(rows)`.
+
+    Raises RequestError unless it is a pair of arrays with that many rows.
     """
     batch = sample_batch(rows)
     if not isinstance(batch, tuple) or len(batch) != 2:
@@ -76,8 +79,9 @@ def check_sample(name: str, sample_batch: SampleBatch, rows: int) -> tuple[Any, 
 
 
 def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
-    """Return random inputs with the model's input shapes, and labels that fit its loss. Raises
-    RequestError if the model has no input shapes or a shape isn't fixed.
+    """Return random inputs with the model's input shapes, and labels that fit its loss.
+
+    Raises RequestError if the model has no input shapes or a shape isn't fixed.
     """
     random = np.random.default_rng(rows)
     if not model.built or not model.inputs:
@@ -94,8 +98,9 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return the symbolic inputs and outputs in the structure in which the model is called. A
-    Sequential model has them in lists, but is called with a single tensor.
+    """Return the symbolic inputs and outputs in the structure in which the model is called.
+
+    A Sequential model has lists of inputs and outputs, but is called with a single tensor.
     """
     if isinstance(model, keras.Sequential):
         return model.inputs[0], model.outputs[0]
@@ -112,7 +117,8 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
     """Return labels of the first class: class number 0 for a sparse loss, otherwise one-hot rows.
-    Every loss accepts these.
+
+    Every loss accepts such labels.
     """
     shape = _closed(tensor)
     if "sparse" in loss:
@@ -142,8 +148,9 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the number of token ids that every embedding of the model accepts; 2 if
-    it has no embeddings.
+    """Return the number of token ids that all embeddings of the model accept.
+
+    Return 2 if the model has no embeddings.
     """
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

@@ -1,7 +1,7 @@
 """A workload from a Keras model and its training data, stepped as `fit` steps the user's training.
 
-One trace serves every batch size, because `fit` also relaxes shapes. Batches come from host memory
-each step, through the training's pipeline and train function, unless the place specifies otherwise.
+All batch sizes use one trace, because `fit` also relaxes shapes. Batches come from host memory each
+step, through the training's pipeline and train function, unless the place specifies otherwise.
 `sample_batch` is called for a pool of more rows than fit in a processor's caches, which are reused
 in a shuffled order. The user's `training_data` is fed as in a training run.
 """
@@ -36,8 +36,10 @@ MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
-    """The data to train on. `batches(split, batch)` yields endless global batches of `batch` rows,
-    in the form that the split's steps take.
+    """The data to train on.
+
+    `batches(split, batch)` returns an endless iterable of global batches of `batch` rows, in the
+    form that the split's steps accept.
     """
 
     batches: Callable[[Split, int], Any]
@@ -45,8 +47,9 @@ class KerasData(NamedTuple):
 
 
 def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
-    """Return data from arrays (x, y) or (x, y, weight). `made`: the rows are generated, so the
-    number of rows per epoch is unknown.
+    """Return data from arrays (x, y) or (x, y, weight).
+
+    With `made`, the rows are generated, so the number of rows per epoch is unknown.
     """
     length = array_rows(arrays)
 
@@ -61,8 +64,9 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
 
 def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
-    """Return data from the datasets that `make(batch)` returns for a number of rows per batch. Its
-    `batches` raises RequestError if `make` returns something else.
+    """Return data from the datasets that `make(batch)` returns for a number of rows per batch.
+
+    The data's `batches` raises RequestError if `make` returns something else.
     """
 
     def batches(_: Split, batch: int) -> Any:
@@ -91,8 +95,9 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
 
 
 def pool(sample_batch: SampleBatch) -> KerasData:
-    """Return data from a pool of rows made by `sample_batch`: as many as `POOL_BYTES` allows,
-    within `FEWEST_ROWS` and `MOST_ROWS`.
+    """Return data from a pool of rows that `sample_batch` makes.
+
+    The pool has as many rows as `POOL_BYTES` allows, within `FEWEST_ROWS` and `MOST_ROWS`.
     """
     few = as_arrays(sample_batch(2))
     row_bytes = max(1, sum(leaf.nbytes for leaf in keras.tree.flatten(few)) // 2)
@@ -105,9 +110,10 @@ def pool(sample_batch: SampleBatch) -> KerasData:
 
 
 def as_training_data(given: Any) -> KerasData:
-    """Convert the user's data to `KerasData`: arrays (x, y) or (x, y, weight), a
-    tf.data.Dataset of single samples, or a function that returns a dataset for a batch size.
-    Raises RequestError for anything else.
+    """Convert the user's data to `KerasData`.
+
+    The data are arrays (x, y) or (x, y, weight), a tf.data.Dataset of single samples, or a function
+    that returns a dataset for a batch size. Raises RequestError for anything else.
     """
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
@@ -126,8 +132,9 @@ def as_training_data(given: Any) -> KerasData:
 
 
 def as_arrays(data: tuple[Any, ...]) -> Any:
-    """Convert nested arrays to numpy arrays, with floats in Keras' default float
-    type, as `fit` does.
+    """Convert nested arrays to numpy arrays, as `fit` does.
+
+    Floats are converted to Keras' default float type.
     """
 
     def convert(each: Any) -> Any:
@@ -138,8 +145,9 @@ def as_arrays(data: tuple[Any, ...]) -> Any:
 
 
 class KerasRecipe(NamedTuple):
-    """A compiled model and its training data. Without `training_data`, a pool of rows
-    from `sample_batch` is used.
+    """A compiled model and its training data.
+
+    Without `training_data`, a pool of rows from `sample_batch` is used.
     """
 
     model: Any
@@ -148,10 +156,10 @@ class KerasRecipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A compiled model at its place, stepped by `KerasSteps`. `placed` is the train step of a model
-    with its parts on several devices.
+    """A compiled model at its place, stepped by `KerasSteps`.
 
-    Raises RequestError for a place that Keras doesn't support.
+    `placed` is the train step of a model with its parts on several devices. Raises RequestError for
+    a place that Keras doesn't support.
     """
 
     def __init__(
@@ -181,8 +189,9 @@ class KerasWorkload(Workload):
         self._inputs: dict[StepTimes, float] = {}  # seconds of waiting at the last reading
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Start making batches for these shares. Raises RequestError if this process would
-        get no samples.
+        """Start making batches for these shares.
+
+        Raises RequestError if this process would get no samples.
         """
         self.memory.reset()
         self._batches = None
@@ -199,8 +208,9 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all following steps if `kept`; otherwise read the data
-        from the beginning again.
+        """Reuse one batch in all following steps if `kept`.
+
+        Otherwise read the data from the beginning again.
         """
         if self.place.input == "device":
             return True
@@ -225,8 +235,9 @@ class KerasWorkload(Workload):
             self._loss = float(self._logs["loss"])
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds spent waiting for rows since the last reading; None if the
-        steps don't measure them.
+        """Return the time spent waiting for rows since the last reading, in seconds.
+
+        It is None if the steps don't measure it.
         """
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
@@ -236,14 +247,18 @@ class KerasWorkload(Workload):
         return PhaseSeconds(input_seconds=now - before)
 
     def loss_is_finite(self) -> bool:
-        """True if Keras' mean loss so far is finite. Once a loss wasn't finite,
-        the mean isn't either.
+        """True if Keras' mean loss so far is finite.
+
+        The mean stays non-finite once a loss was non-finite.
         """
         return math.isfinite(self._loss)
 
     def facts(self) -> Mapping[str, str]:
-        """Return the versions, engine, parameter count and digest, and what is known
-        about the data's rows.
+        """Return facts about the workload as text.
+
+        They are the versions of TensorFlow and Keras, the engine, the parameter count, the
+        model's digest, the rows per epoch (0: unknown), and the class of a layer that
+        computes batch statistics.
         """
         layers = all_layers(self.model)
         return {
@@ -265,8 +280,9 @@ class KerasWorkload(Workload):
 
 
 class AllocatorMemory(MemoryMeter):
-    """Measures TensorFlow's allocator on GPUs (GPU:0, ...), which never returns
-    memory to the GPU.
+    """Measures the memory of TensorFlow's allocator on GPUs (GPU:0, ...).
+
+    The allocator never returns memory to the GPU.
     """
 
     def __init__(self, gpus: Sequence[str]) -> None:
@@ -286,8 +302,9 @@ class AllocatorMemory(MemoryMeter):
 
 
 def configure(place: Place) -> None:
-    """Set the precision, the number of threads and each GPU's memory cap. Must be called
-    before TensorFlow's first operation.
+    """Set the precision, the number of threads and each GPU's memory cap.
+
+    It must be called before TensorFlow's first operation.
     """
     keras.config.set_dtype_policy(place.precision)
     if place.threads is not None:
@@ -308,14 +325,16 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """A batch has tensors with too many elements for TensorFlow's GPU kernels. It is a MemoryError,
-    because it limits the batch as memory does.
+    """Raised if a batch has tensors with too many elements for TensorFlow's GPU kernels.
+
+    It is a MemoryError because it limits the batch as memory does.
     """
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the largest number of rows for which no tensor of the model exceeds 2^31 - 1 elements;
-    None if no shape is known.
+    """Return the largest number of rows for which no tensor exceeds 2^31 - 1 elements.
+
+    Return None if no shape of the model's tensors is known.
     """
     shapes = [tuple(tensor.shape[1:]) for tensor in _tensors(model)]
     largest = max((math.prod(shape) for shape in shapes if None not in shape), default=0)
@@ -333,8 +352,9 @@ def check_rows(model: Any, rows: int) -> None:
 
 
 def _tensors(model: Any) -> list[Any]:
-    """Return the output tensors of each layer, including layers of nested models. A layer that was
-    never called has none.
+    """Return the output tensors of each layer, including layers of nested models.
+
+    A layer that was never called has no output tensors.
     """
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):

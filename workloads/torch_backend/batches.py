@@ -28,13 +28,14 @@ from evener.training.dealing import Dealer
 
 # options that a DataLoader only accepts with workers
 OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
-SAMPLED = 256  # the number of lengths that represent those of all rows
+SAMPLED = 256  # the number of lengths that represent the lengths of all rows
 ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Yields the rows of endlessly many steps. Each step takes the next rows of one
-    shuffled order, which repeats.
+    """Yields the rows of endlessly many steps.
+
+    Each step takes the next rows of one shuffled order, which repeats.
     """
 
     def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
@@ -42,8 +43,9 @@ class EndlessSampler(UnevenBatchSampler):
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Yield this rank's rows of each step. A row may occur twice if the batch is
-        larger than the pool.
+        """Return an iterator over this rank's rows of each step.
+
+        A row may occur twice if the batch is larger than the pool.
         """
         once = torch.randperm(self._rows, generator=torch.Generator().manual_seed(self.seed))
         order = once.repeat(2 + self.global_batch // self._rows)
@@ -53,8 +55,9 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """The tokens of each row of a data set, not all equal. Raises RequestError if the number of
-    lengths isn't the number of rows, or a length is invalid.
+    """The number of tokens of each row of a data set.
+
+    Raises RequestError if the number of lengths isn't the number of rows, or a length is invalid.
     """
 
     def __init__(self, tokens: Sequence[int], rows: int) -> None:
@@ -64,12 +67,13 @@ class Lengths:
 
     @property
     def longest_row(self) -> int:
-        """The index of the longest row; the last one if several rows are equally long."""
+        """The index of the longest row; the last index if several rows are equally long."""
         return int(self._rising[-1])
 
     def sample(self) -> tuple[int, ...]:
-        """Return up to `SAMPLED` of the lengths, evenly spaced in increasing
-        order, including the longest.
+        """Return up to `SAMPLED` of the lengths in increasing order, including the longest.
+
+        They are evenly spaced among all lengths.
         """
         rising, rows = self.tokens[self._rising].tolist(), len(self.tokens)
         places = (
@@ -78,8 +82,9 @@ class Lengths:
         return (*(rising[place] for place in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Return row numbers (rows,): those of the longest rows with at most `length` tokens,
-        longest first, repeated if there are too few such rows.
+        """Return the numbers of the longest rows with at most `length` tokens, as a tensor (rows,).
+
+        The longest row comes first. Numbers are repeated if there are too few such rows.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
@@ -101,13 +106,14 @@ class RepeatingSampler(UnevenBatchSampler):
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Yield the rows, step after step."""
+        """Return an iterator that yields the same rows for each step."""
         return repeat(self._rows, len(self))
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler append the work of each batch to its new attribute `works`, in the order in
-    which batches are drawn.
+    """Make a sampler append the work of each batch to its new attribute `works`.
+
+    The order is the one in which batches are drawn.
     """
     works, draw = deque[Work](), sampler.batches
 
@@ -121,8 +127,9 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """Return the row lengths that a user gave; None if none are given or all are equal. Raises
-    RequestError if they aren't one whole number per row.
+    """Return the row lengths that a user gave; None if none are given or all are equal.
+
+    Raises RequestError unless there is one whole number per row.
     """
     if given is None:
         return None
@@ -139,7 +146,7 @@ def read_lengths(given: Any, rows: int) -> Lengths | None:
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
 SAMPLE_ROWS = 8  # rows from which the size of a row is estimated
-POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the type of the device that is fed
+POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the type of the training device
 POOL_ROWS = 1 << 16  # maximum
 SLOW_ROW_SECONDS = 2e-4  # per row; if rows take longer to make, a pool has only:
 SLOW_POOL_ROWS = 1024
@@ -158,8 +165,9 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Load rows with this many worker processes, which persist from one epoch to the next; 0
-        loads them without workers.
+        """Load rows with `count` worker processes, which persist from one epoch to the next.
+
+        With 0, rows are loaded without workers.
         """
         options = self.options
         if not count:
@@ -170,8 +178,10 @@ class Data:
             options["persistent_workers"] = True
 
     def sampler(self, sizes: Sequence[int], rank: int) -> UnevenBatchSampler:
-        """Return a sampler of full batches over whole epochs. For a pool, or if a batch has more
-        rows than the data set, it repeats one shuffled order endlessly.
+        """Return a sampler of full batches over whole epochs.
+
+        For a pool, or if a batch has more rows than the data set, the sampler repeats one
+        shuffled order endlessly.
         """
         if isinstance(self.dataset, Pool) or sum(sizes) > self.rows:
             sampler: UnevenBatchSampler = EndlessSampler(self.rows, sizes, rank)
@@ -182,8 +192,9 @@ class Data:
     def dealt(
         self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int
     ) -> UnevenBatchSampler:
-        """Return a sampler of equally large global batches from the start of this epoch, whose rows
-        are distributed over the ranks by cost.
+        """Return a sampler whose global batches are distributed over the ranks by cost.
+
+        Global batches have equal numbers of rows and start with the epoch's first row.
         """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
@@ -192,8 +203,9 @@ class Data:
         return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
-        """Return a sampler that repeats the same rows endlessly: the longest rows with
-        at most `length` tokens.
+        """Return a sampler that repeats the same rows endlessly.
+
+        They are the longest rows with at most `length` tokens.
         """
         assert self.lengths is not None
         return count_work(
@@ -202,8 +214,9 @@ class Data:
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Rows made by `sample_batch` in one call, then fetched a batch at a time. Raises RequestError
-    if `sample_batch` returns anything but batches of the requested size.
+    """Rows made by `sample_batch` in one call, then fetched a batch at a time.
+
+    Raises RequestError if `sample_batch` returns anything but batches of the requested size.
     """
 
     def __init__(self, sample_batch: SampleBatch, device: str) -> None:
@@ -226,10 +239,10 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 class Batches:
-    """The batches of this rank's share, epoch after epoch. With `on_device`, a single batch that
-    stays in the device's memory.
+    """The batches of this rank's share, epoch after epoch.
 
-    `listener` is notified of each batch as it is taken, as in a training run.
+    With `on_device`, it is a single batch that stays in the device's memory. `listener` is notified
+    of each batch as it is taken, as in a training run.
     """
 
     def __init__(
@@ -253,11 +266,10 @@ class Batches:
         self._loader, self._steps, self.rows = None, iter(()), 0
 
     def make(self, sampler: UnevenBatchSampler, on_host: bool = False) -> None:
-        """Start loading a sampler's rows for this rank. Raises RequestError if
-        the data are unusable.
+        """Start loading a sampler's rows for this rank.
 
-        `on_host`: the batches stay in host memory, so that each pass can be sent to
-        the device by itself.
+        With `on_host`, the batches stay in host memory, so that each pass can be sent to the device
+        by itself. Raises RequestError if the data are unusable.
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
@@ -279,14 +291,17 @@ class Batches:
             self._loader, self._steps = loader, self._walk(loader)
 
     def take(self) -> Any:
-        """Return the next batch, or the kept batch if there is one. It is on the device, unless
-        batches stay in host memory.
+        """Return the next batch, or the kept batch if there is one.
+
+        The batch is on the device, unless batches stay in host memory.
         """
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Return the next batch again and again from now on if `kept`, otherwise new batches.
-        Returns False if work is counted, because it is counted for the rows that are drawn.
+        """Make `take` return the next batch repeatedly if `kept`, otherwise new batches.
+
+        Returns False if the sampler records the work of batches, because it records only batches
+        that are drawn.
         """
         if hasattr(self._sampler, "works"):
             return False
@@ -294,9 +309,7 @@ class Batches:
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """Return the work of each pass of the batch that was just taken; empty if
-        rows have no lengths.
-        """
+        """Return the work of each pass of the latest batch; empty if rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
         return (
             [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))]
@@ -305,14 +318,15 @@ class Batches:
         )
 
     def settle(self) -> None:
-        """Wait until the prefetched batches have arrived, so that timed steps load as many
-        batches as they use.
+        """Wait until the prefetched batches have arrived.
+
+        Timed steps then load as many batches as they use.
         """
         if self._loader is not None:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """Yield the loader's first batch again and again, without leaving the loader's loop."""
+        """Yield the loader's first batch repeatedly, without ending the loop over the loader."""
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:
@@ -342,8 +356,10 @@ def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Return (inputs, targets) of a batch. Targets are None for a lone tensor or mapping. Raises
-    RequestError for anything else.
+    """Return (inputs, targets) of a batch.
+
+    Targets are None if the batch is a single tensor or a mapping. Raises RequestError
+    for anything else.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -368,7 +384,7 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """Copy the batch to a device. From pinned memory the copy is asynchronous."""
+    """Copy the batch to a device; from pinned memory the copy is asynchronous."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 

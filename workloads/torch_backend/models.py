@@ -1,7 +1,7 @@
-"""The PyTorch models that ship with evener, except the tiled model: classifiers, a stack in two
-halves, and a language model.
+"""The PyTorch models that ship with evener, except the tiled model in `tiling.py`.
 
-All data are synthetic. The registry lists the models' sources.
+They are classifiers, a convolutional stack in two halves, and a language model. All data are
+synthetic. The registry lists the models' sources.
 """
 
 from __future__ import annotations
@@ -32,8 +32,9 @@ DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 def classifier(
     module: nn.Module, learning_rate: float, sample_batch: Callable[[int], Any]
 ) -> Recipe:
-    """Return a recipe for a module that returns logits, with Adam, cross-entropy
-    and synthetic rows.
+    """Return a recipe for a module that returns logits.
+
+    The recipe has Adam, cross-entropy and synthetic rows.
     """
     optimizer = torch.optim.Adam(module.parameters(), learning_rate)
     return Recipe(
@@ -53,8 +54,9 @@ def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
 
 
 def maxer() -> nn.Sequential:
-    """Return the network of gpu_maxing_model.py (see the registry) for MNIST, much larger than
-    needed: 78,923,530 parameters. Its training never converges.
+    """Return the network of gpu_maxing_model.py (see the registry) for MNIST.
+
+    It is much larger than needed (78,923,530 parameters), and its training never converges.
     """
     layers: list[nn.Module] = []
     before = 1
@@ -71,8 +73,9 @@ def maxer() -> nn.Sequential:
 
 
 def mnist(filters: int, dense: int) -> nn.Sequential:
-    """Return a network of two convolutions and two dense layers: images (samples, 1, 28, 28) to
-    logits (samples, 10).
+    """Return a network of two convolutions and two dense layers.
+
+    It maps images (samples, 1, 28, 28) to logits (samples, 10).
     """
     blocks: list[nn.Module] = []
     for before, after in ((1, filters), (filters, 2 * filters)):
@@ -82,8 +85,9 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """`layers` GRUs of `units` units, then a dense layer and logits. The step time hardly grows
-    with the batch until the batch is large.
+    """`layers` GRUs of `units` units, then a dense layer and logits.
+
+    The step time hardly increases with the batch until the batch is large.
     """
 
     def __init__(self, features: int, units: int, layers: int, dense: int, classes: int) -> None:
@@ -104,12 +108,12 @@ NORMS = ("group", "batch")
 
 
 class DepthNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2, then a linear head. The first half has
-    16 and 32 channels, the second half 128, 256 and 512.
+    """Blocks of Conv3x3, normalisation, ReLU and MaxPool2, then a linear head.
 
-    Input (samples, 3, side, side) with a side of 32 or more, output (samples, classes). `norm` is
-    "group", which normalises each sample by itself, or "batch" as in the slides. With "batch",
-    micro-batches would train a different model.
+    The first half has 16 and 32 channels, the second half 128, 256 and 512. Input (samples, 3,
+    side, side) with a side of 32 or more, output (samples, classes). `norm` is "group", which
+    normalises each sample by itself, or "batch", which normalises over the batch as in the slides.
+    With "batch", micro-batches would train a different model.
     """
 
     def __init__(self, classes: int = 10, norm: str = "group") -> None:
@@ -129,8 +133,9 @@ class DepthNet(nn.Module):  # type: ignore[misc]
 
     def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
         """Move the halves to the first two of `devices`, and return this module.
-        Raises RequestError for micro-batches with batch normalisation, because they
-        would give another result.
+
+        Raises RequestError for micro-batches with batch normalisation, because they would
+        give another result.
         """
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(
@@ -163,7 +168,7 @@ class DepthNet(nn.Module):  # type: ignore[misc]
 
 PADDING = 0  # the padding token
 IGNORED = -100  # the target that cross-entropy ignores
-EXPANSION = 4  # relative to the width, in a block's dense layer
+EXPANSION = 4  # width of the hidden layer in a block's dense part, relative to the model's width
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
@@ -189,8 +194,9 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
         return len(self.lengths)
 
     def __getitem__(self, row: int) -> Tensor:
-        """Return one token more than the text's length: each token is predicted from the
-        tokens before it.
+        """Return the text's tokens, one more than its length.
+
+        Each token except the first is predicted from the tokens before it.
         """
         return self._tokens[row : row + self.lengths[row] + 1]
 
@@ -207,8 +213,9 @@ def mean_over_tokens(logits: Tensor, targets: Tensor) -> Tensor:
 
 
 class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """A causal language model: tokens (rows, length) to logits (rows, length, vocabulary) of
-    the next tokens.
+    """A causal language model.
+
+    It maps tokens (rows, length) to logits (rows, length, vocabulary) of the next tokens.
     """
 
     def __init__(self, vocabulary: int, longest: int, width: int, layers: int, heads: int) -> None:
@@ -255,7 +262,7 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
 
 
 def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload with this name from the registry, at its place."""
+    """Build the workload with this name from the registry, at `place`."""
     learning_rate = settings["learning_rate"]
     if name == "torch_text":
         texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)
@@ -279,4 +286,4 @@ MODELS: Mapping[str, tuple[Callable[..., nn.Module], Callable[..., Any], Mapping
         {"halves": lambda net, to: net.lay(to), "halves-micro": DepthNet.lay},
     ),
     "torch_tiles": (TilesNet, stripes, {"tiles": TilesNet.lay}),
-}  # each with the function that makes its batches, and its placements
+}  # name -> (makes the module, makes its batches, placements)

@@ -1,4 +1,4 @@
-"""Measures the phases of a step by the clock of the workload's device."""
+"""Measure the phases of a step by the clock of the workload's device."""
 
 from __future__ import annotations
 
@@ -7,15 +7,16 @@ from typing import Any, Literal
 import torch
 
 Phase = Literal["input", "update"]
-MOST_MARKED = 512  # phases between two readings; if there are more, these represent all of them
+MOST_MARKED = 512  # most phases that are timed between two readings; they represent all phases
 HIGHEST_CLOCK_HZ = 2e9  # upper bound for a GPU, so that a pause is never shorter than requested
 LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Measures the seconds of each phase. On a GPU, the marks that begin and end a phase
-    are enqueued after all earlier work, so only time in which the GPU had nothing else
-    to do is counted.
+    """Measures the seconds of each phase.
+
+    On a GPU, the events that begin and end a phase are enqueued after all earlier work, so time in
+    which the GPU still does earlier work isn't counted.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -39,14 +40,14 @@ class PhaseClock:
             self._begun = None
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add seconds to a phase that the host measured itself, while the device
-        had nothing to do.
-        """
+        """Add time to a phase that the host measured itself while the device was idle."""
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
-        """Return the seconds of each phase since the last reading. The device must have finished
-        the phases. Beyond `MOST_MARKED` phases, the sum is extrapolated.
+        """Return the seconds of each phase since the last reading.
+
+        The device must have finished the phases. Beyond `MOST_MARKED` phases, the
+        sum is extrapolated.
         """
         found = dict(self._added)
         for phase, count in self._counts.items():

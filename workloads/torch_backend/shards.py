@@ -1,5 +1,6 @@
-"""A recipe's model in shards, as `Split.shard` trains it: on a rank of a group, or on a rank
-that is measured alone.
+"""A recipe's model in shards, as `Split.shard` trains it.
+
+Its rank is one of a group, or is measured alone.
 """
 
 from __future__ import annotations
@@ -18,16 +19,17 @@ from evener.torch.step.wrapped import watch
 
 from ..protocol import Place
 
-# of a process that uses a GPU, outside of PyTorch's allocator: CUDA's context with its libraries,
-# and NCCL's buffers, as seen on H200
+# GPU memory of a process outside of PyTorch's allocator, as measured on H200: CUDA's context with
+# its libraries, and NCCL's buffers
 CONTEXT_BYTES = 600 << 20
 NCCL_BYTES = 900 << 20
 
 
 def leave_trainers_on_host() -> None:
-    """Keep transformers' Trainers from moving their models to a device, even if transformers
-    is imported later. The model is sharded from host memory, because a device may be too small
-    for the whole model.
+    """Prevent transformers' Trainers from moving their models to a device.
+
+    This also works if transformers is imported later. The model is sharded from host memory,
+    because a device may be too small for the whole model.
     """
     wrapt.register_post_import_hook(_leave_on_host, "transformers.trainer")
 
@@ -37,8 +39,9 @@ def _leave_on_host(module: Any) -> None:
 
 
 class RecipeShards:
-    """The shards of a recipe's module on this rank's device. From now on, the recipe's
-    optimizer updates the shards.
+    """The shards of a recipe's module on this rank's device.
+
+    Once this object is created, the recipe's optimizer updates the shards.
     """
 
     def __init__(self, recipe: Any, place: Place, device: torch.device) -> None:
@@ -58,24 +61,27 @@ class RecipeShards:
         parts = (*parts, 1 - parts[0]) if alone else parts
         own = ShardPlace(place.rank, parts, device, alone)
         self.sharded = cut_model(module, units, own, casts=casts)
-        # in a later batch of a window, gradients are there while activations are at their peak
+        # with gradient accumulation, gradients coexist with the peak of activations
         self.sharded.frees_gradients = not recipe.accumulates
         move(recipe.optimizer, replaced, module)
         self._state, self._step = self._measure(recipe.optimizer, device)
         watch(module, device, lambda *_: None)
 
     def describe(self) -> str:
-        """Return seven numbers, separated by spaces: the bytes of the model's state, of
-        gathered units and of an optimizer step, the number of parameters, the number of
-        trained parameters, the bytes of the state that are gradients which a step frees
-        before its forward pass, and the bytes outside of PyTorch's allocator.
+        """Return seven numbers about the whole model's memory, separated by spaces.
+
+        They are the bytes of the model's state, of gathered units and of an optimizer
+        step; the number of parameters and of trained parameters; the bytes of gradients,
+        included in the state, that a step frees before its forward pass; and the bytes
+        outside of PyTorch's allocator.
         """
         figures = (self._state, self._gathered, self._step, self._parameters, self._trained)
         return " ".join(map(str, (*figures, self._gradients, self._beside)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole model's state, and the temporary bytes of an optimizer
-        step. Both are extrapolated from this rank's shard, in a first step with zero gradients.
+        """Return the bytes of the whole model's state, and of an optimizer step's temporary memory.
+
+        Both are extrapolated from this rank's shard, in a first step with zero gradients.
         """
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)

@@ -1,10 +1,9 @@
-"""Cuts an image into tiles on several devices, which copy their borders to each other. The result
-equals the whole image's result exactly.
+"""Cut an image into tiles on several devices, which copy their borders to each other.
 
-Each output tile of a layer is a range of rows and columns. Its device already has most of the input
-that the tile's windows read, copies the rest from neighbouring tiles, and pads with zeros outside
-the image. Nothing is computed twice and nothing is approximated, so sizes that don't divide evenly
-need no special case.
+The result equals the whole image's result exactly. Each output tile of a layer is a range of rows
+and columns. Its device already has most of the input that the tile's windows read, copies the rest
+from neighbouring tiles, and pads with zeros outside the image. Nothing is computed twice and
+nothing is approximated, so sizes that don't divide evenly need no special case.
 """
 
 from __future__ import annotations
@@ -19,17 +18,16 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
 SIDE = 2  # tiles along each axis
-GROUPS = 8  # of GroupNorm
+GROUPS = 8  # groups of GroupNorm
 CHANNELS = (16, 32)
 
 
 @dataclass(frozen=True)
 class Tiles:
-    """A batch of images, shaped (samples, channels, height, width) as a whole, cut into SIDE x
-    SIDE tiles on `devices`.
+    """A batch of images, cut into SIDE x SIDE tiles on `devices`.
 
-    `rows` and `columns` are the positions of the cuts, including 0 and the image's size.
-    No tile is empty.
+    The uncut images have the shape (samples, channels, height, width). `rows` and `columns` are the
+    positions of the cuts, including 0 and the image's size. No tile is empty.
     """
 
     parts: Sequence[Sequence[Tensor]]
@@ -47,8 +45,10 @@ class Tiles:
         return replace(self, parts=[[compute(part) for part in row] for row in self.parts])
 
     def compute_windows(self, compute: Callable[[Tensor], Tensor], step: int, border: int) -> Tiles:
-        """Return a layer's output tiles. Each output position reads `step` input positions along
-        each axis, and `border` more at both ends.
+        """Return a layer's output tiles.
+
+        Along each axis, an output position reads `step` input positions and `border` more positions
+        at both ends.
         """
         rows, columns = ([cut // step for cut in cuts] for cuts in (self.rows, self.columns))
 
@@ -66,8 +66,9 @@ class Tiles:
     def gather(
         self, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
     ) -> Tensor:
-        """Return the part of the whole image in these half-open ranges, on `device`, with zeros
-        outside the image.
+        """Return the part of the whole image in these half-open ranges, on `device`.
+
+        Positions outside the image are 0.
         """
         bands = []
         for tiles, top in zip(self.parts, self.rows, strict=False):
@@ -89,8 +90,9 @@ def _join(parts: Sequence[Tensor], dimension: int) -> Tensor:
 
 
 def cut(images: Tensor, devices: Sequence[torch.device]) -> Tiles:
-    """Cut images (samples, channels, height, width) in half along both axes; tiles go to the
-    devices in turn.
+    """Cut images (samples, channels, height, width) in half along both axes.
+
+    Tiles are assigned to the devices in turn.
     """
     rows, columns = ([size * k // SIDE for k in range(SIDE + 1)] for size in images.shape[2:])
     parts = [
@@ -117,7 +119,7 @@ def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
     for layer in layers:
         match layer:
             case nn.Conv2d():
-                # `to` is differentiable, so gradients land on the layer itself
+                # `to` is differentiable, so gradients are accumulated in the layer itself
                 copies = {
                     device: layer.weight.to(device, non_blocking=True)
                     for device in set(tiles.devices)
@@ -137,8 +139,9 @@ def _convolve(weights: Mapping[torch.device, Tensor], part: Tensor) -> Tensor:
 
 
 def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
-    """Apply batch normalisation with the whole image's statistics. Only sums are copied
-    between devices, not pixels.
+    """Apply batch normalisation with the whole image's statistics.
+
+    Only sums are copied between devices, not pixels.
     """
     mean, variance = layer.running_mean, layer.running_var
     if layer.training:
@@ -190,11 +193,10 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
 
 
 class TilesNet(nn.Module):  # type: ignore[misc]
-    """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2 with 16 and 32 channels, then the mean over
-    pixels and a linear head.
+    """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2, then the mean over pixels and a linear head.
 
-    Input (samples, 3, height, width), both at least 8; output (samples, classes) on
-    the first device.
+    Blocks have 16 and 32 channels. Input (samples, 3, height, width), with height and width of 8 or
+    more; output (samples, classes) on the first device.
     """
 
     def __init__(self, classes: int = 10) -> None:
@@ -204,8 +206,9 @@ class TilesNet(nn.Module):  # type: ignore[misc]
         self._devices: tuple[torch.device, ...] = ()
 
     def lay(self, devices: Sequence[torch.device]) -> TilesNet:
-        """Compute in tiles on these devices from now on, and return this module. The parameters
-        move to the first device.
+        """Compute in tiles on these devices from now on, and return this module.
+
+        The parameters move to the first device.
         """
         self._devices = tuple(devices)
         self.to(devices[0])

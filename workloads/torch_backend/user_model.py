@@ -51,8 +51,9 @@ def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
-    """Return the recipe from the user's function and its data functions. Raises RequestError if
-    they return something else or if there is no data.
+    """Return the recipe from the user's function and its data functions.
+
+    Raises RequestError if these functions return something else or if there is no data.
     """
     own = user_code.load(name, settings)
     recipe = find_recipe(name, own.result)
@@ -73,8 +74,9 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
 
 
 def from_user(name: str, result: Any) -> Recipe:
-    """Convert the return value of a user's function to a recipe. Raises RequestError, which names
-    what is wrong with the value.
+    """Convert the return value of a user's function to a recipe.
+
+    Raises RequestError if the value is invalid; its message says why.
     """
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
@@ -110,8 +112,9 @@ def from_user(name: str, result: Any) -> Recipe:
 
 
 def to_data(name: str, given: Any) -> Data:
-    """Convert the user's data set, alone or as (data set, loader options), to `Data`. Raises
-    RequestError if it isn't a data set.
+    """Convert the user's data set, alone or as (data set, loader options), to `Data`.
+
+    Raises RequestError if it isn't a data set.
     """
     if isinstance(given, tuple) and len(given) == 2 and isinstance(given[1], Mapping):
         return Data(*given)
@@ -140,8 +143,9 @@ def _by_name(name: str, result: Any) -> Mapping[str, Any]:
 
 
 def find_recipe(name: str, result: Any) -> Recipe | None:
-    """Return the recipe of a Trainer, or of a LightningModule with its data; None for anything
-    else. Raises RequestError for a LightningModule without data.
+    """Return the recipe of a Trainer, or of a LightningModule with its data.
+
+    Return None for anything else. Raises RequestError for a LightningModule without data.
     """
     if _is_a(result, "transformers.", "Trainer"):
         return _from_trainer(result)
@@ -172,21 +176,23 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """Runs the passes of a Trainer, and the Trainer's work on the host between passes and between
-    steps, as a training run by a plan does.
+    """Runs the passes of a Trainer as in a training run by a plan.
+
+    This includes the Trainer's work on the host between passes and between steps.
     """
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer
         self._passes = 0  # number of passes of this step
-        self._loss: Any = None  # the sum of their losses
+        self._loss: Any = None  # the sum of these passes' losses
         self._batch: Any = None  # the batch of the last pass
         optimizer.register_step_pre_hook(self._finish)
         optimizer.register_step_post_hook(lambda *_: trainer.model.zero_grad())
 
     def compute(self, batch: Any) -> Any:
-        """Return the loss of a pass. Before its forward pass, counts the batch's labels,
-        as the Trainer does.
+        """Return the loss of a pass.
+
+        The batch's labels are counted before the forward pass, as the Trainer does.
         """
         trainer = self._trainer
         trainer.model.train()
@@ -199,8 +205,10 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Do what the Trainer does before each optimizer step: wait for the loss, count the
-        operations of each pass, which visits all parameters, and clip the gradients.
+        """Do what the Trainer does before each optimizer step.
+
+        It waits for the loss, counts the operations of each pass, which visits all parameters, and
+        clips the gradients.
         """
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:
@@ -229,8 +237,9 @@ def _from_trainer(trainer: Any) -> Recipe:
     mixed = str(trainer.accelerator.mixed_precision)
 
     def prepare(in_shards: bool) -> None:
-        """Prepare the model to compute as in a training: accelerate's autocast wraps the forward
-        pass and converts its outputs to float32.
+        """Prepare the model to compute as in a training run.
+
+        Accelerate's autocast wraps the forward pass and converts its outputs to float32.
         """
         if in_shards:
             keep_no_casts(trainer.accelerator)
@@ -267,8 +276,9 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 
 
 def _read_data(given: Any) -> Data:
-    """Return the data set as `Data`; for a DataLoader, its data set with its collate
-    function, workers and pinning.
+    """Return the data set as `Data`.
+
+    For a DataLoader, `Data` has its data set, collate function, workers and pinning.
     """
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
@@ -276,8 +286,9 @@ def _read_data(given: Any) -> Data:
 
 
 def _first_optimizer(given: Any) -> Any:
-    """Return the first optimizer in any form that `configure_optimizers` may return; None if
-    there is none.
+    """Return the first optimizer in a result of `configure_optimizers`; None if there is none.
+
+    `given` may have any form that `configure_optimizers` may return.
     """
     if isinstance(given, Mapping):
         given = given.get("optimizer")
@@ -287,8 +298,10 @@ def _first_optimizer(given: Any) -> Any:
 
 
 def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **more: Any) -> Data:
-    """Return the rows as `Data` with a trainer's loader options. Without workers nothing is
-    prefetched, so a step's rows are loaded when the step begins, while the GPU waits.
+    """Return the rows as `Data` with a trainer's loader options.
+
+    Without workers nothing is prefetched, so a step's rows are loaded when the step begins, while
+    the GPU waits.
     """
     options = {
         "num_workers": workers,

@@ -1,9 +1,9 @@
-"""A workload from a torch module, an optimizer, a loss and their batches, stepped as
-in the user's training.
+"""A workload from a torch module, an optimizer, a loss and their batches.
 
-One device runs a plain loop. Several devices have a process each, which all-reduce their gradients
-as `evener.torch` does, or one process in which the workload places its own parts. Batches come from
-host memory each step unless the place specifies otherwise.
+It is stepped as in the user's training. One device runs a plain loop. Several devices have a
+process each, which all-reduce their gradients as `evener.torch` does, or one process in
+which the workload places its own parts. Batches come from host memory each step unless the
+place specifies otherwise.
 """
 
 from __future__ import annotations
@@ -46,13 +46,14 @@ from .shards import RecipeShards, leave_trainers_on_host
 
 MEETING_TIME = timedelta(seconds=300)  # timeout for the rendezvous of a group's ranks
 NOTED_STEPS = 2  # the optimizer creates its state in the first step
-LEFT_BYTES = 128 << 20  # kept by libraries from their first use on
+LEFT_BYTES = 128 << 20  # memory that libraries allocate on first use and keep
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
 class Recipe(msgspec.Struct, frozen=True):
-    """A model with its loss, optimizer and data. It is created on the CPU, and the workload moves
-    it to its device.
+    """A model with its loss, optimizer and data.
+
+    The model is created on the CPU, and the workload moves it to its device.
     """
 
     module: Any  # torch.nn.Module
@@ -62,16 +63,17 @@ class Recipe(msgspec.Struct, frozen=True):
     )  # (outputs, targets) -> mean over the rows; None: the module returns its loss
     data: Data | None = None  # training data; None: rows that `sample_batch` makes
     sample_batch: SampleBatch | None = None
-    mixed_precision: str = ""  # a Trainer's, as accelerate names it: no | fp16 | bf16
+    mixed_precision: str = ""  # a Trainer's mixed precision in accelerate's words: no | fp16 | bf16
     casts: Any = None  # the type of an autocast around the module's forward pass, if it is known
-    accumulates: bool = False  # gradients of several batches are added up before a step
+    accumulates: bool = False  # gradients of several batches are accumulated before a step
     # called once before any sharding, with True if the model will be sharded
     prepare: Callable[[bool], None] = lambda _: None
 
 
 class Waits:
-    """Measures the seconds that a GPU waits, after its own last gradient, for other ranks'
-    gradients and for the all-reduce.
+    """Measures how long a GPU waits for other ranks and for the all-reduce, in seconds.
+
+    A wait begins after the GPU's own last gradient.
     """
 
     def __init__(self, exchange: Exchange, clock: Any) -> None:
@@ -87,8 +89,9 @@ class Waits:
         self._pairs.append((self._ready, self._clock.mark()))
 
     def read(self) -> float:
-        """Return the total seconds waited since the last reading. The device must
-        have finished these steps.
+        """Return the total time waited since the last reading, in seconds.
+
+        The device must have finished the steps.
         """
         pairs, self._pairs = self._pairs, []
         waited: float = sum(self._clock.seconds(*pair) for pair in pairs)
@@ -102,15 +105,14 @@ DrawRows = Callable[
 BuildRecipe = Callable[[], Recipe]
 Lay = Callable[
     [Any, tuple[torch.device, ...]], Any
-]  # puts a module's parts on devices and returns what to call
+]  # puts a module's parts on devices and returns the module to call
 
 
 class TorchWorkload(Workload, StepListener):
-    """A recipe at its place, alone or as one rank of a group. Raises RequestError for a place
-    that PyTorch doesn't support.
+    """A recipe at its place, alone or as one rank of a group.
 
     `lay` places the module's parts on the place's devices, all in one process; without `lay`, the
-    process has one device.
+    process has one device. Raises RequestError for a place that PyTorch doesn't support.
     """
 
     def __init__(self, place: Place, build_recipe: BuildRecipe, lay: Lay | None = None) -> None:
@@ -145,7 +147,7 @@ class TorchWorkload(Workload, StepListener):
         self._micro = 0  # the maximum rows per pass
         self._passes = Passes(place.rank, self.device, lambda _: None)
         self._steps = 0  # since `prepare`
-        # the error of a step of a group that ran out of memory and ended in smaller passes
+        # the error of a group's step that ran out of memory and was completed in smaller passes
         self._short_of_memory = ""
         self._updates = False  # the optimizer's step is running
         # bytes allocated as a step began, and the number of steps recorded since `prepare`
@@ -159,8 +161,9 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Prepare batches for this rank's share. A rank whose share is 0 leaves the group until a
-        later call gives it a share above 0.
+        """Prepare batches for this rank's share.
+
+        A rank whose share is 0 leaves the group until a later call gives it a share above 0.
         """
         self._micro = own_share(self.place, micro or shares)
         if micro:
@@ -179,14 +182,15 @@ class TorchWorkload(Workload, StepListener):
     def prepare_dealt(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are distributed by cost. A pass has at
-        most `tokens` padded tokens.
+        """Prepare shares of global batches whose rows are distributed by cost.
+
+        A pass has at most `tokens` padded tokens.
         """
         self._micro = sum(shares)
         dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
         epoch = self._dealt[
             dealer
-        ]  # each time other batches, because the framework already knows the shapes of earlier ones
+        ]  # new batches each time, because the framework knows the shapes of earlier batches
         self._dealt[dealer] += 1
         self._prepare(
             shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True
@@ -213,8 +217,9 @@ class TorchWorkload(Workload, StepListener):
             batches.make(draw(batches.data, sizes, rank), on_host)
 
     def step(self) -> None:
-        """Take an optimizer step on the next batch, with gradients all-reduced over the ranks. Does
-        nothing on a rank without rows.
+        """Take an optimizer step on the next batch, with gradients all-reduced over the ranks.
+
+        It does nothing on a rank without rows.
         """
         if self._batches is None or not self._batches.rows:
             return
@@ -225,7 +230,7 @@ class TorchWorkload(Workload, StepListener):
         optimizer.zero_grad(set_to_none=True)
         self._note_held()
         passes = 1
-        # the first step of each size: others seldom run out of memory, and those are timed
+        # only the first step of each size: later steps seldom run out of memory, and are timed
         grouped = self._shards is None and isinstance(self._model, Exchanged)
         survives = grouped and not self._steps
         self._steps += 1
@@ -246,8 +251,9 @@ class TorchWorkload(Workload, StepListener):
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
         """Compute a batch in its passes, as a training run does; return their number.
 
-        With `exchanges`, a pass that runs out of memory is computed again in smaller ones, since
-        the other ranks of the group wait in the all-reduce. The error is noted.
+        With `exchanges`, a pass that runs out of memory is computed again in smaller
+        passes, because the other ranks of the group wait in the all-reduce. The error is
+        recorded for `read_shortage`.
         """
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
@@ -259,12 +265,14 @@ class TorchWorkload(Workload, StepListener):
         return len(parts)
 
     def read_shortage(self) -> str:
-        """Return the error if the first step since `prepare` ended in smaller passes."""
+        """Return the error if the first step since `prepare` was completed in smaller passes."""
         return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add the work that a step computed. A batch that is cut into passes was padded before it
-        was cut, so only the number of passes differs from the work of one pass.
+        """Add the work that a step computed.
+
+        A batch that is cut into passes was padded before it was cut, so only the number of passes
+        differs from the work of one pass.
         """
         for work in works:
             whole = msgspec.structs.replace(work, passes=passes / len(works))
@@ -273,18 +281,20 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the bytes allocated as a step begins, in the first `NOTED_STEPS` steps only. Later
-        steps begin with the same amount, because the optimizer has created its state by then.
+        """Record the bytes allocated as a step begins, in the first `NOTED_STEPS` steps only.
+
+        Later steps begin with the same amount, because the optimizer has created its state by then.
         """
         if self._noted < NOTED_STEPS:
             self._noted += 1
             self._held = self.memory.held()
 
     def recover(self) -> bool:
-        """Release the memory of a step that ran out of memory. Returns False if the step failed in
-        the optimizer's update, which leaves the optimizer's state incomplete, if it didn't end and
-        this process is a rank of a group, because other ranks wait for it, or if clearly more
-        memory stays allocated than before the step.
+        """Release the memory of a step that ran out of memory.
+
+        Returns False if the step failed in the optimizer's update, because the optimizer's state is
+        then incomplete; if a rank of a group didn't complete the step, because other ranks then
+        wait for it; or if clearly more memory stays allocated than before the step.
         """
         ended = bool(self._short_of_memory)
         if self._updates or not self._noted or (self._group and not ended):
@@ -296,7 +306,7 @@ class TorchWorkload(Workload, StepListener):
             self._shards.sharded.reset()
         self._open_batches().drop()
         free_memory(self.device)
-        # a step that ended may have created the optimizer's state
+        # a completed step may have created the optimizer's state
         return ended or self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
@@ -304,8 +314,9 @@ class TorchWorkload(Workload, StepListener):
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """Return the seconds that this rank's GPU waited for other ranks since the last reading;
-        None on a CPU or without other ranks.
+        """Return how long this rank's GPU waited for other ranks since the last reading.
+
+        The result is in seconds; None on a CPU or without other ranks.
         """
         return None if self._waits is None else self._waits.read()
 
@@ -316,8 +327,9 @@ class TorchWorkload(Workload, StepListener):
         return self._scaler.scale(loss)
 
     def synchronize(self) -> None:
-        """Wait until the GPUs have finished and prefetched batches have arrived. A CPU has
-        finished when `step` returns.
+        """Wait until the GPUs have finished and prefetched batches have arrived.
+
+        A CPU has finished when `step` returns.
         """
         for device in self.devices:
             if _on_gpu(device):
@@ -328,14 +340,16 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the seconds of input and of the optimizer's update, summed over all steps
-        since the last reading.
+        """Return the total time of input and of the optimizer's update since the last reading.
+
+        Both are in seconds, summed over all steps.
         """
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
     def keep_batch(self, kept: bool) -> bool:
         """Reuse the next batch in all following steps if `kept`, otherwise take new batches again.
+
         Returns False if rows have lengths, because batches then differ in work.
         """
         if self._batches is None or not self._batches.rows:
@@ -350,10 +364,10 @@ class TorchWorkload(Workload, StepListener):
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.place.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
-        """Return the seconds that a GPU needs for one step; None on a CPU. The step is enqueued
-        behind a pause, so that the host has enqueued all of it before the GPU begins.
+        """Return the seconds that a GPU needs for one step; None on a CPU.
 
-        Waits of the host within the step, such as `.item()`, are included.
+        The step is enqueued behind a pause, so that the host has enqueued all of the step's kernels
+        before the GPU begins. Waits of the host within the step, such as `.item()`, are included.
         """
         if not _on_gpu(self.device):
             return None
@@ -375,8 +389,10 @@ class TorchWorkload(Workload, StepListener):
         return self._loss is None or bool(torch.isfinite(self._loss).all())
 
     def facts(self) -> Mapping[str, str]:
-        """Return the versions, engine, parameter count and digest, and what is known
-        about the data's rows.
+        """Return facts about the workload as text.
+
+        They include versions, the engine, the parameter count, the model's digest, the rows per
+        epoch (0: unknown) and, if rows differ in length, a sample of their lengths.
         """
         cuda = (
             {"cuda": torch.version.cuda, "cudnn": torch.backends.cudnn.version()}
@@ -406,8 +422,9 @@ class TorchWorkload(Workload, StepListener):
         return {key: str(value) for key, value in known.items() if value is not None}
 
     def _computes_bfloat16(self) -> bool:
-        """True if the requested precision, a parameter or a Trainer uses bfloat16. An autocast in
-        the user's code isn't known before it runs.
+        """True if the requested precision, a parameter or a Trainer uses bfloat16.
+
+        An autocast in the user's code isn't known before that code runs.
         """
         return (
             _HALVES.get(self.place.precision) is torch.bfloat16
@@ -416,8 +433,10 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Return the batches, opened on the first call. That is after the memory cap is set, and
-        before `prepare` resets the peak memory.
+        """Return the batches, opened on the first call.
+
+        The first call comes after the memory cap is set, and before `prepare` resets
+        the peak memory.
         """
         if self._batches is None:
             data = self.recipe.data or Data(
@@ -429,8 +448,9 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Set the weight of this rank's gradients as a step begins. `sizes`
-        has each rank's rows.
+        """Set the weight of this rank's gradients as a step begins.
+
+        `sizes` has each rank's rows.
         """
         model = self._model
         exchange: Any = model.exchange if isinstance(model, Exchanged) else None
@@ -452,8 +472,9 @@ class TorchWorkload(Workload, StepListener):
         return context
 
     def _regroup(self, shares: tuple[int, ...]) -> None:
-        """Step with the ranks whose share isn't 0. A changed set of ranks becomes
-        a new process group.
+        """Step with the ranks whose share isn't 0.
+
+        A new process group is created if the set of ranks has changed, unless the model is sharded.
         """
         members = tuple(rank for rank, share in enumerate(shares) if share)
         if self._shards is not None:
@@ -461,7 +482,7 @@ class TorchWorkload(Workload, StepListener):
         elif members != self._members:
             group = dist.new_group(list(members))
             if not set(members) <= set(self._members):
-                # a rank that returns has other momentum than the other ranks
+                # a returning rank's optimizer state differs from that of the other ranks
                 self.recipe.optimizer.state.clear()
             self._members, self._model, self._waits = members, self.recipe.module, None
             if self.place.rank in members:
@@ -471,8 +492,9 @@ class TorchWorkload(Workload, StepListener):
 
 
 class GpuMemory(MemoryMeter):
-    """Measures the memory of tensors on GPUs, which grows with the batch. The allocator's own
-    memory also depends on earlier sizes, so it isn't used.
+    """Measures the memory of tensors on GPUs, which grows with the batch.
+
+    The memory that the allocator reserves isn't used, because it also depends on earlier sizes.
     """
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
@@ -494,16 +516,15 @@ class GpuMemory(MemoryMeter):
         return sum(int(torch.cuda.memory_allocated(device)) for device in self._gpus)
 
     def release(self) -> tuple[int | None, ...]:
-        """Free the allocator's cache. Returns the bytes that the allocator still
-        reserves on each GPU.
-        """
+        """Free the allocator's cache; return the bytes that it still reserves on each GPU."""
         torch.cuda.empty_cache()
         return tuple(int(torch.cuda.memory_reserved(device)) for device in self._gpus)
 
 
 def check_place(place: Place, placed: bool = False) -> None:
-    """Raise RequestError for a place that PyTorch doesn't support. `placed`: the workload places
-    its own parts on several devices.
+    """Raise RequestError for a place that PyTorch doesn't support.
+
+    `placed` is True if the workload places its own parts on several devices.
     """
     if place.xla:
         raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
@@ -515,8 +536,9 @@ def check_place(place: Place, placed: bool = False) -> None:
 
 
 def configure(place: Place) -> tuple[torch.device, ...]:
-    """Set the number of threads and the memory caps, and return the place's devices. All CPU
-    devices are the same device to PyTorch.
+    """Set the number of threads and the memory caps, and return the place's devices.
+
+    All CPU devices are the same device in PyTorch.
     """
     devices = tuple(torch_device(name) for name in place.devices)
     if place.threads is not None:
@@ -533,16 +555,18 @@ def configure(place: Place) -> tuple[torch.device, ...]:
 
 
 def torch_device(name: str) -> torch.device:
-    """Return PyTorch's device for a name such as "cpu:0" or "cuda:1". Every CPU name
-    gives the same device.
+    """Return PyTorch's device for a name such as "cpu:0" or "cuda:1".
+
+    All CPU names are the same device.
     """
     kind, _, number = name.partition(":")
     return torch.device("cpu") if kind.lower() == "cpu" else torch.device(kind, int(number or 0))
 
 
 def join(place: Place, device: torch.device) -> bool:
-    """Join the other ranks through their rendezvous file, or at the first rank's address. Returns
-    False if there are no other ranks.
+    """Create the process group, through a rendezvous file or at the first rank's address.
+
+    Returns False if there are no other ranks.
     """
     if place.world == 1:
         return False
@@ -558,8 +582,9 @@ def join(place: Place, device: torch.device) -> bool:
 
 
 def own_share(place: Place, shares: Sequence[int]) -> int:
-    """Return this process's rows. Raises RequestError if the number of shares
-    doesn't match its place.
+    """Return this process's rows.
+
+    Raises RequestError if the shares don't match the place.
     """
     if len(place.devices) > 1:
         return sum(shares)  # the model's parts are on several devices, and process every sample
@@ -573,8 +598,10 @@ def own_share(place: Place, shares: Sequence[int]) -> int:
 
 
 def call(model: Any, inputs: Any) -> Any:
-    """Call the model with its inputs: a tuple or list as positional arguments, a mapping as keyword
-    arguments, anything else as the only argument.
+    """Call the model with its inputs.
+
+    A tuple or list is passed as positional arguments, a mapping as keyword arguments, and anything
+    else as the only argument.
     """
     if isinstance(inputs, Mapping):
         return model(**inputs)

@@ -1,5 +1,6 @@
-"""The sitecustomize of each Python that `evener run` starts: installs the hooks, then imports
-the user's own sitecustomize.
+"""The sitecustomize of each Python that `evener run` starts.
+
+It installs the hooks, then imports the user's own sitecustomize.
 """
 
 import sys
