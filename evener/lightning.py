@@ -51,7 +51,7 @@ except ImportError as error:
 class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't followed
     """DistributedDataParallel with uneven shares, created by `Split.strategy`.
 
-    `options` are DDPStrategy's.
+    `options` are passed to DDPStrategy.
     """
 
     loaders_in_checkpoints = True
@@ -298,7 +298,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute a validation batch, and tell the training's timer that validation runs."""
+        """Compute a validation batch, and record in the step timer that validation runs."""
         self._planned.timer.note_validation()
         return super().validation_step(*arguments, **keywords)
 
@@ -334,7 +334,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def training_step(self, *arguments: Any) -> Any:
         """Compute the first pass of the batch.
 
-        `backward` computes the other passes, each after the memory of the one before it is freed.
+        `backward` computes the other passes, each after the previous pass's memory is freed.
         """
         self._arguments = arguments
         self._figures.begin()

@@ -2,8 +2,8 @@
 
 An audit computes a few rows of the batch.
 
-In manual optimization training_step calls its optimizers itself. During an audit those optimizers
-do nothing, and the loss is what training_step passes to manual_backward.
+In manual optimization training_step calls its optimizers itself. During an audit its optimizers do
+nothing, and the loss is what training_step passes to manual_backward.
 """
 
 from __future__ import annotations

@@ -27,7 +27,7 @@ _MAXER = (
 )
 _MNIST = "a small convolutional network on 28 x 28 images made in code; nothing is downloaded"
 _GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences made in code"
-LARGEST_MNIST = 16384  # a larger part of such a data set in one step trains badly
+LARGEST_MNIST = 16384  # more than a quarter of such a data set in one step trains poorly
 _MNIST_SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
 _GRU_SIZES = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
 _TOWERS = {
@@ -146,7 +146,7 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """Return the names in the table, only those of `framework` if it is given."""
+    """Return the names in the table; only workloads of `framework` if it is given."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 

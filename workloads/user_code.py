@@ -339,7 +339,7 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """Yield the return statements of a function, except those of nested functions and classes."""
+    """Yield the return statements of a function, except in nested functions and classes."""
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()

@@ -2,7 +2,8 @@
 
 Many models of transformers accept `num_items_in_batch` and still compute a mean of their own, so
 their signature says nothing about their loss. The loss is a mean over whatever makes the weighted
-gradients of parts equal to the gradient of all rows at once, compared like in an audit.
+gradients of parts equal to the gradient of all rows computed together. The gradients are compared
+as in an audit.
 """
 
 from __future__ import annotations
@@ -194,7 +195,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names whose weights make the parts' gradients sum to that of all rows."""
+        """Return the names whose weights make the parts' gradients sum to the whole gradient."""
         few = self._few
         fitting = []
         far = {}
@@ -211,8 +212,8 @@ class LossFinder:
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
         """True if gradients and losses of two computations of the rows differ only by rounding.
 
-        A small term of the loss, such as one that balances experts, may at first show in
-        the loss alone.
+        A small term of the loss, such as one that balances experts, may at first change only the
+        loss by more than rounding.
         """
         found = compare(reference, other)
         if found is not None and found.relative > GROSS:

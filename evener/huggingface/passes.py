@@ -155,7 +155,7 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """Return a context whose gradients are exchanged later, with those of the last pass."""
+        """Return a context in which gradients aren't reduced yet; the last pass reduces them."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:

@@ -14,10 +14,10 @@ from ..live.step_clock import ClockedReports
 def report(trainer: Trainer) -> None:
     """Report a trainer's steps to the monitor, and its speed metrics to its trackers.
 
-    The trackers are those in `report_to`; the metrics are compute time (own work), waiting time,
-    shares and samples/s. Call this function once, before `train`. Under a plan or `evener run` the
-    steps are reported anyway; without either, the metrics are samples/s, the time of a step, and
-    the wait for data. Nothing else changes.
+    The argument `report_to` lists the trackers. The metrics are compute time (own work), waiting
+    time, shares and samples/s. Call this function once, before `train`. Under a plan or `evener
+    run` the steps are reported anyway; without either, the metrics are samples/s, the time of a
+    step, and the wait for data. Nothing else changes.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(

@@ -201,7 +201,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         """Return the loader of an evaluation.
 
-        The batches are those that one process would compute, divided among the ranks.
+        The batches that one process would compute are divided among the ranks.
         """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
@@ -387,7 +387,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return (loss, *others) if isinstance(result, tuple) else loss
 
     def prediction_step(self, *args: Any, **kwargs: Any) -> Any:
-        """Compute a batch of an evaluation, with the unweighted loss, like in one process."""
+        """Compute an evaluation batch with the unweighted loss, as in one process."""
         self._planned.timer.note_validation()
         self._evaluates = True
         try:

@@ -113,7 +113,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 
 
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[str]:
-    """Return the names of the models that an optimizer trains, without those inside others."""
+    """Return the names of the models that an optimizer trains, without models nested in others."""
     left, found = set(weights), []
     ranked = sorted(names, key=lambda name: -_count_trained(names[name], weights))
     for name in ranked:

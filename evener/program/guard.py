@@ -56,11 +56,11 @@ class Guard(Recorder):
     were computed in both ways and the results differ. `few` returns a few rows of the batch,
     collated as the shares would collate them, if that differs from slicing the batch. `rows` is the
     batch's number of rows; by default, its first tensor's length. `bench` makes the Bench that
-    computes gradients; the default computes those of the models alone.
+    computes gradients; the default computes only the models' gradients.
 
     If ranks communicate in the models' layers, losses are compared instead, and all ranks compute
-    the same passes. `agree` exchanges each rank's fault before and after these passes, and
-    returns a fault of any rank.
+    the same passes. `agree` exchanges each rank's fault before and after these passes, and returns
+    a fault of any rank.
     """
 
     def __init__(

@@ -37,7 +37,7 @@ _SHARDS = (
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Follow each loop over a DataLoader in which the program trains."""
+    """Begin a loop over a DataLoader, and follow it if the program trains in it."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
@@ -46,7 +46,7 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Follow each loop over a loader of accelerate or timm in which the program trains."""
+    """Begin a loop over a loader of accelerate or timm; follow it if the program trains in it."""
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains() else wrapped()
 

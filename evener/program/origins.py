@@ -21,8 +21,8 @@ class Origins:
     """Tracks which tensors were computed from exchanged values, and the call that exchanged them.
 
     A tensor is tracked by identity if a function computed it from such values, and by its storage
-    if such values were written into it. A storage's mark says nothing about what was computed
-    from it earlier.
+    if such values were written into it. Tensors that were computed from a storage before such
+    values were written into it aren't tracked.
     """
 
     def __init__(self) -> None:

@@ -272,8 +272,8 @@ class Program:
     def _note_obstacle(self, optimizer: Any) -> None:
         """Report why this step belongs to no loop that can be followed.
 
-        A later loop may still be followed. Raises RequestError if `--strict` was passed to the
-        program's `evener run`.
+        A later loop may still be followed. Raises RequestError if `evener run` was
+        started with `--strict`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
@@ -581,9 +581,9 @@ class Program:
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """Return the plan with which a training of these models and rows starts.
 
-        Return None to use the plan that evener run passed on. Shares that an earlier training run
-        left don't apply if a configuration file or the script has since changed the model or the
-        batch. In that case, the training starts with even shares.
+        Return None to use the plan that evener run passed on. Shares from an earlier training run
+        don't apply if a configuration file or the script has changed the model or the batch in the
+        meantime. In that case, the training starts with even shares.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin

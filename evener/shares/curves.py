@@ -5,7 +5,7 @@ in several passes. By length, the cost of a pass depends on its rows and its lon
 
 A share b computed in k passes takes k * t(b / k) + (k - 1) * extra, where t is the step time of one
 pass and `extra` is the time that each further pass adds to a whole step of its rows. `extra` is
-negative if a part of the step, such as the optimizer's, isn't repeated. A share that fits at once
+negative if a part of the step, such as the optimizer's, isn't repeated. A share that fits in memory
 is computed in one pass; the passes of a larger share are as large as `rows` allows.
 """
 

@@ -2,9 +2,9 @@
 
 A plan determines how its own global batch is cut; a shorter last batch is cut in the same
 proportions, inside the graph. TensorFlow queues a step's kernels long before its GPU computes them,
-and a gradient sum waits for all kernels that are queued when it starts. Sums run one after another,
-so the first one may overlap with the backward pass, and all later ones wait for the backward pass
-to end: more than two sums per step would hide less.
+and a gradient sum waits for all kernels that are queued when it starts. Sums run one after another.
+The first sum may overlap with the backward pass, but all later sums wait for its end, so more than
+two sums per step would hide less of their time.
 """
 
 from __future__ import annotations
@@ -82,9 +82,9 @@ def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list
     """Group gradient tensors that are summed together, as lists of their positions.
 
     `tensors` are pairs (bytes, type) in the order in which they become ready; groups are returned
-    in that order too. Few bytes are summed at once, in one group per type. More bytes are split
-    into two groups per type, of which the second, late one has at most LATE_PART of all bytes, or
-    only the last tensor. The last `apart` tensors are then left out of both and summed at the end.
+    in that order too. Less than 8 MiB are summed in one group per type. More bytes are split into
+    two groups per type, of which the second, late one has at most LATE_PART of all bytes, or only
+    the last tensor. The last `apart` tensors are then left out of both and summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

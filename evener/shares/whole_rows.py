@@ -58,8 +58,8 @@ def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
 
     The result sums to `batch`. A device with a ratio above 0 gets at least one sample if the batch
     has one for each such device, because an empty replica can abort a TensorFlow process. If there
-    are fewer samples than such devices, the first ones get one sample each. A device with ratio 0
-    gets none. Ties go to the earlier device.
+    are fewer samples than such devices, the first such devices get one sample each. A device with
+    ratio 0 gets none. Ties go to the earlier device.
     """
     check_ratios(ratios)
     batch = _check_batch(batch)

@@ -1,10 +1,10 @@
 """Judge audits: whether the path that trains computes the correct gradient.
 
-An audit takes a few rows of the current batch and computes their gradient twice: like one device
-would (the reference), and by the path that trains: parts of unequal size, each collated separately
-and weighted like in training. Shares don't change what is learned if both gradients are equal
-except for rounding. This module decides when to audit, which difference is more than rounding, what
-follows from it and which message is shown. It doesn't depend on any framework.
+An audit takes a few rows of the current batch and computes their gradient twice: as one device
+would (the reference), and by the path that trains, in parts of unequal size that are collated
+separately and weighted as in training. Shares don't change what is learned if both gradients are
+equal except for rounding. This module decides when to audit, which difference is more than
+rounding, what follows from it and which message is shown. It doesn't depend on any framework.
 
 The part for a framework (`evener/torch/audit` for PyTorch) uses it like this:
 
@@ -197,8 +197,8 @@ def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float
 def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
     """Return the size by which a tensor's difference is divided.
 
-    A gradient that is 0 except for rounding, such as that of a bias before a softmax, has no
-    meaningful size: its rounding is a fraction of the summed terms, which are as large as other
+    A gradient that is 0 except for rounding, such as the gradient of a bias before a softmax, has
+    no meaningful size: its rounding is a fraction of the summed terms, which are as large as other
     tensors' gradients. So the size is at least SMALL times the largest gradient's size.
     """
     return max(one.size(name), other.size(name), SMALL * largest)

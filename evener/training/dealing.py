@@ -75,7 +75,7 @@ class DealWays:
         ]
 
     def try_all(self) -> Iterator[Hands]:
-        """Yield the ways to deal the batch that are considered; better ones tend to come first.
+        """Yield the ways to deal the batch that are considered; better ways tend to come first.
 
         The ways differ in the assumed price of a pass and in the fraction of the batch that is
         dealt in blocks.

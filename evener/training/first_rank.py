@@ -32,7 +32,7 @@ def describe_rank() -> str:
 
 
 def is_started_rank() -> bool:
-    """True if this process's variables are those of a rank that evener itself started."""
+    """True if evener itself started this rank, according to its environment variables."""
     return os.environ.get(STARTED_AS) == describe_rank()
 
 

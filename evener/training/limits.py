@@ -1,6 +1,6 @@
 """What limits a training: each limit with its part of a step, a remedy and the expected gain. Pure.
 
-A search and a training measure the parts of a step in their own ways, and both list them here.
+A search and a training run measure the parts of a step differently, and both use this module.
 Measured parts may overlap: a host that is starved of cores also delays input. Overlaps are removed,
 so that the limits of one step never add up to more than the step.
 """

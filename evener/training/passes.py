@@ -2,7 +2,7 @@
 
 A pass is one forward and backward pass (a micro-batch). A rank whose rows don't fit into memory at
 once computes them in several passes; the sum of the passes' gradients, each times its weight, is
-the gradient of the rank's mean. A pass that runs out of memory is retried in smaller ones, with
+the gradient of the rank's mean. A pass that runs out of memory is retried in smaller passes with
 the same rows:
 
     sizes = divide_rows(rows, most)            # `most` is from the plan
@@ -79,7 +79,7 @@ class Pass(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The row after the last one, counted in the plan's pass."""
+        """The end of these rows in the plan's pass (exclusive)."""
         return self.start + self.rows
 
     @property

@@ -66,7 +66,7 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Shares that would be faster than the current ones."""
+    """Shares that would be faster than the current shares."""
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s

@@ -1,4 +1,4 @@
-"""Assign shares to processes: each finds its own in a plan by host and device, not by rank. Pure.
+"""Assign a plan's shares to processes by host and device rather than by rank. Pure.
 
 Without a plan, ratios divide the global batch in the order of ranks.
 """
@@ -62,8 +62,9 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
     """Return, for each rank, the index in `active` of its share.
 
-    Ranks are matched by device, else by host and local rank, else in order. Raises PlanError
-    unless each rank has a share of its own.
+    Ranks are matched to shares by device or, if no rank's device is found among the shares, by host
+    and local rank. If the shares have no hosts, they are matched in order. Raises PlanError unless
+    each rank has a share of its own.
     """
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):

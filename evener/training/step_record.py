@@ -1,10 +1,10 @@
 """Compare a training's step times with its first and its last shares. Pure.
 
-Only undisturbed steps count: not the first ones with new shares, in which kernels are chosen and
-the allocator fills (warm-up), nor those in which evener checks the loss or memory runs out. A gain
-is clear if the intervals of both medians don't overlap. Devices may have become faster or slower
-meanwhile: compute time (own work) at the end shows what the first shares would take then. If that
-differs from the time that the first shares really took, the step times can't be compared.
+Only undisturbed steps count. The first steps with new shares (warm-up) don't count, because kernels
+are chosen and the allocator fills. Neither do steps in which evener checks the loss or memory runs
+out. A gain is clear if the intervals of both medians don't overlap. Devices may have become faster
+or slower meanwhile: compute time (own work) at the end shows what the first shares would take then.
+If that differs from the time that the first shares really took, the step times can't be compared.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class _Stretch:
 
 
 class StepRecord:
-    """The step times of one rank with its first shares and with its last ones."""
+    """The step times of one rank with its first shares and with its last shares."""
 
     def __init__(self) -> None:
         self.changes = 0  # of the shares that steps really used

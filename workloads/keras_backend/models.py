@@ -126,7 +126,7 @@ def towers(
 ) -> Any:
     """Return DeepCoNN, a model with two towers whose outputs' dot product is the rating.
 
-    One tower computes the words of a user's reviews, the other the words of an item's reviews.
+    One tower processes the words of a user's reviews, the other the words of an item's reviews.
     Inputs (users, items), each (samples, words) of ids; output (samples, 1). Each layer's weights
     are on the layer's device. The single embedding table and its lookups stay on the first device,
     where TensorFlow keeps them.
