@@ -72,7 +72,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> None:
         """Set the training by shares, and reset the strategy's state.
 
-        `__init__` calls this, as does code that makes a strategy without `__init__`.
+        `__init__` calls this method. Code that makes a strategy without `__init__` calls it, too.
         """
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -283,7 +283,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def _searches(self) -> bool:
         """True if the value of the loss, not just its gradient, decides what happens next.
 
-        This is so with LBFGS or a learning-rate search. All ranks must then see the same loss.
+        It does with LBFGS or a learning-rate search. All ranks must then see the same loss.
         """
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs

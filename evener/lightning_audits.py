@@ -55,7 +55,7 @@ class ModuleAudit:
     def find_difference(self, loader: Any) -> str:
         """Audit the epoch's first batch before it is trained.
 
-        Return a message if shares give another gradient, else an empty string.
+        Return a message if the gradient by shares differs, otherwise an empty string.
         """
         found: str = self._audits.find_difference(partial(self._find, loader, 0, None, True))
         return found

@@ -137,7 +137,7 @@ class PassFigures:
         return private.logged(self._module.trainer)
 
     def begin(self) -> None:
-        """Forget the metrics of the previous batch."""
+        """Discard the metrics of the previous batch."""
         self._earlier, self._pieces, self._met = {}, {}, {}
 
     def end(self, part: Part) -> None:

@@ -29,7 +29,7 @@ def replace_loader(fit_loop: Any, loader: Any) -> None:
 
 
 def searches_rate(callback: Any) -> bool:
-    """True for the callback of Lightning's search for a learning rate."""
+    """True if the callback is that of Lightning's learning-rate search."""
     return any(kind.__name__ == "_LRCallback" for kind in type(callback).__mro__)
 
 

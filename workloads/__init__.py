@@ -1,1 +1,1 @@
-"""Models that train one optimizer step at a time. Independent of the balancer."""
+"""Models that train one optimizer step at a time; independent of the balancer."""

@@ -237,7 +237,7 @@ class MemoryMeter:
         self._before = _status_bytes("VmRSS") or 0
 
     def reset(self) -> None:
-        """Start measuring from here. Unused memory from earlier sizes is released."""
+        """Start measuring the peak from here, after releasing unused memory of earlier sizes."""
         _return_unused()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory

@@ -5,7 +5,7 @@ What is learned stays the same.
     trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
 
 Start the script with torchrun or accelerate launch, one process for each active device of the plan.
-docs/training_huggingface.md says what is exact.
+docs/training_huggingface.md describes what is exact.
 """
 
 from ..errors import RequestError

@@ -55,7 +55,7 @@ class TrainerAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
-        """Audit a step on these rows of the data, if an audit is due.
+        """Audit a step on the rows `numbers` of the data set, if an audit is due.
 
         Call it once the step's gradients are computed, before the optimizer uses them. Raises
         RequestError if the gradients differ.
@@ -116,7 +116,7 @@ class TrainerWays:
         return Ways(reference, trained, changes, few.sizes, few.digest, few.pads)
 
     def at_once(self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0) -> Way:
-        """Return the way to compute all rows at once, like one of `world` processes.
+        """Return the way to compute all rows in one pass, as one of `world` processes would.
 
         The number of items that is passed to the loss is multiplied by `times`.
         """
@@ -153,7 +153,10 @@ class TrainerWays:
         ]
 
     def _by_launcher(self, few: FewRows) -> Way:
-        """Return the way of the program's own launcher: a mean over processes with equal parts."""
+        """Return the way to compute the rows as the program's own launcher does.
+
+        It is a mean over processes with equal parts.
+        """
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]
@@ -174,7 +177,7 @@ class TrainerWays:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's own loss like one of `world` processes."""
+        """Return a function that computes the trainer's own loss as in one of `world` processes."""
         return refuse_meeting(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:
@@ -196,7 +199,7 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Return the passes of a part with their numbers of rows; one pass if the part can't be cut."""
+    """Return the passes of a part with their numbers of rows; one pass if it can't be cut."""
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)

@@ -66,8 +66,8 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 class Gathering:
     """Gathers over ranks like the accelerator, even if ranks have different numbers of rows.
 
-    Filler rows are left out of what is gathered. The passes of a batch are gathered together: a
-    call in the last pass returns the values of all passes.
+    Filler rows aren't gathered. The passes of a batch are gathered together: a call in the last
+    pass returns the values of all passes.
     """
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
@@ -86,12 +86,12 @@ class Gathering:
         accelerator.gather = self.gather
 
     def begin(self) -> None:
-        """Start a batch: forget what the passes of the last one gathered."""
+        """Begin a batch: discard the values that the previous batch's passes gathered."""
         self._earlier = []
         self.end_pass()
 
     def end_pass(self) -> None:
-        """End a pass: forget the values of its pieces."""
+        """End a pass: discard the values of its pieces."""
         self._pieces, self._met = [], []
 
     @contextmanager

@@ -17,11 +17,11 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
-    """What a trainer's loss is a mean over.
+    """The meaning of a trainer's loss.
 
-    `mean_over` is num_items_in_batch, rows, labels or shifted labels. `multiplied` is the factor by
-    which the trainer multiplies the loss when several processes train. `certain` is True if the
-    rows that were checked distinguish rows from labels.
+    `mean_over`, what the loss is a mean over, is num_items_in_batch, rows, labels or shifted
+    labels. `multiplied` is the factor by which the trainer multiplies the loss when several
+    processes train. `certain` is True if the rows that were checked distinguish rows from labels.
     """
 
     mean_over: str
@@ -32,8 +32,8 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def excess(self) -> int:
         """The factor by which the trainer's own loss is too large.
 
-        It is the number of processes if the trainer multiplies a mean as if that mean were a part
-        of a sum; else 1.
+        It is the number of processes if the trainer multiplies a mean as if the mean were a part of
+        a sum. Otherwise it is 1.
         """
         return 1 if self.mean_over == ITEMS else self.multiplied
 
@@ -84,8 +84,8 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 def count_labels(batch: Any) -> dict[str, float]:
     """Count a batch's labels that aren't ignored.
 
-    "labels" counts all such labels, "shifted labels" the remaining ones if the model shifts
-    labels by one.
+    "labels" counts all such labels; "shifted labels" counts the labels that remain if the model
+    shifts labels by one.
     """
     labels, shifted = _labels(batch)
     if labels is None:
@@ -97,7 +97,7 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """True if some labels of the batch are ignored, which shows that the loss supports that."""
+    """True if some labels of the batch are ignored, so the loss supports ignored labels."""
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 

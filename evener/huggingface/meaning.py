@@ -179,7 +179,7 @@ class LossFinder:
         return self._world if own.size(largest) > half_way * reference.size(largest) else 1
 
     def _is_scaled(self, reference: Sketch) -> bool:
-        """True if the loss is a sum divided by the number of items that is passed to it."""
+        """True if the loss is a sum divided by the number of items that it receives."""
         if self._ways.count_items([self._few.whole]) is None:
             return False
         halved = self._bench.sketch(self._ways.at_once(self._few, times=2))

@@ -123,7 +123,7 @@ class TrainerPasses:
         loss: Callable[[], TrainerLoss],
         train: Callable[[Part, bool], Any],
     ) -> torch.Tensor:
-        """Return the sum of what `train` returns for the passes of a batch, or their pieces.
+        """Return the sum of the results of `train` for the passes of a batch, or their pieces.
 
         The second argument of `train` is True for the batch's last part. Metrics that are recorded
         during the computation count once.

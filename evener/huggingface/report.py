@@ -51,7 +51,7 @@ class _Figures(TrainerCallback):  # type: ignore[misc]  # transformers has no co
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step, with the rows of a full one.
+        """Report an optimizer step, with the number of rows of a full step.
 
         The last step of an epoch may have fewer rows.
         """

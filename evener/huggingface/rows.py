@@ -126,9 +126,10 @@ def needs_equal_passes(trainer: Any) -> bool:
 
 
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
-    """Raise RequestError if the checkpoint's steps had other rows than this training's steps.
+    """Raise RequestError if the checkpoint's steps had another number of rows than this training's.
 
-    Positions in the epoch are counted in steps, so both need the same rows for each step.
+    Positions in the epoch are counted in steps, so the number of rows for each step must
+    be the same.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
@@ -196,7 +197,7 @@ class PassSampler(StepSampler):
 
 
 class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set whose items are passes: a tuple of row numbers selects those rows, collated."""
+    """A data set whose items are passes: a tuple of row numbers selects the collated rows."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any]) -> None:
         self._dataset = dataset

@@ -55,7 +55,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def save_model(self, output_dir: str | None = None, _internal_call: bool = False) -> None:
         """Write the whole model, one unit at a time; every process must call it.
 
-        A checkpoint also gets the optimizer's state, unless `save_only_model` is set.
+        A checkpoint also contains the optimizer's state, unless `save_only_model` is set.
         """
         folder = self.args.output_dir if output_dir is None else output_dir
         whole = _internal_call and not self.args.save_only_model

@@ -334,15 +334,15 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _audit_step(self) -> None:
-        """Audit the optimizer step that is about to follow, if an audit is due."""
+        """Audit the gradients before the optimizer's step, if an audit is due."""
         if self._given.check:
             numbers = self._sampler.sampler.rows_of_all(self._newest)
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log immediately outside a pass; logs of a pass wait until its batch is computed.
+        """Log immediately outside a pass; delay logs of a pass until its batch is computed.
 
-        Of the passes of a batch, only the last one is logged.
+        Only logs of a batch's last pass are kept.
         """
         if self._factor is None:
             super().log(*logged, **options)
@@ -371,7 +371,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the class's own loss times the weight of the pass; unweighted in evaluation.
 
-        Whatever the class records for a batch is recorded once, with the last of its passes.
+        Attributes that the class records for a batch are recorded once, in the batch's last pass.
         """
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)

@@ -235,7 +235,7 @@ def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
-    """True if the call exchanges one number, the rank's number of rows."""
+    """True if the call exchanges a scalar that equals the rank's number of rows."""
     numbers = [each for each in _tensors(call) if each.numel() == 1 and not each.is_complex()]
     return rows > 1 and any(float(each.detach()) == rows for each in numbers)
 

@@ -1,8 +1,8 @@
 """The process group of a program.
 
 The group consists of ranks that evener started, or of processes that the program or its launcher
-started. evener's first rank releases evener's other ranks, which wait for it, when it makes a
-process group with them. A process that evener didn't start gets a device by its rank in its group.
+started. The other ranks that evener started wait until the first rank makes a process group with
+them. A process that evener didn't start gets a device by its rank in its group.
 """
 
 from __future__ import annotations

@@ -226,7 +226,7 @@ class Guard(Recorder):
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
         """Return the fault of a loss after computing the same passes on every rank.
 
-        All ranks get the same answer.
+        The result is the same on all ranks.
         """
         few = cut_few(self.batch, self.rows)
         fault = record if isinstance(record, str) else ""

@@ -2,8 +2,8 @@
 
 Such a loop has a DataLoader whose sampler splits rows evenly, and a DistributedDataParallel model.
 
-Each rank asks its batch sampler for the batches of every rank, so every rank knows the global
-batches and splits their rows by shares without communication. Nothing changes before one
+Each rank draws the batches of every rank from copies of its batch sampler. Therefore it knows the
+global batches, and splits their rows by shares without communication. Nothing changes before one
 whole step has been observed.
 """
 

@@ -1,7 +1,7 @@
-"""What a rank of a program reports to the user and to `evener run`.
+"""The reports of a program's rank to the user and to `evener run`.
 
-It prints how its training starts or why shares stay even, and writes a RankNote for `evener run`
-when its process exits.
+A rank prints how its training starts or why shares stay even, and writes a RankNote for `evener
+run` when its process exits.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READ_STEPS = 10  # steps between two readings of the timer, which stores the las
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """The model and batch of the training run in which remembered shares were learned.
+    """The model and batch of the earlier training run in which a plan's shares were found.
 
     Another model or batch may need other shares.
     """

@@ -49,7 +49,7 @@ class Origins:
     def write_objects(self, data: Any, place: str) -> None:
         """Record that these objects were exchanged at `place`.
 
-        Numbers among them count as read by the program.
+        If they include numbers, the program counts as having read the exchanged values.
         """
         self.write(data, place)
         if any(isinstance(each, int | float) for each in leaves_of(data)):

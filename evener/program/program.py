@@ -368,7 +368,7 @@ class Program:
 
     @property
     def _meets_in_layers(self) -> bool:
-        """True if ranks communicate in each forward pass, so that no rank can compute one alone."""
+        """True if ranks communicate in each forward pass, so no rank can compute a pass alone."""
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
@@ -443,9 +443,10 @@ class Program:
             self._compare(loop)
 
     def _tell_change(self) -> None:
-        """Report to the other ranks what an audit after a change has found.
+        """Report the result of an audit after a change to the other ranks.
 
-        This doesn't wait for the other ranks, because another rank may not have seen the change.
+        This method doesn't wait for the other ranks, because another rank may not have
+        seen the change.
         """
         assert self.training is not None
         self._looks_alone = False

@@ -109,8 +109,8 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:
     """Raise RequestError on every rank if shares change the gradient of the first batch.
 
-    This audit can't wait for the first step: a plan's shares are uneven from that step on, and what
-    a later audit finds takes two steps to reach all ranks.
+    This audit can't wait for the first step: a plan's shares are uneven from that step on, and the
+    result of a later audit reaches all ranks only after two steps.
     """
     found = PROGRAM.exchange(strategy.find_difference(loader))
     if differing := next(filter(None, found), ""):

@@ -55,7 +55,8 @@ _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 def _trains_as_loop(trainer: Any) -> bool:
     """True if the hooks for loops of accelerate handle a Trainer, without a trainer by shares.
 
-    They do if its model is sharded by FSDP or DeepSpeed, or its loader makes batches itself.
+    The hooks handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose loader
+    makes batches itself.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False

@@ -2,8 +2,8 @@
 
 A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau,
 device i can compute b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are
-those with the largest b_i(tau). Sorting replaces the enumeration of subsets, and is exact, since c
-depends on how many devices take part and not on which.
+those with the largest b_i(tau). Sorting replaces the enumeration of subsets. It is exact because c
+depends only on the number of devices that take part.
 
 For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B or
 more, found by bisection (exact for any rising t_i). For a free batch, S_k(tau) = sum b_i(tau) /
@@ -40,14 +40,14 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A predicted layout: (device, samples) pairs for active devices, and the step's seconds."""
+    """A predicted layout: (device, samples) pairs for active devices, and the step time."""
 
     shares: tuple[tuple[int, int], ...]
     seconds: float
 
     @property
     def global_batch(self) -> int:
-        """The samples of one step."""
+        """The number of samples in one step."""
         return sum(share for _, share in self.shares)
 
     @property
@@ -227,7 +227,7 @@ def _allocation(
 
 
 def _top(sizes: Sequence[int], k: int) -> list[int]:
-    """Return the positions of the k largest sizes above 0; among equals, the earlier come first."""
+    """Return the indices of the k largest sizes above 0; among equal sizes, lower ones first."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
 

@@ -164,7 +164,7 @@ def count_passes(batch: int, micro: int) -> int:
 
 
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
-    """Return the rows of each pass, spread evenly; empty for 0 rows.
+    """Return the number of rows of each pass, spread evenly; empty for 0 rows.
 
     For example, 820 rows at up to 300 per pass are split into 273, 273 and 274.
     """
@@ -180,7 +180,7 @@ def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the rows of the largest pass among the shares that need several passes.
+    """Return the number of rows of the largest pass among the shares that need several passes.
 
     Returns None if every share is computed in one pass.
     """

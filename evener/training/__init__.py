@@ -1,1 +1,1 @@
-"""Training processes of any framework: who they are, which rows are theirs, when shares change."""
+"""Training processes of any framework: their ranks, their rows, and changes of shares."""

@@ -159,7 +159,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference of one tensor, or None if its gradient is 0 both ways."""
+    """Return the difference of one tensor, or None if both of its gradients are 0."""
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -255,7 +255,7 @@ class Action(Enum):
 
 
 class Audits:
-    """The audits of one training: when the next one is due, and what follows from each.
+    """The audits of one training: when the next audit is due, and what follows from each audit.
 
     With `evens` (`evener run`), shares become equal for the rest of the training if gradients
     differ. Otherwise, with `strict`, a confirmed difference is refused with an error in any step.
@@ -341,7 +341,7 @@ IN_EQUAL_PARTS = "in equal parts"  # as a program's own launcher computes them
 
 
 class LikelyCause(msgspec.Struct, frozen=True):
-    """A likely cause of a difference: why it causes one, and what the user can do."""
+    """A likely cause of a difference: why it changes the gradient, and what the user can do."""
 
     why: str
     remedy: str
@@ -442,7 +442,7 @@ def describe(
 
 
 def _write_apart(one: float, other: float) -> str:
-    """Return two numbers with enough digits to distinguish them."""
+    """Return two numbers as text, with enough digits to distinguish them."""
     digits = 6
     while f"{one:.{digits}g}" == f"{other:.{digits}g}" and digits < 17:
         digits += 1

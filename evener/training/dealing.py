@@ -228,7 +228,7 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """True if at every point one of a line's two neighbours is below the line."""
+    """True if a line is never the lowest: at each point one of its two neighbours is below it."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )
@@ -244,7 +244,7 @@ Passes = tuple[
 
 
 class Deal(msgspec.Struct, frozen=True):
-    """The passes of each rank, with each rank's predicted seconds and its tokens.
+    """The passes of each rank, with each rank's predicted seconds and its numbers of tokens.
 
     `tokens` are without padding, `padded` with it.
     """
@@ -367,7 +367,10 @@ def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move the shortest row of a rank that has several to each rank that has none."""
+    """Move a row to each rank that has none, from a rank that has several rows.
+
+    The row is the giver's shortest.
+    """
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]
         if not own and givers:

@@ -47,9 +47,9 @@ def end_when_stuck() -> None:
     """Make Ctrl-C exit this process even while it waits for other ranks in a library call.
 
     Python runs its signal handler only once the call returns, and an NCCL call that waits for other
-    ranks' GPUs may never return. So a thread exits the process with code 130 if the handler hasn't
-    run within 10 s. If nothing can be installed now, because this isn't the main thread or another
-    library has set a wakeup fd, a later call tries again.
+    ranks' GPUs may never return. Therefore a thread exits the process with code 130 if the handler
+    hasn't run within 10 s. If nothing can be installed now, because this isn't the main thread or
+    another library has set a wakeup fd, a later call tries again.
     """
     hears, heard = signal.getsignal(signal.SIGINT), [0.0]
     if _listens.is_set() or current_thread() is not main_thread() or not callable(hears):

@@ -104,7 +104,7 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """True if a name or an address belongs to this machine, so that a socket can bind it."""
+    """True if a name or an address belongs to this machine: a socket can be bound to it."""
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)
@@ -115,7 +115,7 @@ def is_here(name: str) -> bool:
 def resolve(
     name: str, port: int = 0
 ) -> list[tuple[socket.AddressFamily, socket.SocketKind, int, str, tuple[object, ...]]]:
-    """Return the addresses of a host, for UDP; empty if it can't be resolved."""
+    """Return the addresses of a host, for UDP; empty if the name can't be resolved."""
     with suppress(OSError, UnicodeError):
         return list(socket.getaddrinfo(name, port, type=socket.SOCK_DGRAM))
     return []

@@ -176,10 +176,11 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without their overlaps; together they are at most the step.
 
-    Time in which threads get no core is subtracted from the other parts in proportion, because it
-    slows them all; only `APART` kinds keep their time. Unequal work is reduced by what heat, power
-    or a neighbour cost on the same device. If the parts are still longer than the step, starved
-    threads and `APART` kinds are kept first, then the largest parts.
+    Time in which threads get no core is subtracted from the other parts in proportion, because
+    it slows them all; only `APART` kinds keep their time. Unequal work is reduced by the time
+    that is lost to heat, power or a neighbour on the same device. If the parts are still longer
+    than the step, they are shortened to fit: starved threads and `APART` kinds have priority,
+    then the largest parts.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]

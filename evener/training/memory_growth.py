@@ -2,9 +2,9 @@
 
 The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
 on the rows, activations do. With a peak at one size only, all memory is assumed to grow with the
-rows, which overestimates. With peaks at several sizes, per_row is the steepest slope to the largest
-one, and at least the memory that isn't held between steps, divided by the rows: the peak at a
-smaller size may have been too high, for example because a loss was checked there.
+rows, which overestimates. With peaks at several sizes, per_row is the steepest slope to the peak at
+the largest size, and at least the memory that isn't held between steps, divided by the rows: the
+peak at a smaller size may have been too high, for example because a loss was checked there.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ LEFT_AT_RISK = 0.2  # the same, if running out would end the training, or if len
 
 
 class MemoryPeaks:
-    """The memory peaks of one rank by the rows of a pass.
+    """The memory peaks of one rank, by the number of rows in a pass.
 
     `held_bytes` is the least memory seen between steps.
     """
@@ -25,7 +25,7 @@ class MemoryPeaks:
 
     @property
     def sizes(self) -> int:
-        """The number of sizes whose peaks are known."""
+        """The number of pass sizes whose peaks are known."""
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:

@@ -28,7 +28,7 @@ Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
 class Sample(NamedTuple):
     """Unbiased estimates of noise and signal from one step.
 
-    Their ratio isn't unbiased, so both are averaged over steps first.
+    The ratio of two unbiased estimates is biased, so both are averaged over steps first.
     """
 
     noise: float  # tr(S): variance of one row's gradient, added up over parameters
@@ -179,7 +179,7 @@ def _student(freedom: float) -> float:
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
     """Return the noise scale after some steps, and the efficiency of batches of `batch` rows.
 
-    The message has no period.
+    The text has no period at its end.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:

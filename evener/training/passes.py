@@ -174,7 +174,7 @@ class _Range(NamedTuple):
 
 
 class PassQueue:
-    """The passes of one batch in the order of computation; passes above `limit` come in pieces.
+    """The passes of one batch in the order of computation; passes above `limit` are cut.
 
     `take` returns the next pass; `complete` or `retry` must follow.
     """

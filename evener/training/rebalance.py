@@ -259,8 +259,8 @@ class Rebalancer:
     def _learn_fixed(self) -> bool:
         """Learn the part of own work that doesn't depend on rows, if no curve was measured.
 
-        It follows from own work t before and after a change of rows n: t = a + b * n. The noisier a
-        measurement is relative to the change, the less it counts.
+        That part, a, follows from own work t before and after a change of rows n: t = a + b * n.
+        The noisier a measurement is relative to the change, the less it counts.
         """
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
@@ -284,7 +284,7 @@ class Rebalancer:
     def _learn_extras(self) -> bool:
         """Learn the cost of a further pass from a change in the number of passes.
 
-        Return True if it was learned. Own work is F * (t(rows in k passes) + (k - 1) * extra)
+        Return True if the cost was learned. Own work is F * (t(rows in k passes) + (k - 1) * extra)
         before and after the change; F cancels out in their ratio.
         """
         learned, guess = (
@@ -446,7 +446,7 @@ class Rebalancer:
         return Change(shares, pass_rows(shares, self._walls), reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message: which device got slower or faster, by how much, and since when."""
+        """Return a message: which device became slower or faster, by how much and since when."""
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
@@ -517,9 +517,9 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 
 
 def choose_quantum(shares: Sequence[int]) -> int:
-    """Return the rows of which new shares are multiples: a divisor of the shares, at most 8.
+    """Return the quantum of new shares in rows: a divisor of the current shares, at most 8.
 
-    It is smaller if the shares are small.
+    New shares are multiples of the quantum. It is smaller if the shares are small.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -543,7 +543,7 @@ def _beside_others(factors: Sequence[float]) -> list[float]:
 
 
 def _deviation(ratios: Sequence[float]) -> float:
-    """Return the standard deviation of the ratios' logarithms, by the median absolute deviation."""
+    """Estimate the standard deviation of the ratios' logarithms by median absolute deviation."""
     middle = median(ratios)
     return 1.483 * median(abs(math.log(each / middle)) for each in ratios)
 
@@ -573,12 +573,15 @@ def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) ->
 
 
 def _is_past_half(factor: float, usual: float, shift: float) -> bool:
-    """True if a factor has moved by more than half of `shift`, a logarithm, from the usual one."""
+    """True if a factor has changed by more than half of `shift` from `usual`.
+
+    `shift` is the logarithm of the whole change.
+    """
     return math.log(factor / usual) / shift > 0.5
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True for a curve proportional to rows, which was never measured."""
+    """True if a curve is proportional to rows, which means that it was never measured."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

@@ -225,7 +225,7 @@ def _find_host(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return the slowest rank's compute time (own work) beyond equal times.
+    """Return how much the slowest rank's compute time (own work) exceeds equal times.
 
     Return None if that time, or the longest wait of another rank, is less than noise or than 5 %
     of a step.
@@ -245,7 +245,7 @@ def _find_unequal(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time of each rank if rows were divided by the ranks' rows per second."""
+    """Return the compute time of each rank if rows were divided in proportion to speed."""
     shares = [each.share or 1 for each in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
@@ -289,7 +289,7 @@ def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None
 
 
 def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
-    """Return the plan's curves; times proportional to rows if a curve is missing or implausible."""
+    """Return the plan's curves, or proportional curves if a curve is missing or implausible."""
     shares = [each.share for each in ranks]
     curves = join_curves([each.curve if is_curve(each.curve) else () for each in ranks], shares)
     planned = (curve.seconds(share) for curve, share in zip(curves, shares, strict=True))

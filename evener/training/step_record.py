@@ -135,7 +135,7 @@ def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Compar
 def _gain_at_present_speed(
     first: Sequence[StepFigures], last: Sequence[StepFigures]
 ) -> float | None:
-    """Return the gain of the last shares over the first at the devices' speed at the end.
+    """Return the gain of the last shares over the first shares at the devices' final speed.
 
     Return None if a rank's own work is unknown. The rest of a step's time is assumed unchanged.
     """
@@ -150,7 +150,7 @@ def _gain_at_present_speed(
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median of steps, some of which are slow together in a row.
+    """Return the standard error of the median of step times that are correlated in time.
 
     Return 0 if there are too few steps.
     """

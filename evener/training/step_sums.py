@@ -1,10 +1,9 @@
 """The parts of a rank's steps, as sums over many steps. Pure.
 
 A step has five parts: input, compute time (own work), waiting for other ranks, the exchange of
-gradients, and the time between the exchange and the next batch. A single rank can't distinguish
-its waiting from the exchange; `divide_meeting` does, with the sums of all ranks. Means are used
-instead of medians, because something that happens only in every tenth step, such as a checkpoint,
-takes time too.
+gradients, and the time between the exchange and the next batch. A single rank can't distinguish its
+waiting from the exchange; `divide_meeting` does, from the sums of all ranks. Means are used instead
+of medians, so that work in only every tenth step, such as writing a checkpoint, counts too.
 """
 
 from __future__ import annotations
@@ -19,9 +18,10 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class StepSums(msgspec.Struct, frozen=True):
-    """A rank's seconds over a number of steps, by what they were spent on.
+    """A rank's time over a number of steps, in seconds, divided by its use.
 
-    The parts, from `input_s` to `between_s`, don't overlap. The other fields are contained in them.
+    The parts, from `input_s` to `between_s`, don't overlap. The other durations are included
+    in these parts.
     """
 
     steps: Steps = 0

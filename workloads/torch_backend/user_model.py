@@ -317,7 +317,7 @@ def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tenso
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """True if a value is an instance of the package's class with this name. Imports nothing."""
+    """True if a value is an instance of the package's class `name`; imports nothing."""
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))
