@@ -1,7 +1,7 @@
-"""The audits of a training by a plan: gradients of some rows, on one device and in parts.
+"""The audits of a training run with a plan: compare gradients of a few rows, whole and in parts.
 
 An audit runs after the step's own backward pass, when its activations are freed, and before the
-optimizer uses the gradients, which stay as they are.
+optimizer uses the gradients. It doesn't change these gradients.
 """
 
 from __future__ import annotations
@@ -66,12 +66,12 @@ from .sums.collectives import (
     refuse_meeting,
 )
 
-_NUMBERS = count()  # of this process's trainings, the same on every rank
+_NUMBERS = count()  # numbers the training runs of this process, equally on every rank
 HEAR_AFTER, GIVE_UP_AFTER = (
     2,
     10,
 )  # steps after an audit: ranks read its results, or stop waiting for them
-FEW = 2  # rows of a pass in an audit, where the plan has passes
+FEW = 2  # the most rows of each pass in an audit, if the plan has passes
 CHANGED = (
     "Each training pass changes the model's buffer {}: with shares every device changes its own,"
     " once for each of its passes."
@@ -84,13 +84,13 @@ PADDED = (
 )
 MAY_COUNT = "it has a number that may be its rows, which batch.size(0) says"
 CANT = "its loss can't be computed again to compare it ({}: {})"
-AHEAD = 2  # batches that a loop may take before it computes the first of them
+AHEAD = 2  # batches that a loop may fetch before it computes the first of them
 LEFT_OUT = (
     "In step {}, {} left out a batch that others learned from: the loss was computed by other"
     " operations than before, and was 0. One device would leave out the whole batch or none of it."
 )
 LEFT_OUT_REMEDY = "Decide by the whole batch, with split.total(value) or split.mean(value)."
-NEAR_NUMBERS = 1e-4  # relative difference of equal numbers that are rounded differently
+NEAR_NUMBERS = 1e-4  # the most relative difference between equal numbers, from rounding
 OTHER_NUMBERS = (
     "The ranks compute their losses with other numbers: one has {:.6g} where another has {:.6g}"
     " ({}). Drawn at random, that is as it should be. Noted of earlier rows, such as a running mean"
@@ -100,22 +100,22 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """A rank's result of an audit, as it is sent to the other ranks."""
+    """The result of an audit on one rank, as it is sent to the other ranks."""
 
-    message: str = ""  # of a difference
+    message: str = ""  # describes a difference, if any
     remedy: str = ""
     relative: float = 0.0
     fine: bool = False  # both ways agree
     certain: bool = True  # a difference can't come from a number that counts rows
     rows: int = 0  # a digest of the rows that were computed
     sketch: Sketch | None = None  # of the reference gradient
-    noises: dict[str, float] | None = None  # how far rounding changes it, if measured
+    noises: dict[str, float] | None = None  # how much rounding changes that gradient, if measured
     numbers: list[Number] | None = None  # numbers that a loop's loss is computed with
-    even: bool = False  # shares have to become equal
+    even: bool = False  # all ranks need equal shares from now on
 
 
 class TrainingAudits:
-    """The audits of one rank's training; all ranks have to call each method equally often."""
+    """The audits of a training run on one rank; every rank has to call each method as often."""
 
     def __init__(self, training: Any) -> None:
         self._training = weakref.proxy(training)
@@ -123,15 +123,16 @@ class TrainingAudits:
         self._members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
         self._batch: Any = None  # the batch that was counted last
         self._due = False
-        self._changed = False  # a loss is made of other operations than earlier losses
+        self._changed = False  # the last loss was computed by other operations than earlier losses
         self._known = KnownPasses()
-        self._doubted: list[Sketch] = []  # ranks' sketches, which differ by rounding or by more
+        self._doubted: list[Sketch] = []  # ranks' sketches whose difference may be rounding
         self._measures_until = 0  # the last step that is audited to measure rounding
-        self._pending: Replayed | None = None  # the audit of a part, until the ranks meet
+        self._pending: Replayed | None = None  # a part's audit, until results are sent
         self._parted: Any = None  # the batch whose parts were computed last
         self._number = next(_NUMBERS)  # the same on every rank
         self._left_out = LeftOutBatches(f"evener/left out/{self._number}", training.rank)
-        self._told: dict[int, list[str]] = {}  # by step: the store's keys of each rank's result
+        # by step: the keys of the ranks' results in the store
+        self._told: dict[int, list[str]] = {}
         self._go_even: Callable[[str], None] | None = None
         # the question to ask if nothing could be audited, and the remedy for each cause, in the
         # trainer's terms
@@ -142,38 +143,38 @@ class TrainingAudits:
         self._is_loops = False  # the user's own loop calls backward
         self._recorder: Recorder | None = None  # records the user's own loop
         self._waited = 0  # batches since the recorder began
-        self._met_before: Any = None  # collectives of the program until then
-        # stops listening to losses
+        self._met_before: Any = None  # collectives of the program before the recorder began
+        # stops the calls of `note_loss`
         self.release: Callable[[], Any] = lambda: None
         if training.world > 1:
             self.release = listen(self)
 
     @property
     def is_due(self) -> bool:
-        """True if the current batch is audited, which takes time."""
+        """True if the current batch is audited, which makes its step slower."""
         return self._due
 
     @property
     def follows_change(self) -> bool:
-        """True if the current batch is audited because something changed before it."""
+        """True if the current batch is audited because a loss or setting changed before it."""
         return self._due and not is_audited(self.judge.step)
 
     @property
     def _measures(self) -> bool:
-        """True if audits have to measure how far rounding changes the gradient."""
+        """True if audits have to measure how much rounding changes the gradient."""
         return not self.judge.over and self.judge.step <= self._measures_until
 
     def report(self, fault: str) -> None:
-        """Send the other ranks the result of a check that was made elsewhere.
+        """Send the other ranks the result of a check that isn't one of these audits.
 
-        `fault` says why shares have to become equal; it is empty if they don't.
+        `fault` is the reason why shares have to become equal, or empty if they don't have to.
         """
         self._tell(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
         """Count a batch, unless it is counted already; return True if an audit is due.
 
-        None ever is on a single device that computes a batch at once.
+        On a single device that computes a batch at once, no audit is ever due.
         """
         if self._is_alone:
             return False
@@ -188,9 +189,10 @@ class TrainingAudits:
         return self._due
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
-        """Audit the next loss if this one is made of new operations, or by changed code.
+        """Make the next audit due if this loss comes from new operations or changed settings.
 
-        Called as the program calls backward on a loss; `caller` is the frame that does.
+        Called when the program calls backward on a loss. `made_of` identifies the loss's
+        operations, and `caller` is the frame that calls backward.
         """
         if self._batch is None or self.judge.over:
             return
@@ -198,16 +200,16 @@ class TrainingAudits:
         changed = self.judge.sees(made_of)
         code = find_code(caller) if self._is_loops else None
         if code is not None:
-            with suppress(ReferenceError):  # the training is over, and another one goes on
+            with suppress(ReferenceError):  # this training run is over; backward is of another one
                 models = self._training.weights.models
                 changed |= self._settings.have_changed(models, code=code) and self.judge.changes()
         self._changed |= changed and not self._due
 
     def follow_launcher(self, go_even: Callable[[str], None]) -> None:
-        """Compare with the program's own launcher, which gives all ranks equal rows, from now on.
+        """Use the program's own launcher, which gives all ranks equal rows, as the reference.
 
-        `go_even` is called on every rank in the same step, with the reason why shares have
-        to become equal.
+        If an audit finds a difference, `go_even` is called on every rank in the same step, with the
+        reason why shares have to become equal.
         """
         self._go_even = go_even
         self.question = ""
@@ -219,9 +221,10 @@ class TrainingAudits:
         return self._go_even is not None
 
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
-        """Return the message of an audit made before the first step; empty if nothing differs.
+        """Run an audit before the first step; return its message, or "" if it finds no difference.
 
-        There is a message, too, if the loss of a few rows can't be computed to compare it.
+        `find` makes the audit. A message is also returned if the loss of a few rows can't be
+        computed for the comparison.
         """
         fault = ""
 
@@ -262,21 +265,22 @@ class TrainingAudits:
             models = self._training.weights.models
             changed = self._settings.have_changed(models, function, holders=holders)
             due |= changed and self.judge.changes()
-        # so that `note_loss` notes a change in a backward pass before the next call
+        # so that `note_loss` can make the next audit due
         self._due = False
         if due and not self._is_apart():
             first = self.judge.step == 1
             self._act(Replayed(self._run(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Note that the batch's loss is computed by a function, which `after_step` gets."""
+        """Expect the batch's loss from a function passed to `after_step`, not from a loop."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit the loss `compute(part)` of a batch, if an audit is due.
 
-        Every rank has to call it after the batch's passes. Raises RequestError if
-        the gradients differ.
+        Every rank has to call this method after the batch's passes. `counted` returns the count by
+        which a part's mean loss is weighted, or is None for its rows. Raises RequestError if the
+        gradients differ.
         """
         training = self._training
         self.close()
@@ -285,7 +289,7 @@ class TrainingAudits:
         taken = training.weights.current
         code = getattr(compute, "__code__", type(compute))
         due = self.begin(taken)
-        # the function is another one, or has another count
+        # the function, or whether it comes with a count, may have changed
         if self.judge.sees((code, counted is None)):
             due = True
         if not self.judge.over:
@@ -311,10 +315,10 @@ class TrainingAudits:
         rows: int,
         make_bench: Callable[[], Bench] | None = None,
     ) -> None:
-        """Check that a pass which ran out of memory may be divided into parts of up to `rows` rows.
+        """Check that a pass which ran out of memory can be divided into parts of up to `rows` rows.
 
-        Raises RequestError on this rank unless the parts together have the gradient of the whole.
-        `make_bench` makes the bench if a library's trainer computes the pass.
+        Raises RequestError on this rank unless the gradients of the parts add up to that of the
+        whole pass. `make_bench` makes the bench if a library's trainer computes the pass.
         """
         most = min(rows, part.rows)
         few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
@@ -334,14 +338,14 @@ class TrainingAudits:
     # ------------------------------------------------------------------ a loop of one's own
 
     def watch_loop(self, batch: Any) -> None:
-        """Record how the loop computes its loss of this batch, if that is to be audited."""
+        """Record how the program's loop computes the loss of this batch, if an audit is due."""
         weights = self._training.weights
         due = self.begin(weights.current)
         self._is_loops = True
         if self._recorder is not None and (due or self._recorder.losses):
             self.close()
         if self._recorder is not None:
-            self._waited += 1  # the loop fetches batches ahead of their turn
+            self._waited += 1  # the loop prefetches batches
             if self._waited > AHEAD:
                 self.close()
             return
@@ -354,13 +358,13 @@ class TrainingAudits:
         self._recorder = Recorder(weights.models, batch, self._after_backward, rows)
 
     def close(self) -> None:
-        """Stop recording the loop's batch."""
+        """Stop recording the current batch."""
         if self._recorder is not None:
             self._recorder.close()
             self._recorder = None
 
     def watch_part(self, part: Part, counted: OfPart | None) -> None:
-        """Record how the loop computes the loss of the first part of a batch."""
+        """Record how the loop computes a batch's first part, if an audit is due."""
         weights = self._training.weights
         self.close()
         first = weights.current is not self._parted
@@ -374,13 +378,13 @@ class TrainingAudits:
             self._recorder = recorder
 
     def _after_backward(self, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit a loss on which a loop has called backward.
+        """Audit a loss on which the program's loop has called backward.
 
         Raises RequestError if the gradients differ.
         """
         weights = self._training.weights
         if not weights.is_loops:
-            return  # the split takes part in this loss
+            return  # computed with split.loss, split.gather or a pass of the split
         factor = self._training.world * weights.weight if weights.by_loss else 1.0
         found = Replayed(None)
         numbers = None
@@ -398,7 +402,7 @@ class TrainingAudits:
         self._act(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
-        """Audit the loss of a batch's first part; ranks exchange results after the last part."""
+        """Audit the loss of a batch's first part; results are sent after the last part."""
         if recorder.losses > 1 or recorder.rows < 2:
             return
         record = self._trace(recorder, loss)
@@ -408,7 +412,7 @@ class TrainingAudits:
             self._pending = self._audit_record(record, counted, 1.0)
 
     def _note_fault(self, found: Replayed) -> None:
-        """Warn why a loss couldn't be audited, or what couldn't be seen of it."""
+        """Warn if a loss couldn't be audited, or only with rows cut from the batch."""
         fault = found.fault
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
@@ -418,7 +422,7 @@ class TrainingAudits:
     def end_parts(self) -> None:
         """Send the other ranks the result of a part's audit, after the batch's last pass.
 
-        Before that, some ranks still wait in the exchange of gradients.
+        It isn't sent earlier, because other ranks may still wait in the all-reduce of gradients.
         """
         self.close()
         found, self._pending = self._pending, None
@@ -428,7 +432,7 @@ class TrainingAudits:
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of a loss.
 
-        If it can't be computed again, return why, as a part of a message.
+        If the loss can't be computed again, return the reason, as a part of a message.
         """
         if count_foreign() != self._met_before:
             return "its ranks exchange figures before its backward pass"
@@ -443,7 +447,7 @@ class TrainingAudits:
         return fault or record
 
     def _audit_record(self, record: LossRecord, counted: OfPart | None, factor: float) -> Replayed:
-        """Audit a recorded loss, which the rank has multiplied by `factor`."""
+        """Audit a recorded loss, which was multiplied by `factor` on this rank."""
 
         weights = self._training.weights
 
@@ -454,7 +458,7 @@ class TrainingAudits:
             made = self.make_ways(few, loss, counted)
             weighs_gradients = self._is_loops and not weights.by_loss
             rows = sum(weights.current.sizes)
-            if self.follows_launcher:  # two ranks' equal rows
+            if self.follows_launcher:  # the rows of two ranks with equal shares
                 rows = 2 * rows // self._training.world
             return weigh_gradients(made, few.rows / rows) if weighs_gradients else made
 
@@ -474,7 +478,10 @@ class TrainingAudits:
             return Replayed(None)
 
     def _list_rows(self, record: LossRecord) -> list[FewRows]:
-        """Return some rows of the current batch, from the data set and cut from the batch."""
+        """Return several choices of rows of the current batch.
+
+        The first is fetched from the data set if possible; the others are cut from the batch.
+        """
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
         if not taken.origin.dealt:
@@ -487,7 +494,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of which weights are trained."""
+        """Return a digest of the set of weights that are trained."""
         models = self._training.weights.models
         for each in models:
             if each not in self._members:
@@ -503,7 +510,8 @@ class TrainingAudits:
     def _is_apart(self) -> bool:
         """True if nothing can be audited.
 
-        That is so with one device and a single pass, with a sharded model, or without a model.
+        That is the case with one device and a single pass, with a model whose ranks
+        synchronize in each pass, and without a model.
         """
         weights = self._training.weights
         return self._is_alone or weights.equal_passes or not weights.models
@@ -511,9 +519,10 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return some rows of the current batch, from the data set or cut from the batch.
+        """Return a few rows of the current batch, or None if none can be had.
 
-        Rows from the data set are the same on every rank.
+        They are fetched from the data set if possible, and are then the same on every rank.
+        Otherwise they are cut from this rank's batch.
         """
         loader = None if taken is None else taken.origin.loader()
         given = list(map(id, tensors_in(batch)))
@@ -551,10 +560,10 @@ class TrainingAudits:
     def make_bench(
         self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
     ) -> Bench:
-        """Return a Bench for these models and for the other tensors that their optimizers train.
+        """Return a Bench for these models and for the other tensors that `optimizers` train.
 
-        It computes gradients of a few rows for an audit, which don't count as part of a step.
-        `options` are those of Bench.
+        The bench computes gradients of a few rows for an audit, without counting as a part of the
+        training step. `options` are passed to Bench.
         """
         every = list(models)
         groups = [group for each in optimizers for group in each.param_groups]
@@ -573,16 +582,19 @@ class TrainingAudits:
 
     @property
     def _most_rows(self) -> int:
-        """The number of rows that an audit of this step computes, or fewer."""
+        """The maximum number of rows that an audit of this step computes."""
         return ROWS if self.judge.thorough or self.judge.step <= EARLY else FEWER
 
     def take_rows(self, dataset: Any, collate: Any, numbers: Sequence[int]) -> FewRows | None:
-        """Return some of these rows of a data set, on this rank's device; None if too few."""
+        """Return a few rows of a data set on this rank's device, or None if there are too few.
+
+        `numbers` are the indices of the rows to choose from.
+        """
         return self._move(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
     def _resting(self) -> Iterator[None]:
-        """Enter a context in which exchanges ignore what is computed."""
+        """Enter a context in which exchanges ignore backward passes, as they are an audit's."""
         exchanges = self._training.weights.list_exchanges()
         for each in exchanges:
             each.resting = True
@@ -594,10 +606,11 @@ class TrainingAudits:
                 each.resting = False
 
     def make_ways(self, few: FewRows, compute: OfPart, counted: OfPart | None) -> Ways:
-        """Return the ways to compute the reference gradient and that of two devices.
+        """Return the ways to compute the reference gradient and the gradient by shares.
 
-        The reference is one device's gradient, or that of equal parts, as the program's own
-        launcher computes it. The two devices compute in passes if the plan has passes.
+        The reference is the gradient on one device, or on devices with equal parts, as with the
+        program's own launcher. The gradient by shares is computed on two devices, or on one if the
+        training run has only one, and in passes if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
         loss = refuse_meeting(compute)
@@ -613,7 +626,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _run(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """Return the audit; if it can't be made, warn why and return None."""
+        """Return the audit that `find` makes; if that fails, warn with the reason; return None."""
         try:
             return find()
         except WholeBatchLoss:
@@ -634,8 +647,8 @@ class TrainingAudits:
     ) -> None:
         """Send this rank's result to the other ranks without waiting for them, and act on it.
 
-        With `survives`, if both ways agree, a pass that runs out of memory may be computed again
-        in smaller passes.
+        If both ways agree and `survives` is True, a pass that runs out of memory may be computed
+        again in smaller passes.
         """
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
@@ -648,7 +661,7 @@ class TrainingAudits:
         action = self.judge.decide_by(bool(own.message) and own.certain)
         if action is Action.GO_EVEN:
             own.even = True
-            self.judge.over = False  # until all ranks know of it
+            self.judge.over = False  # until all ranks have read this verdict
         self._tell(own)
         self._follow(action, own)
 
@@ -659,7 +672,7 @@ class TrainingAudits:
             self._say(f"{verdict.message} {verdict.remedy}")
 
     def _tell(self, own: RankVerdict) -> None:
-        """Leave this rank's verdict in the store for the other ranks.
+        """Write this rank's verdict to the store, for the other ranks to read.
 
         They usually audit the same step, so that the verdicts can be compared.
         """
@@ -668,7 +681,7 @@ class TrainingAudits:
             return
         place = f"evener/audits/{self._number}/{self.judge.step}"
         store = default_store()
-        with suppress(dist.DistError):  # the store has gone with the rank that ended first
+        with suppress(dist.DistError):  # the rank that hosts the store has exited
             store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
         self._told[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
 
@@ -679,7 +692,11 @@ class TrainingAudits:
         return world > 1 and dist.is_initialized() and dist.get_world_size() == world
 
     def _compare_left_out(self) -> None:
-        """Act on a batch that some ranks alone have left out; every rank does in the same step."""
+        """Warn or raise RequestError if only some ranks have left out a batch.
+
+        All ranks do so in the same step. With a launcher as the reference, shares become equal
+        instead.
+        """
         if self.judge.over or not self._is_together:
             return
         found = self._left_out.begin(self.judge.step + 1, self._training.ranks.batches)
@@ -696,10 +713,10 @@ class TrainingAudits:
             self._follow(Action.REFUSE if strict else Action.WARN, verdict)
 
     def _hear(self) -> None:
-        """Compare the results of all ranks in an audit, once every rank has left its result.
+        """Read and compare the results of earlier audits that all ranks have written.
 
-        That is two steps later: no rank gets past the exchange of that step before all
-        results are there.
+        All results of an audit are there HEAR_AFTER steps later, because no rank completes the
+        all-reduce of the step in between before every rank has written its result.
         """
         for step, keys in list(self._told.items()):
             if self.judge.step < step + HEAR_AFTER:
@@ -712,7 +729,7 @@ class TrainingAudits:
                 del self._told[step]
 
     def _compare(self, every: Sequence[RankVerdict], step: int) -> None:
-        """Compare the results of all ranks in a step; every rank does so in the same step."""
+        """Compare all ranks' results for an audited step; all ranks do so at the same time."""
         if self.judge.over:
             return
         self._compare_numbers([each.numbers for each in every if each.numbers is not None])
@@ -729,13 +746,13 @@ class TrainingAudits:
         self._follow(Action.REFUSE if strict else Action.WARN, worst)
 
     def _tell_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn of a difference that may come from a number that counts rows."""
+        """Warn if a difference may come only from a number that counts rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._say(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge(self, found: Audited) -> RankVerdict:
-        """Return this rank's own verdict on an audit."""
+        """Return this rank's verdict on an audit, and print warnings that it leads to."""
         if found.changed:
             self._say(CHANGED.format(found.changed[0]))
         if found.fault:
@@ -755,9 +772,10 @@ class TrainingAudits:
         return made
 
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
-        """Return a verdict if ranks compute different gradients of the same rows, else None.
+        """Return a verdict if ranks have different reference gradients of the same rows, else None.
 
-        If the difference may come from rounding, the next audits measure rounding first.
+        If a difference may come from rounding, return None and have the next audits measure
+        rounding.
         """
         if len({each.rows for each in every}) > 1:
             return None
@@ -769,7 +787,7 @@ class TrainingAudits:
             self._doubted = []
         elif difference is not None:
             self._doubted = sketches
-            # on every rank, for the current batch and those that a loop fetches ahead
+            # on every rank, for the current batch and those that a loop prefetches
             self._measures_until = self.judge.step + 1 + AHEAD
             return None
         if difference is None:
@@ -778,7 +796,7 @@ class TrainingAudits:
         return RankVerdict(message, self.remedies["state"], difference.relative)
 
     def _compare_numbers(self, every: Sequence[list[Number]]) -> None:
-        """Warn if a number that the losses are computed with differs between ranks."""
+        """Warn if ranks compute their losses with different numbers."""
         if len({len(each) for each in every}) != 1:
             return
         for line in zip(*every, strict=True):
@@ -796,7 +814,7 @@ class TrainingAudits:
 
 
 def describe_error(error: Exception) -> str:
-    """Return why a loss can't be compared after an error of its code, as a part of a message."""
+    """Return a part of a message: why an error prevents the comparison of a loss."""
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 
@@ -805,9 +823,10 @@ def _list_ranks(ranks: Sequence[int]) -> str:
 
 
 def _read_verdicts(keys: Sequence[str]) -> list[RankVerdict]:
-    """Return the verdicts that ranks have left under these keys of the store.
+    """Return the verdicts that ranks have written under these keys of the store.
 
-    Empty until all ranks have left one, and if the store ended with the rank that ended first.
+    Return an empty list until all ranks have written theirs, and if the rank that hosts the store
+    has exited.
     """
     store = default_store()
     try:
@@ -824,9 +843,9 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
 
 
 def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0) -> Ways:
-    """Return the ways to compute a few rows' gradient on one device and on two.
+    """Return the ways to compute the gradient of a few rows on one device and on two devices.
 
-    Each way has passes of up to `micro` rows; 0 means a single pass.
+    On two devices it is computed in passes of up to `micro` rows; 0 means a single pass for each.
     """
     way = partial(_make_way, loss, counted)
     whole = way([few.whole], [few.rows], 0)
@@ -844,9 +863,9 @@ def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micr
 def launchers_ways(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
 ) -> Ways:
-    """Return the ways to compute a few rows' gradient, by the program's launcher and by shares.
+    """Return the ways to compute the gradient of a few rows under the launcher and by shares.
 
-    The launcher's gradient is the mean over equal parts.
+    Under the program's own launcher, the gradient is the mean over equal parts.
     """
     made = devices_ways(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
@@ -868,8 +887,9 @@ def launchers_ways(
 def weigh_gradients(ways: Ways, scale: float) -> Ways:
     """Return the ways with gradients that are weighted after the backward pass, not before it.
 
-    So loops of one's own compute them. `scale` is the audited part of a batch's rows: with it, a
-    row counts in a backward pass as much as in the training.
+    The program's own loops compute gradients in this order. `scale` is the number of audited rows
+    divided by that of the batch, so that a row has the same weight in a backward pass as in the
+    training run.
     """
 
     def weigh(way: Way) -> Way:
@@ -920,7 +940,7 @@ def _unscaled(loss: Any) -> Any:
 
 
 def _place(error: BaseException) -> str:
-    """Return the line of the program where an error arose, in parentheses; "" if unknown."""
+    """Return the program's line that raised an error, in parentheses, or "" if it is unknown."""
     own = [
         each
         for each in traceback.extract_tb(error.__traceback__)
@@ -932,9 +952,10 @@ def _place(error: BaseException) -> str:
 
 
 def _compute(loss: OfPart, part: Part) -> Any:
-    """Return the loss of a part from a copy of its batch's structure.
+    """Return the loss of a part, computed from a shallow copy of its batch.
 
-    A part is computed more than once, and the program may remove items from its batch.
+    The copy is needed because a part is computed more than once, and the program may remove items
+    from the batch.
     """
     own = copy.copy(part)
     own.batch = each_tensor(lambda tensor: tensor, part.batch)

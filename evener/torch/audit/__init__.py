@@ -1,5 +1,5 @@
-"""The audit of a PyTorch training.
+"""The audit of a PyTorch training run.
 
-It compares the gradient of a few rows, as one device computes it, with that of the
-path that trains.
+An audit computes the gradient of a few rows twice, as one device would and as the split training
+run does, and compares both.
 """

@@ -1,7 +1,7 @@
-"""Restore what a function of the program's own may change while it runs.
+"""Save the variables and objects that a function of the program may change, and restore them.
 
-That is names of its module, variables of its closure and objects that it uses. An audit runs the
-function several times.
+These are global variables of its module, variables of its closure and objects that it uses. They
+have to be restored because an audit runs the function several times.
 """
 
 from __future__ import annotations
@@ -30,9 +30,9 @@ _FOREIGN = {
 
 
 def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
-    """Save what `function` may change outside itself; return the function that restores it.
+    """Save the variables and objects that `function` may change; return a function to restore them.
 
-    It may be called several times.
+    The returned function may be called several times.
     """
     kept = _Kept()
     kept.look_at(function, DEPTH)
@@ -40,7 +40,7 @@ def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
 
 
 class _Kept:
-    """The values that were found, and what restores them."""
+    """Saved variables and objects, with the data that restore them."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -109,7 +109,7 @@ class _Kept:
 
 
 def is_foreign(module: str) -> bool:
-    """True for the name of a library's module, whose functions and classes aren't inspected."""
+    """True if a module belongs to a library, whose functions and classes aren't inspected."""
     return module.partition(".")[0] in _FOREIGN
 
 

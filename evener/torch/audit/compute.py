@@ -1,8 +1,8 @@
-"""Compute the gradient of a few rows in several ways, without side effects on the training.
+"""Compute the gradient of a few rows in several ways, without side effects on the training run.
 
-Computation is in the precision of the weights, without autocast. Every row gets the same random
-numbers wherever it is computed. Batch normalization uses its running statistics, as statistics of a
-device's own rows differ by design.
+Gradients are computed in the precision of the weights, without autocast. A row gets the same random
+numbers in any batch. Batch normalization uses its running statistics, because batch statistics
+differ between devices by design.
 """
 
 from __future__ import annotations
@@ -34,14 +34,14 @@ from .sketch import SIGNS, GradientSums
 from .state import keep_with_frozen
 
 HOST_ROOM = 1 << 29  # bytes
-MOVE = 0.01  # the standard deviation of what is added to weights that are all equal
+MOVE = 0.01  # the standard deviation of the noise added to weights that are all equal
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """Some rows that are computed at once: their loss, and its weight in the gradient.
+    """Rows that are computed in one pass: their loss, and the loss's weight in the gradient.
 
-    The backward pass begins with `scale` times the loss, and what comes out is multiplied by what
-    is left of the weight. With None, it begins with the weighted loss.
+    The backward pass starts from the loss times `scale`, and the resulting gradients are multiplied
+    by `weight / scale`. If `scale` is None, the backward pass starts from the loss times `weight`.
     """
 
     loss: Callable[[], Any]
@@ -50,19 +50,19 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
 
 
 class Bench:
-    """Computes gradients of the models' weights and of `tensors`, by name, within `open`.
+    """Computes gradients of `tensors`, which are listed by name; used inside the context `open`.
 
-    `holders` are other objects that computing a loss changes, such as a trainer; what they hold
-    in `apart`, such as its data, isn't restored. `function` is code of the program's own that
-    is called. `around` are contexts that suppress the effects of a step, such as the exchange
-    of gradients. `losses_only` is True if gradients can't be taken, as they are sharded; a
-    sketch has only the loss then. `measures` is True if an audit always measures how rounding
-    changes the gradient. `known` is what earlier audits have seen of such passes, and is changed by
-    this one; None stands for a single audit.
+    `holders` are objects that change when a loss is computed, such as a trainer; their attributes
+    in `apart`, such as data loaders, aren't restored. `function` is a function of the program that
+    the losses call. `around` are contexts that suppress the side effects of a training step, such
+    as the all-reduce of gradients. `losses_only` is True if gradients can't be computed, for
+    example because they are sharded; sketches then contain only the loss. `measures` is True if an
+    audit always measures how much rounding changes the gradient. `known` has what earlier audits
+    learned about these passes, and is updated; None means that no other audit shares it.
 
-    `changed` are the names of buffers that a pass changes, `draws` is the number of PyTorch's
-    random draws that affect the result. `drawn` are digests of the state of Python's and NumPy's
-    random numbers after each piece of the last sketch.
+    `changed` has the names of buffers that a pass changes. `draws` is the number of PyTorch's
+    random draws that affect the result. `drawn` has digests of the states of Python's and NumPy's
+    random number generators after each piece of the last sketch.
     """
 
     def __init__(
@@ -100,8 +100,8 @@ class Bench:
     def open(self, moves: bool = False) -> Iterator[Bench]:
         """Enter a context in which `sketch` has no side effects.
 
-        With `moves`, weights whose values are all equal, such as a head that is initialized to
-        zero, are changed a little meanwhile, as they hide what other weights' gradients depend on.
+        With `moves`, noise is added meanwhile to weights whose values are all equal, such as a head
+        that is initialized to zero, because they can make the gradients of other weights zero.
         """
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -126,11 +126,11 @@ class Bench:
             yield self
 
     def sketch(self, way: Sequence[Piece], disturbance: int = 0, seed: int = SEED) -> Sketch:
-        """Return the gradient of some rows, computed in this way.
+        """Compute the pieces of `way`, and return a sketch of the sum of their gradients.
 
-        Errors of the program's own code propagate. With a `disturbance` above 0, the gradient
-        differs by as much as rounding may cause, in a way that depends on this number. Random
-        numbers start from `seed` in each piece.
+        Errors in the program's own code propagate. If `disturbance` isn't 0, it is the seed of
+        random errors that change the gradient by as much as rounding might. Each piece begins with
+        random numbers from `seed`.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         computed: set[torch.dtype] = set()
@@ -148,13 +148,13 @@ class Bench:
 
     @property
     def is_quick(self) -> bool:
-        """True if `sum_quickly` may give a result."""
+        """True if `sum_quickly` can be used: passes are known to draw no random numbers."""
         return self._known.draws is False and not (self.losses_only or self.measures)
 
     def sum_quickly(self, way: Sequence[Piece]) -> GradientSums | None:
-        """Return the sums of some rows' gradients, or None if their passes draw random numbers.
+        """Compute the pieces of `way` quickly; return None if a pass draws random numbers.
 
-        `read` makes a sketch of them. The host doesn't wait for a GPU before that.
+        `read` converts the returned sums to a sketch. The host waits for the GPU only then.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         for piece in way:
@@ -166,11 +166,11 @@ class Bench:
         return sums
 
     def read(self, sums: GradientSums) -> Sketch:
-        """Return the sketch of sums by quick passes."""
+        """Return a sketch of the gradients that `sum_quickly` has summed."""
         return sums.sketch(self._known.computed)
 
     def _compute(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
-        """Add the gradient of a piece to the sums, computed in a mode of PyTorch's functions."""
+        """Compute a piece inside the context `mode`, and add its gradient to the sums."""
         seed_all(seed)
         before = self._list_buffers()
         self._adds = partial(
@@ -190,16 +190,14 @@ class Bench:
     def add(self, loss: torch.Tensor, **options: Any) -> None:
         """Add the gradient of a loss to the piece that is being computed.
 
-        For code that takes several backward passes; `options` are those of torch.autograd.grad.
+        It is for code that runs several backward passes. `options` are passed to
+        `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return the identity and version of each buffer.
-
-        Those of batch normalization don't change here.
-        """
+        """Return the id and version of each buffer by name, to detect changed buffers."""
         return {
             name: (id(buffer), buffer._version)
             for model in self._models
@@ -212,10 +210,11 @@ class Bench:
 
 
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if all gradients of these tensors fit into memory at once.
+    """True if the gradients of all these tensors fit into memory at once.
 
-    On a GPU they have to fit twice into what the step has used at most and has freed, so that an
-    audit doesn't raise the peak. They are projected beside each other.
+    They have to fit twice, because they are copied to be projected together. On a GPU the memory
+    available is the peak usage so far less the current usage, so that an audit doesn't raise the
+    peak.
     """
     sizes: dict[torch.device, int] = {}
     for each in tensors:
@@ -225,7 +224,7 @@ def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _measure_room(device: torch.device) -> int:
-    """Return the bytes that a device's tensors may take more than now."""
+    """Return the bytes that an audit may allocate on a device."""
     if device.type != "cuda":
         return HOST_ROOM
     return int(torch.cuda.max_memory_allocated(device) - torch.cuda.memory_allocated(device))
@@ -235,7 +234,7 @@ def _measure_room(device: torch.device) -> int:
 def _bare(model: Any) -> Iterator[None]:
     """Enter a context in which a model in DistributedDataParallel is called without the wrapper.
 
-    The wrapper's reduction belongs to the training step.
+    An audit must not trigger the wrapper's all-reduce, which belongs to the training step.
     """
     inner = unwrap_compiled(model)
     if not isinstance(inner, DistributedDataParallel):
@@ -270,9 +269,9 @@ def _fixed_statistics(modules: Iterable[Any]) -> Iterator[None]:
 
 @contextmanager
 def _moved(tensors: Iterable[Any]) -> Iterator[None]:
-    """Enter a context in which weights whose values are all equal are changed a little.
+    """Enter a context in which noise is added to weights whose values are all equal.
 
-    Nothing is copied, as a single number restores them.
+    Each of these weights is restored from its single value, so no copies are needed.
     """
     moved: list[tuple[torch.Tensor, torch.Tensor]] = []
     seed_torch(SEED)

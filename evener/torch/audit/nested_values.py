@@ -1,4 +1,4 @@
-"""The values in a call's nested arguments and results, and whether the call computes with them."""
+"""Find the values in nested arguments and results of a call, and tell if the call is arithmetic."""
 
 from __future__ import annotations
 

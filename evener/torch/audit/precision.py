@@ -1,4 +1,4 @@
-"""Full precision while a few rows are computed: no autocast, no TF32, no bfloat16 in products."""
+"""Compute the rows of an audit in full precision: without autocast, TF32 or bfloat16 products."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import torch
 def full_precision() -> Iterator[None]:
     """Enter a context in which float32 products are computed in float32, without autocast.
 
-    The program's own settings have no effect in it.
+    The program's own settings of precision have no effect in the context.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_autocast())
@@ -42,8 +42,8 @@ def _without_autocast() -> Iterator[None]:
 def _without_tf32() -> Iterator[None]:
     """Enter a context without TF32 or other reduced-precision products.
 
-    PyTorch has two ways to set them, and raises an error if the older one is read after the newer
-    one (`fp32_precision`, since 2.9) was set to something else.
+    PyTorch has two ways to set the precision. It raises an error if the older setting is read after
+    the newer one (`fp32_precision`, since 2.9) was set to a different value.
     """
     backends = torch.backends
     places = [backends.cuda.matmul, backends.mkldnn.matmul]
@@ -72,7 +72,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return a setting of the older way, or None if the program has set it in the newer way."""
+    """Return an older setting of the precision, or None if the program has set the newer one."""
     try:
         return setting()
     except RuntimeError:

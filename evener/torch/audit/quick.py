@@ -1,8 +1,8 @@
-"""Quick passes, without looking at each operation; and passes without dropout.
+"""Quick passes, which don't intercept each operation, and passes without dropout.
 
-EvenRandomness is called for each of PyTorch's operations, which takes as long as the operations
-themselves where these are small. A pass that draws no random numbers but dropout's doesn't need it.
-Whether a pass has drawn any is seen by the generators' state after it.
+EvenRandomness is called for each operation of PyTorch, which takes as long as a small operation
+itself. A pass whose only random numbers are dropout's doesn't need it. A comparison of the
+generators' states before and after a pass shows whether it has drawn random numbers.
 """
 
 from __future__ import annotations
@@ -25,18 +25,18 @@ _DROPOUTS = [
     *("feature_alpha_dropout", "dropout_", "feature_dropout_", "alpha_dropout_"),
     "feature_alpha_dropout_",
 ]
-_IN_PLACE = 3  # the place of an argument of the dropout functions in torch.nn.functional
+_IN_PLACE = 3  # the index of `inplace` among the arguments of dropout in torch.nn.functional
 _ATTENTION = "scaled_dot_product_attention"
-_RATE, _RATE_PLACE = "dropout_p", 4  # of attention
+_RATE, _RATE_PLACE = "dropout_p", 4  # the name and index of attention's dropout rate
 # cuDNN's dropout has random numbers of its own, whose state can't be read
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """What is known of a training's passes from its audits so far.
+    """Facts about the passes of a training run, learned from its earlier audits.
 
-    `computed` are the types that they compute in. `draws` is True if they draw random numbers
-    other than dropout's, and None if that isn't known.
+    `computed` has the dtypes that passes compute in. `draws` is True if passes draw random numbers
+    other than dropout's, and None until that is known.
     """
 
     computed: set[torch.dtype] = set()
@@ -44,9 +44,10 @@ class KnownPasses(msgspec.Struct):
 
 
 class QuickPass:
-    """A context; `has_drawn` is True after it if random numbers were drawn in it.
+    """A context that detects whether random numbers are drawn in it.
 
-    Rows may have other numbers then in a batch of another size.
+    If so, `has_drawn` is True after the context. A row's random numbers may then depend on the size
+    of its batch.
     """
 
     def __init__(self) -> None:
@@ -63,9 +64,9 @@ class QuickPass:
 
 @contextmanager
 def without_dropout() -> Iterator[None]:
-    """Enter a context without dropout, as far as functions of PyTorch's Python modules drop values.
+    """Enter a context in which dropout called through PyTorch's Python functions drops nothing.
 
-    Passes of both kinds are computed in it, so that they have equal results.
+    Both quick passes and passes with EvenRandomness use it, so that their results are equal.
     """
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
@@ -74,7 +75,7 @@ def without_dropout() -> Iterator[None]:
 
 
 def _list_replacements() -> list[tuple[Any, str, Callable[..., Any]]]:
-    """Return functions that drop nothing, each with the module and the name of the original."""
+    """Return the module and name of each function with dropout, and a replacement without it."""
     made: list[tuple[Any, str, Callable[..., Any]]] = [
         (owner, name, partial(_drop_nothing, name.endswith("_")))
         for owner in (functional, torch)

@@ -1,6 +1,6 @@
-"""Random numbers that are the same for a row wherever it is computed.
+"""Random numbers that are the same for a row in any batch.
 
-An audit computes a few rows several times, in batches of different sizes.
+An audit needs them because it computes the same rows several times, in batches of different sizes.
 """
 
 from __future__ import annotations
@@ -22,29 +22,29 @@ SEED = 20_260_923
 LONGEST = 4096  # rows up to this length start with the same random numbers
 
 
-# Operations whose results a disturbance changes, as they sum many terms, with the place of the
-# argument whose size is the number of terms.
+# Operations that sum many terms, so a disturbance changes their results. Each has the index of the
+# argument whose last dimension is the number of terms.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 _CONVOLUTIONS = {"convolution", "convolution_backward"}
 _ATTENTION = "_scaled_dot_product"  # how the names of fused attention begin
 _SUMS = {"native_layer_norm_backward", "native_group_norm_backward", "embedding_dense_backward"}
-SUM_TERMS = 32  # they are added in pairs, so the error hardly grows with their number
+SUM_TERMS = 32  # for _SUMS, which add in pairs, so the error hardly grows with the number of terms
 
 
 _DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward
 
 
-# A context in which no mode is called for an operation, which takes longer than many operations.
+# A context in which operations don't call dispatch modes, as a call takes longer than many of them.
 without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
 class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Draws the same random numbers for every row, from `seed`.
+    """Draws the same random numbers for every row, starting from `seed`.
 
-    `draws` counts the draws in a pass, and `random` those that depend on random numbers; dropout
-    doesn't, as it keeps all values here. `kinds` are the types of computed tensors with more than
-    one value. With a `disturbance`, a seed, sums of many terms differ as they might if they were
-    added in another order.
+    `draws` counts the random operations in a pass, and `random` those whose results are random;
+    dropout's aren't, because it keeps all values here. `kinds` has the dtypes of computed tensors
+    with more than one value. If `disturbance` isn't 0, it is the seed of errors that are added to
+    sums of many terms, of the size that adding the terms in another order might cause.
     """
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
@@ -57,7 +57,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """False, which leaves out a wrapper for torch.compile: nothing is compiled in an audit."""
+        """Return False, so that PyTorch adds no wrapper for torch.compile: audits don't compile."""
         return False
 
     def __torch_dispatch__(
@@ -88,11 +88,12 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
         return result
 
     def _disturb(self, name: str, arguments: Any, result: Any) -> None:
-        """Change each row of a result by the rounding errors of sums of this length.
+        """Add errors to the results of an operation that sums many terms, as rounding might.
 
-        If n terms of any sign are added one after the other, each addition rounds a partial sum by
-        half a unit u; the errors' standard deviation is u * sqrt(n / 2) of the sums' own (Higham,
-        Accuracy and Stability of Numerical Algorithms, section 4.2, with independent errors).
+        If n terms of random sign are added one after the other, each addition rounds a partial sum
+        with a relative error of about u, the unit roundoff. The standard deviation of the total
+        error is then u * sqrt(n / 2) times the standard deviation of the sum (Higham, Accuracy and
+        Stability of Numerical Algorithms, section 4.2, with independent errors).
         """
         for place, each in enumerate(_each(result)):
             if not isinstance(each, torch.Tensor) or each.layout != torch.strided:
@@ -104,9 +105,9 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
                 self._add_errors(each, terms, apart=1 if name in _CONVOLUTIONS else each.dim() - 1)
 
     def _add_errors(self, result: torch.Tensor, terms: int, apart: int) -> None:
-        """Add rounding errors in proportion to the size of each row.
+        """Add random errors in proportion to the root mean square of each row.
 
-        A row has all values with the same place in the axes before `apart`.
+        A row consists of the values that have the same indices on the axes before `apart`.
         """
         device = result.device
         if device not in self._generators:
@@ -126,9 +127,9 @@ def _each(result: Any) -> Sequence[Any]:
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return how many terms each value of an operation's result sums, or 0 for other operations.
+    """Return how many terms are summed for each value of a result, or 0 if the operation sums none.
 
-    `place` is the index of the result if the operation has several.
+    `place` is the index of the result if the operation has several results.
     """
     if name in _PRODUCTS:
         return int(arguments[_PRODUCTS[name]].shape[-1])
@@ -170,9 +171,10 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
 
 
 def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: int) -> Any:
-    """Return the result of a draw, the same for every row, and whether random numbers were drawn.
+    """Draw the same values for every row; return the result and whether it is random.
 
-    None are drawn for dropout, which keeps all values.
+    The result isn't random for dropout, which keeps all values, and for permutations, which keep
+    the order.
     """
     draw = _Draw(function, arguments, keywords)
     if draw.name == _CUDNN:
@@ -194,9 +196,9 @@ def _draw(function: Any, arguments: list[Any], keywords: dict[str, Any], seed: i
 def _draw_nothing(draw: _Draw) -> Any:
     """Return the result of a draw that is replaced by a constant, or None for other draws.
 
-    Permutations keep the order, and dropout keeps all values. Layers that drop with a probability
-    of p multiply what is left by 1 / (1 - p); a mask with the value 1 - p cancels that factor, as
-    in kernels that drop nothing.
+    Permutations keep the order, and dropout keeps all values. Layers that drop values with
+    probability p by a mask from bernoulli_(1 - p) divide the other values by 1 - p. A mask filled
+    with 1 - p cancels that division, so the result is the same as without dropout.
     """
     arguments = draw.arguments
     if draw.name == "randperm":
@@ -211,14 +213,17 @@ def _draw_nothing(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Draw from distributions whose arguments are tensors, which may differ from row to row."""
+    """Return fixed values of a distribution whose parameters are tensors, or None for others.
+
+    The parameters may differ from row to row.
+    """
     if draw.name in _DISTRIBUTIONS and not isinstance(draw.arguments[0], float):
         return _DISTRIBUTIONS[draw.name](*draw.arguments)
     return None
 
 
 def _draw_size(draw: _Draw) -> Any:
-    """Draw a tensor whose size is an argument."""
+    """Draw a tensor whose size is an argument; return None for other operations."""
     names = draw.names()
     if "size" not in names:
         return None
@@ -232,7 +237,10 @@ def _draw_size(draw: _Draw) -> Any:
 
 
 def _draw_like(draw: _Draw) -> Any:
-    """Draw into a tensor, or one like it, if nothing else affects what is drawn."""
+    """Draw into a tensor, or into a new one like it; return None for other operations.
+
+    Operations with several tensor arguments are among the others, as their results depend on these.
+    """
     arguments = draw.arguments
     if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
         return None
@@ -245,9 +253,9 @@ def _draw_like(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the place and name of an operation's arguments that are dropout rates.
+    """Return the index and name of each argument of an operation that is a dropout rate.
 
-    Fused attention and recurrent layers have them, also in the backward pass.
+    Fused attention and recurrent layers have such arguments, also in the backward pass.
     """
     if function.overloadpacket.__name__ == _CUDNN:
         return ()
@@ -257,7 +265,7 @@ def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
 
 @cache
 def _is_plain(function: Any) -> bool:
-    """True for an operation that neither drops values nor draws random numbers, like most."""
+    """True for an operation that neither drops values nor draws random numbers."""
     drops = bool(_find_dropout(function)) or function.overloadpacket is _DROPOUT_BACKWARD
     return not drops and torch.Tag.nondeterministic_seeded not in function.tags
 
@@ -284,18 +292,18 @@ def _needs_generator(function: Any) -> bool:
 
 
 def _one_row(draw: _Draw) -> Any:
-    """Return the random values of one row, along its last axis.
+    """Return the random values of one row, along the last axis.
 
-    Their first values are the same for any length.
+    Rows of different lengths start with the same values.
     """
     like, *others = draw.arguments
     return _shorten(draw.function(_one_line(like), *others, **draw.keywords), like)
 
 
 def _one_line(like: Any) -> Any:
-    """Return an empty tensor for the values that all rows of `like` share.
+    """Return an uninitialized tensor for the values that all rows of `like` share.
 
-    With two axes or more, it has as many values as are drawn for any last axis; else it has one.
+    If `like` has at least two axes, it has the `_stable_length` of the last one, else one value.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
@@ -307,10 +315,10 @@ def _shorten(line: Any, like: Any) -> Any:
 
 
 def _stable_length(length: int) -> int:
-    """Return the number of values to draw for a row of this length.
+    """Return the number of values to draw for a row of this length: at least LONGEST.
 
-    It is the same for all rows up to LONGEST, so that shorter and longer rows start with
-    the same values.
+    Because it is the same for all lengths up to LONGEST, shorter and longer rows start with the
+    same values.
     """
     return max(LONGEST, length)
 
@@ -321,7 +329,10 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Use the middle slope for all values; the backward pass uses `slopes`."""
+    """Compute a randomized leaky ReLU with the mean of both bounds as the slope for all values.
+
+    The slopes are written to `slopes`, which the backward pass uses.
+    """
     middle = (lower + upper) / 2
     slopes.copy_(torch.where(inputs < 0, middle, 1.0))
     return leaky_relu(inputs, middle)
@@ -340,9 +351,9 @@ _DISTRIBUTIONS: dict[
 
 
 class RandomState:
-    """The state of Python's, NumPy's and PyTorch's random numbers.
+    """The saved states of Python's, NumPy's and PyTorch's random number generators.
 
-    It includes the current GPU's if CUDA is in use.
+    They include the generator of the current GPU if CUDA is in use.
     """
 
     def __init__(self) -> None:
@@ -360,7 +371,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Set all these random numbers back to the saved state."""
+        """Set all these generators back to their saved states."""
         random.setstate(self._python)
         _NUMPY.restore(self._numpy)
         torch.set_rng_state(self._torch)
@@ -369,23 +380,24 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return what differs in the states of Python's random numbers after any draw.
+    """Return the part of the state of Python's random number generator that any draw changes.
 
-    That is the place in a block of 624 numbers, the block's first number, and a number of the
-    normal distribution that is drawn already. All numbers would take longer to compare.
+    That part is the index in a block of 624 numbers, the first number of the block, and a normally
+    distributed number that is saved for the next draw. Comparing all numbers would take longer.
     """
     return state[1][-1], state[1][0], state[2]
 
 
 class _NumpyState:
-    """Reads the state of NumPy's random numbers, the same object again while nothing is drawn.
+    """Reads the state of NumPy's random number generator, without copies while nothing is drawn.
 
-    NumPy takes 0.1 ms for a copy. So the generator's memory is compared with that at the last copy
-    first, by the `ctypes` interface that NumPy documents. It lacks the normal number that may be
-    drawn already: while there is one, the state is copied each time.
+    NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
+    content at the last copy, through the `ctypes` interface that NumPy documents. That memory
+    doesn't include the normally distributed number that may be saved for the next draw: while there
+    is such a number, the state is copied each time.
     """
 
-    BYTES = 4 * (624 + 1)  # of the Mersenne Twister: its numbers, and the place among them
+    BYTES = 4 * (624 + 1)  # of the Mersenne Twister: its numbers, and the index of the next one
 
     def __init__(self) -> None:
         self._generator: Any = None
@@ -393,7 +405,10 @@ class _NumpyState:
         self._state: Any = None
 
     def read(self) -> Any:
-        """Return what `numpy.random.set_state` takes."""
+        """Return the state, in the form that `numpy.random.set_state` accepts.
+
+        While nothing is drawn, the same object is returned.
+        """
         generator: Any = numpy.random.get_bit_generator()  # type: ignore[attr-defined] # in no stub
         if not isinstance(generator, numpy.random.MT19937):
             self._generator = None
@@ -415,31 +430,31 @@ class _NumpyState:
         return bool(now[1][0] == state[1][0] and now[2:] == state[2:])
 
     def restore(self, state: Any) -> None:
-        """Set the random numbers back to a state."""
+        """Set the generator back to a state."""
         numpy.random.set_state(state)
-        self._generator = None  # what is drawn next may lead to the same memory
+        self._generator = None  # later draws may lead to the memory that was compared
 
 
 _NUMPY = _NumpyState()
 
 
 def digest_draws() -> int:
-    """Return a digest of the state of Python's and NumPy's random numbers."""
+    """Return a digest of the states of Python's and NumPy's random number generators."""
     drawn: Any = numpy.random.get_state()
     return hash((random.getstate(), drawn[1].tobytes(), drawn[2]))
 
 
 def seed_all(seed: int) -> None:
-    """Seed everything that a RandomState saves."""
+    """Seed all generators whose states a RandomState saves."""
     random.seed(seed)
     numpy.random.seed(seed % (1 << 32))
     seed_torch(seed)
 
 
 def seed_torch(seed: int) -> None:
-    """Seed PyTorch's random numbers on the CPU and the current GPU.
+    """Seed PyTorch's generators on the CPU and on the current GPU.
 
-    torch.manual_seed would seed all GPUs.
+    torch.manual_seed isn't used, because it would seed the generators of all GPUs.
     """
     torch.default_generator.manual_seed(seed)
     if torch.cuda.is_initialized():

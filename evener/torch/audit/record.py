@@ -1,7 +1,7 @@
 """Record the functions that a program calls with tensors, from a batch to its loss.
 
-The calls can be repeated with other rows. None of the program's own code runs twice, and nothing of
-the recording remains.
+The recorded calls can be repeated with other rows, without running the program's own code again.
+Nothing stays recorded after `Recorder.close`.
 """
 
 from __future__ import annotations
@@ -33,20 +33,20 @@ _READS = {
     torch.Tensor.__float__,
     torch.Tensor.__array__,
 }
-# functions that make tensors of Python numbers, whose rows belong to no batch
+# functions that make tensors from Python numbers; rows in such tensors belong to no batch
 _MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
-# the relative difference of a loss that is allowed when it is computed again
+# the allowed relative difference between a loss and the same loss computed again, by dtype
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_AGAIN = 3e-2
-# folders whose code isn't the program's
+# folders of libraries, whose code isn't the program's
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, evener.__file__))
 NOT_THIS_BATCH = "its loss isn't computed from the batch that its loader gave last"
-FEW_NUMBERS = 64  # in a tensor that ranks compare
+FEW_NUMBERS = 64  # the most values in a tensor that ranks compare
 AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers of a record are counts of its rows
 
 
 class RowNumber(int):
-    """A number that the program read from a tensor: the batch's number of rows, times `each`."""
+    """The batch's number of rows, times `each`, as the program read it from a tensor's size."""
 
     each = 1
 
@@ -62,21 +62,21 @@ class RowNumber(int):
 
 
 class GeneratorState(msgspec.Struct, frozen=True, eq=False):
-    """A random generator, and its state at some moment."""
+    """A random generator and a saved state of it."""
 
     generator: torch.Generator
     state: torch.Tensor
 
     def restore(self) -> None:
-        """Set the generator to that state."""
+        """Set the generator back to the saved state."""
         self.generator.set_state(self.state)
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     """A recorded call of a function with tensors: its arguments, its result and its context.
 
-    `autocast` is the device and type of the autocast that it ran under, or None. `draw` is the
-    program's own generator that it drew from, and `place` the line of the program.
+    `autocast` is the device and dtype of the autocast that the call ran under, or None. `draw` has
+    the program's own generator that the call drew from, and `place` is the line of the program.
     """
 
     function: Callable[..., Any]
@@ -91,11 +91,11 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
-    """Records the calls from a batch to its losses.
+    """Records the calls that compute a batch's losses, until `close`.
 
-    `after` is called after each backward pass, with the loss that it started from. `rows` is
-    the batch's number of rows, by default the length of its first tensor. Recording
-    continues until `close`.
+    `after` is called after each backward pass, with this recorder and the loss that the backward
+    pass started from. `rows` is the batch's number of rows, by default the length of its first
+    tensor.
     """
 
     def __init__(
@@ -109,22 +109,22 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.models = [each for each in models if each.training]
         self.batch = [each for each in tensors_in(batch) if each.ndim]
         self.rows = rows or (len(self.batch[0]) if self.batch else 0)
-        self.losses = 0  # losses from which a backward pass began
+        self.losses = 0  # number of losses from which a backward pass started
         # numbers that are used with weights and gradients after the backward pass
         self.uses: tuple[float, ...] = ()
-        self.by_hand = False  # the caller of backward ends it itself, by `end_backward`
-        self.steps = False  # an optimizer steps; the numbers that it uses aren't recorded
-        # the models exchange gradients, as far as was seen until `close`
+        self.by_hand = False  # the caller of backward calls `end_backward` itself
+        self.steps = False  # an optimizer's step is running; its numbers aren't recorded
+        # True if a forward pass has run whose gradients the model all-reduces
         self.exchanges = False
         self.random = RandomState()
         self._after = after
         self._tape: list[WrittenCall] = []
         self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
         self._from_model: set[int] = set()  # ids of tensors computed from a model's output
-        # the entry before which a value was first read: only later entries can depend on it
+        # the number of entries when a value was first read: only later entries can depend on it
         self._first_read: int | None = None
         self._inside = self._busy = False
-        self._given: Any = ((), {})  # arguments of the model that computes
+        self._given: Any = ((), {})  # arguments of the model whose forward pass is running
         self._handles = [
             each.register_forward_pre_hook(self._enter, with_kwargs=True) for each in self.models
         ]
@@ -168,15 +168,15 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Called after each call of a function or model; subclasses override it."""
 
     def take_inner(self, model: Any) -> Any:
-        """Return the module that is called for a model in a replay, without DDP's wrapper."""
+        """Return the module that a replay calls for a model: the one inside a DDP wrapper."""
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as it was computed."""
+        """Return the value of a loss; the values of a loss with several elements are summed."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
-        """Note that the backward pass of a loss has ended."""
+        """Count a loss whose backward pass has ended, and call `after` with it."""
         self.losses += 1
         self._busy = True
         try:
@@ -185,7 +185,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self._busy = False
 
     def _enter(self, model: Any, arguments: Any, keywords: Any) -> None:
-        # a model may add what it computes to a dict that it is given
+        # copied, because a model may add results to a dict among its arguments
         self._given = map_nested(lambda each: each, (arguments, keywords))
         self._inside = True
         self.exchanges |= torch.is_grad_enabled() and getattr(
@@ -233,8 +233,8 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def _mark(self, tensor: Any, result: Any) -> Any:
         """Return the size that the program read from a tensor.
 
-        A number of rows that comes from the batch is returned as a RowNumber, so that
-        it is tracked.
+        If the first dimension of a recorded tensor is the batch's number of rows, its size is
+        replaced by a RowNumber, which a replay with other rows converts to their number.
         """
         known = id(tensor) in self._made or any(each is tensor for each in self.batch)
         sizes = list(result) if isinstance(result, torch.Size) else [result]
@@ -247,9 +247,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _note_use(self, function: Any, given: Any) -> None:
-        """Record the numbers that are used with weights or gradients.
+        """Record the numbers that a call uses together with weights or gradients.
 
-        An example is an average of the weights of all steps.
+        An example is the decay rate of a moving average of the weights.
         """
         if not is_arithmetic(function):
             return
@@ -260,7 +260,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             self.uses += tuple(numbers)
 
     def _has_at(self, places: set[int]) -> bool:
-        """True if a weight or its gradient lies at one of these addresses."""
+        """True if a weight or its gradient is stored at one of these addresses."""
         weights = (weight for model in self.models for weight in model.parameters())
         own = (each for weight in weights for each in (weight, weight.grad))
         return any(each is not None and address(each) in places for each in own)
@@ -268,9 +268,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of what led to a loss.
+        """Return a record of the calls that led to a loss.
 
-        If that is unknown, return why, as a part of a message.
+        If these calls are unknown, return the reason, as a part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -285,7 +285,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the entries that led to the loss, in order, or why they are unknown."""
+        """Return the numbers of the calls that led to a loss, in order, or why they are unknown."""
         places, reached, is_known = self._walk(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
@@ -298,13 +298,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the entries that led to a tensor, and whether they are complete.
+        """Return the numbers of the calls that led to a tensor, and two flags.
 
-        The second result is True if they start with the batch, the third if none
-        between is missing.
+        The first flag is True if the calls use a tensor of the batch, the second if no call is
+        missing.
         """
         places: set[int] = set()
-        # each with the entry that takes it
+        # tensors to look at, each with the number of the call that uses it
         queue: list[tuple[Any, int]] = [(wanted, len(self._tape))]
         batch = {id(each) for each in self.batch}
         reached, is_known = False, True
@@ -325,7 +325,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call makes a tensor with a line for each row from Python numbers."""
+        """True if the call makes a tensor with one entry for each row from Python numbers."""
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
@@ -333,11 +333,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if a value had been read from a model's result before this entry."""
+        """True if the program read a value from a model's result before call number `place`."""
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number of this call may be derived from a value that was read."""
+        """True if a number in call number `place` may be derived from a value that was read."""
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
@@ -345,10 +345,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers that a call combines with what comes from a model.
+        """Return the numbers that a call combines with results of a model.
 
-        They are factors, divisors and summands, and summaries of small tensors from before the
-        batch, such as weights of tasks.
+        They are the factors, divisors and summands of arithmetic, and summaries of small tensors
+        that were made before the batch, such as weights of tasks.
         """
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(each) in self._from_model for each in arguments):
@@ -363,7 +363,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return [Number(each, entry.place) for each in figures]
 
     def _is_given(self, tensor: torch.Tensor) -> bool:
-        """True for a tensor of a few numbers that belongs neither to the batch nor to a model."""
+        """True for a small tensor from before the batch that isn't part of the batch or a model."""
         if id(tensor) in self._made or not 0 < tensor.numel() <= FEW_NUMBERS:
             return False
         if not tensor.is_floating_point() or any(tensor is each for each in self.batch):
@@ -373,7 +373,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return a single number itself, or the sum and the place-weighted sum of several numbers."""
+    """Return the tensor's only value, or the sum and the index-weighted sum of its values.
+
+    The indices start at 1.
+    """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
         return values
@@ -381,7 +384,7 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number that a loss is computed with, and the program's line that contains it."""
+    """A number that a loss is computed with, and the line of the program that uses it."""
 
     value: float
     place: str
@@ -390,8 +393,9 @@ class Number(msgspec.Struct, frozen=True):
 class LossRecord:
     """The calls that led to a loss, which can be repeated with other rows of the same kind.
 
-    `numbers` enter the loss beside the batch and the models. `reads` is True if some of them may be
-    derived from values that the program has read from the batch's own tensors.
+    `numbers` are the numbers that the loss is computed with, beside the batch and the models.
+    `reads` is True if some of them may be derived from values that the program has read from the
+    models' results.
     """
 
     def __init__(
@@ -413,11 +417,12 @@ class LossRecord:
         self._random = random
 
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
-        """Return the loss of other rows.
+        """Return the loss of the `rows` rows in `batch`.
 
-        `counts` selects which numbers of the record are treated as counts of its rows: those read
-        from a tensor, also those equal to the number of rows, or also their multiples. Raises
-        ValueError if the batch has another structure.
+        `counts` selects which recorded numbers are converted for this number of rows. AS_WRITTEN
+        converts numbers read from a tensor's size; ROW_COUNTS also converts numbers equal to the
+        recorded number of rows, or to its inverse; MULTIPLES also converts multiples of these.
+        Raises ValueError if the batch has another number of tensors than the recorded batch.
         """
         given = [each for each in tensors_in(batch) if each.ndim]
         if len(given) != len(self.batch):
@@ -429,9 +434,9 @@ class LossRecord:
         return made
 
     def may_count_rows(self) -> bool:
-        """True if a factor or divisor of the loss is a multiple of its rows.
+        """True if a number in the loss is a multiple of its number of rows, or the inverse of one.
 
-        The program may have got it from len().
+        The program may have derived such a number from len().
         """
         return any(
             _scale(MULTIPLES, self.rows, 2 * self.rows, each.value) != each.value
@@ -439,7 +444,7 @@ class LossRecord:
         )
 
     def has_other_rows(self) -> bool:
-        """True if the record uses tensors with a line for each row that aren't from the batch."""
+        """True if the calls use a tensor that has one entry for each row but isn't in the batch."""
         known = {id(each) for each in self.batch}
         for model in self.models:
             known |= {id(each) for each in (*model.parameters(), *model.buffers())}
@@ -454,7 +459,7 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Return why the loss changes if it is computed again for the same rows; "" if not."""
+        """Return a message if computing the loss of the same rows again changes it, else ""."""
         kinds = {
             each.dtype
             for entry in self._entries
@@ -493,7 +498,7 @@ class LossRecord:
 
 
 def _find_place() -> str:
-    """Return the line of the program that makes the current call."""
+    """Return the file and line of the program that makes the current call, or ""."""
     frame: Any = sys._getframe(2)
     while frame is not None:
         name = frame.f_code.co_filename
@@ -504,7 +509,10 @@ def _find_place() -> str:
 
 
 def _scale(counts: int, was: int, now: int, number: Any) -> Any:
-    """Return a number from a record of `was` rows, converted for `now` rows if it counts rows."""
+    """Return a recorded number, converted from `was` to `now` rows if it is a count of rows.
+
+    `counts` selects what is taken for a count; see `LossRecord.compute`.
+    """
     plain = _is_number(number)
     if counts == AS_WRITTEN or not plain or not number or was < 2:
         return number
@@ -520,7 +528,7 @@ def _scale(counts: int, was: int, now: int, number: Any) -> Any:
 
 
 def _find_draw(keywords: Any) -> GeneratorState | None:
-    """Return the program's own generator that a call is about to draw from, if it is passed one."""
+    """Return the state of the generator that is passed to a call, or None without a generator."""
     generator = keywords.get("generator")
     if not isinstance(generator, torch.Generator):
         return None
@@ -534,10 +542,11 @@ def replay(
     number: Callable[[Any], Any],
     wanted: int,
 ) -> Any:
-    """Return a tensor that is computed by repeating recorded calls with other rows.
+    """Repeat recorded calls with `rows` other rows, and return one of the tensors computed.
 
-    `known` has what replaces each recorded tensor, by its id; `wanted` is the id of the recorded
-    tensor whose replacement is returned. `number` converts numbers for `rows` rows.
+    `known` maps the id of each recorded tensor to its replacement, and gets the results of the
+    calls. `wanted` is the id of the recorded tensor whose replacement is returned. `number`
+    converts the numbers among the arguments. The program's own generators keep their states.
     """
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
@@ -591,7 +600,8 @@ def _now(
 ) -> Any:
     """Return the value that replaces an argument of a recorded call.
 
-    Tensors that the call changes in place are cloned, so that the originals stay unchanged.
+    Tensors in `changed`, which the call changes in place, are cloned so that the originals stay
+    unchanged.
     """
     if isinstance(each, RowNumber):
         return each.each * rows

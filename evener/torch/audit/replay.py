@@ -1,4 +1,4 @@
-"""The audit of a recorded loss, whose calls are repeated for a few rows, both ways."""
+"""The audit of a recorded loss: its calls are repeated for a few rows in both ways."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The audit of a recorded loss, or why it failed, as a part of a message.
+    """The audit of a recorded loss, or None and the reason in `fault`, as a part of a message.
 
-    `cut` is True if the rows were cut from the batch, as the calls can't be repeated with rows of
-    other padding. `certain` is True if no number in the record can be an unrecognized count of its
-    rows. `closed` is True if all rows that it uses are those of the batch.
+    `cut` is True if the audit used rows padded to other lengths than the first choice of rows, with
+    which the calls couldn't be repeated. `certain` is True if no number in the record can be an
+    unrecognized count of its rows. `closed` is True if the record uses no rows beside its batch's.
     """
 
     audited: Audited | None
@@ -46,10 +46,11 @@ def audit_record(
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
-    """Audit a loss with the first of these rows for which it can be computed.
+    """Audit a loss with the first element of `rows` for which the loss can be computed.
 
-    Some of the numbers in the record may be counts of its rows: the interpretations in `counts` are
-    tried in turn until both ways agree. Raises RequestError if the loss meets other ranks.
+    Some numbers in the record may be counts of its rows. The interpretations in `counts` are tried
+    in turn until both ways agree. `bench` makes a bench for each audit, and `ways` returns both
+    ways to compute rows. Raises RequestError if the loss synchronizes with other ranks.
     """
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
@@ -73,10 +74,10 @@ def audit_record(
 
 
 class _Tries:
-    """The audits of a record with some rows, for different interpretations of its numbers.
+    """Audits a record with the same rows under different interpretations of its numbers.
 
-    `found` is the first audit that succeeded, or a later one without a difference; if it is None,
-    `fault` says why. `certain` is that of Replayed.
+    `found` is the first audit that succeeded, or a later one that found no difference. If `found`
+    is None, `fault` is the reason. `certain` has the same meaning as in Replayed.
     """
 
     def __init__(self, record: LossRecord, few: FewRows) -> None:
@@ -93,7 +94,7 @@ class _Tries:
         count: int,
         moves: bool,
     ) -> None:
-        """Audit once more, with the interpretation `count` of the record's numbers."""
+        """Audit the record with one interpretation of its numbers, an element of EVERY_COUNT."""
         try:
             found = audit(bench(), ways(self._few, partial(_compute, self._record, count)), moves)
         except (RequestError, torch.OutOfMemoryError, MemoryError):
@@ -115,7 +116,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _leaves_out(record: LossRecord, few: FewRows, bench: Bench) -> bool:
-    """True if the last row doesn't affect the loss, so that the record is of fewer rows."""
+    """True if the last row doesn't affect the loss, so the record computes too few rows."""
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
@@ -131,7 +132,7 @@ def _leaves_out(record: LossRecord, few: FewRows, bench: Bench) -> bool:
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """True if the rows that were used are padded to other lengths than the first rows."""
+    """True if the rows in `used` are padded to other lengths than the rows in `first`."""
     if first is used:
         return False
     shapes = [[each.shape[1:] for each in tensors_in(few.parts)] for few in (first, used)]

@@ -1,4 +1,4 @@
-"""Choose a few rows of the current batch, as one batch and as the parts of two devices."""
+"""Choose a few rows for an audit, and collate them as one batch and as parts for two devices."""
 
 from __future__ import annotations
 
@@ -16,19 +16,20 @@ from ..rows.structure import cut_rows, tensors_in
 from .randomness import SEED, seed_all
 from .state import kept_state
 
-ROWS = 8  # that are computed
-FEWER = 4  # rows after step 64, if nothing has changed since an audit of ROWS
-TIMES = 4  # rows are chosen from as many times more
+ROWS = 8  # the most rows that an audit computes
+FEWER = 4  # the most rows after step 64, if nothing has changed since an audit of ROWS
+TIMES = 4  # rows are chosen from this many times more rows
 CANDIDATES = TIMES * ROWS
 _IGNORED = -100
 
 
 class FewRows(msgspec.Struct, frozen=True, eq=False):
-    """A few rows as one batch (`whole`), and in the parts of two devices, each collated separately.
+    """A few rows as one batch (`whole`), and as two parts that are collated separately.
 
-    `cut` are the parts cut from the whole batch, with its padding; None if it can't be cut. `even`
-    are parts of equal size, like the program's own launcher makes them. `digest` is that of the
-    whole batch's numbers.
+    `parts` has one part for each of two devices, with `sizes` rows. `cut` has the same parts cut
+    from the whole batch, with its padding, or is None if the batch can't be cut. `even` has two
+    parts of equal size, as the program's own launcher would make. `digest` is a digest of the
+    numbers in the whole batch.
     """
 
     whole: Any
@@ -47,7 +48,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     @property
     def pads(self) -> bool:
-        """True if parts that are collated separately have other lengths than the whole batch."""
+        """True if parts that are collated separately are padded to other lengths than the batch."""
         if self.cut is None or self.cut is self.parts:
             return False
         shapes = [[each.shape for each in tensors_in(parts)] for parts in (self.cut, self.parts)]
@@ -60,9 +61,9 @@ def fetch_rows(
     numbers: Sequence[int],
     most: int = ROWS,
 ) -> FewRows | None:
-    """Return up to `most` of these rows of a data set, chosen to differ in class and length.
+    """Return up to `most` rows of a data set, chosen to differ in class and length.
 
-    Return None if there are fewer than two.
+    `numbers` are the indices of rows to choose from. Return None if there are fewer than two.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -93,7 +94,7 @@ def fetch_rows(
         )
         if cut is None or _are_equal(whole, collated(chosen, SEED + 1)):
             return made
-        # a collator that masks at random makes other parts than it cuts
+        # a collator that masks at random masks other values in separately collated parts
         even = _cut(whole, half, len(chosen)) or halves
         return msgspec.structs.replace(made, parts=cut, even=even)
 
@@ -101,7 +102,8 @@ def fetch_rows(
 def copy_dataset(dataset: Any) -> Any:
     """Return a copy of a data set and the data sets inside it.
 
-    Whatever a copy records or draws at random leaves the program's own state unchanged.
+    The copies have their own attributes and random number generators, so reading their rows doesn't
+    change the program's data sets.
     """
     if not hasattr(dataset, "__dict__") or isinstance(dataset, torch.Tensor):
         return dataset
@@ -122,11 +124,11 @@ def copy_dataset(dataset: Any) -> Any:
 
 
 def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> FewRows | None:
-    """Return up to `most` rows of a collated batch of `rows`.
+    """Return up to `most` rows of a collated batch that has `rows` rows.
 
-    Of four times as many, those that differ most are chosen, in an order that makes the parts
-    differ; with `in_order`, they keep the batch's order. Return None if the batch has fewer than
-    two rows, or can't be cut.
+    They are chosen from the first TIMES * `most` rows to differ as much as possible, and sorted so
+    that both parts differ. With `in_order`, they keep the batch's order. Return None if the batch
+    has fewer than two rows or can't be cut.
     """
     if rows < 2:
         return None
@@ -146,20 +148,22 @@ def cut_few(batch: Any, rows: int, in_order: bool = False, most: int = ROWS) -> 
 
 
 def _first(rows: int) -> int:
-    """Return the number of rows of the first part."""
+    """Return the number of rows in the first part, about 3/8 of all `rows`."""
     return max(1, rows * 3 // 8)
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` of the items, spread over their order by class and length."""
+    """Return up to `most` of the items, evenly spaced in their order by class and length."""
     places = spread_places(signs, most)
     return [items[place] for place in places]
 
 
 def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[int]:
-    """Return the places of up to `most` rows: of the first rows if these differ, else of all rows.
+    """Return the indices of up to `most` rows, chosen to differ in their `signs`.
 
-    They are sorted by what distinguishes rows, so that parts of them differ too.
+    The signs of a row are numbers such as its class and length. If the first `most` rows differ,
+    they are chosen, else rows from all of `signs`. The indices are sorted by the signs, so that
+    parts of these rows differ too.
     """
     first = signs[:most]
     differ = len(first[0]) > 0 and all(len(set(values)) > 1 for values in zip(*first, strict=True))
@@ -173,8 +177,8 @@ def spread_places(signs: Sequence[tuple[float, ...]], most: int = ROWS) -> list[
 def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
     """Return up to `most` rows of a collated batch.
 
-    They are chosen by `spread_places` if each tensor of the batch has all its rows; else the first
-    rows are used.
+    The rows are chosen by `spread_places` if each tensor in the batch has one entry for each row;
+    else the first rows are used.
     """
     tensors = [each for each in tensors_in(batch) if each.ndim]
     if not tensors or any(len(each) != rows for each in tensors):
@@ -189,7 +193,7 @@ def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """Return one batch of these rows, each of which is a batch of one row."""
+    """Join several batches of one row each to one batch."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
@@ -204,9 +208,9 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Return one tuple or list of the rows' joined elements.
+    """Join tuples or lists to one, whose elements are the joined elements of all rows.
 
-    If the elements aren't batches themselves, the result contains all of them.
+    If the elements contain no tensors, the tuples or lists are concatenated.
     """
     first = rows[0]
     kind = type(first)
@@ -226,9 +230,9 @@ def _cut(whole: Any, first: int, rows: int) -> tuple[Any, Any] | None:
 
 
 def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[float, ...]:
-    """Return the class and length of a row, or () if it can't be collated alone.
+    """Return numbers that distinguish a row, such as its class and length.
 
-    Rows that come in pairs can't, for example.
+    Return () if the row can't be collated alone, for example because rows come in pairs.
     """
     try:
         return tuple(_sign_rows(each[None])[0] for each in tensors_in(collated([item])))
@@ -237,9 +241,10 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 
 
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
-    """Return a number for each row that distinguishes rows.
+    """Return a number for each row of a tensor: its class, or its number of meaningful values.
 
-    It is the class, else the number of meaningful values.
+    An integer tensor with one value for each row is taken for classes. Meaningful values are those
+    that aren't padding: not 0 or -100 in integer tensors, and finite in others.
     """
     exact = not tensor.is_floating_point() and not tensor.is_complex()
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]

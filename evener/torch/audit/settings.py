@@ -1,9 +1,9 @@
-"""The settings that a loss is computed with: attributes of the program's own modules and functions.
+"""Detect changes of the settings that a loss is computed with.
 
-Settings are numbers, flags and objects in modules of the program's own classes, and the
-variables and objects that its functions use. If a setting changes after it was the same for a
-while, such as a flag that a later epoch sets, that is a reason to audit. Counters change in
-every step, and are ignored.
+Settings are numbers, flags and objects in modules of the program's own classes, and the variables
+and objects that the program's functions use. A setting that changes after being the same for a
+while, such as a flag that is set in a later epoch, is a reason for another audit. Counters are
+ignored, because they change in every step.
 """
 
 from __future__ import annotations
@@ -18,9 +18,9 @@ import torch
 
 from .closures import is_foreign, is_own_object, list_names, read_cell
 
-STILL = 3  # checks in which a setting must have been the same
+STILL = 3  # consecutive checks in which a setting must have been the same
 DEPTH = 3  # levels of objects in objects
-MOST = 400  # settings that are checked, and entries of a dict
+MOST = 400  # the most settings that are checked; larger dicts aren't inspected
 _PLAIN = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = vars(torch.nn.Module()).keys() - {"training"}  # attributes that aren't settings
 Code = tuple[CodeType, Mapping[str, Any]]  # code, and its module's variables
@@ -28,7 +28,7 @@ Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
 class LossSettings:
-    """The settings at the last check, and since which check each has been the same."""
+    """Detects changes of settings from one check to the next."""
 
     def __init__(self) -> None:
         self._checks = 0
@@ -43,7 +43,7 @@ class LossSettings:
         code: Code | None = None,
         holders: Iterable[Any] = (),
     ) -> bool:
-        """True if a setting has changed that had been the same for STILL checks.
+        """True if a setting has changed after being the same for STILL checks.
 
         `function` computes the loss; `code` is the program's code with its module's variables;
         `holders` are other objects whose attributes are settings.
@@ -82,7 +82,10 @@ class _Known:
         self._values: dict[Key, tuple[Any, int]] = {}
 
     def note(self, found: Mapping[Key, Any], check: int) -> bool:
-        """Note the settings of this check; True if one changed after STILL equal checks."""
+        """Save the settings in `found`; True if one of them changed after STILL equal checks.
+
+        `check` is the number of this check.
+        """
         changed = False
         before, self._values = self._values, {}
         for key, value in found.items():
@@ -94,23 +97,23 @@ class _Known:
 
 
 class _ModuleSettings:
-    """The settings of one module.
+    """Detects changes of the settings in one module.
 
-    Most modules have only numbers and flags, which rarely change. Then it suffices to see that
-    they are the same objects as before, and that no attribute has another type.
+    Most modules have only numbers, flags and tensors, which are rarely replaced. For them it is
+    enough to check that the attributes are the same objects and have the same types as before.
     """
 
     def __init__(self, module: Any) -> None:
-        self.count = 0  # of its settings
+        self.count = 0  # number of the module's settings
         self._held = vars(module)
         self._known = _Known()
-        self._is_flat = False  # its attributes have no settings of their own
+        self._is_flat = False  # no attribute contains further settings
         self._types: tuple[type, ...] = ()  # of all attributes
         self._plain: dict[str, Any] = {}  # the numbers and flags
-        self._ids: dict[str, int] = {}  # of the tensors, which aren't kept
+        self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting of the module changed after STILL equal checks."""
+        """True if a setting of the module changed after being the same for STILL checks."""
         if self._is_flat and self._is_same():
             return False
         own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}
@@ -136,7 +139,7 @@ class _ModuleSettings:
 
 
 def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of a value that a holder has under this name."""
+    """Add a value's settings to `found`; `holder` is the id of the object that has the value."""
     if len(found) >= MOST or depth < 0:
         return
     if isinstance(value, _PLAIN):
@@ -161,7 +164,7 @@ def _collect(holder: int, name: Any, value: Any, depth: int, found: dict[Key, An
 
 
 def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings of an object and of its class, if that is the program's own."""
+    """Add the settings of an object and of its classes to `found`, without classes of libraries."""
     for kind in type(value).__mro__:
         if kind is not object and not is_foreign(kind.__module__):
             _collect_held(kind, vars(kind), depth, found)
@@ -169,7 +172,7 @@ def _collect_object(value: Any, depth: int, found: dict[Key, Any]) -> None:
 
 
 def _collect_held(holder: Any, held: Mapping[Any, Any], depth: int, found: dict[Key, Any]) -> None:
-    """Add the settings in the attributes or items of an object, a class or a dict."""
+    """Add the settings in `held`, the attributes or items of `holder`, to `found`."""
     for name, each in list(held.items()):
         if isinstance(each, _PLAIN) or depth > 0:
             plain = not isinstance(name, str) or not name.startswith("_")
@@ -185,7 +188,7 @@ def _collect_function(
         return
     names = function.__code__.co_freevars
     for own, cell in zip(names, function.__closure__ or (), strict=True):
-        # a function defined in the loop is created in each step, its variables aren't
+        # a function defined in the loop is a new object in each step, but its variables aren't
         _collect(id(cell), own, read_cell(cell), depth - 1, found)
     _collect_globals(function.__code__, function.__globals__, depth - 1, found)
 

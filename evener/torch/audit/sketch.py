@@ -1,10 +1,11 @@
 """Sketches of a loss's gradient: a few random sums of each tensor's gradient.
 
-Gradients are taken by torch.autograd.grad, which runs none of the hooks that accumulate gradients:
-the step's own gradients stay unchanged, and no exchange between ranks is triggered. Where memory is
-short, a hook on each tensor computes the sums as soon as the gradient arrives and returns an empty
-one, so that the memory is freed. Gradients of few values wait until several are there, as a GPU
-computes the sums of many of them in the time that it takes to start those of one.
+Gradients are computed with torch.autograd.grad, which runs none of the hooks that accumulate
+gradients. So the step's own gradients stay unchanged, and no all-reduce is triggered. If there is
+little memory, a hook on each tensor computes the sums as soon as the tensor's gradient is computed,
+and returns an expanded zero in place of the gradient, so that its memory is freed. Small gradients
+wait until there are several, because a GPU computes the sums of many small gradients in the time
+that it takes to launch the kernels for one.
 """
 
 from __future__ import annotations
@@ -23,21 +24,21 @@ from ...training.audit import LOSS, MIXED, PROJECTIONS, Sketch
 from .randomness import SEED, without_modes
 
 WIDTH = 4096  # values in each of the lines into which a large gradient is cut
-NARROW = 256  # values in each of the lines of gradients of up to SMALL values
+NARROW = 256  # values in each line of a gradient of up to SMALL values
 SMALL = 1 << 16
-JOINED = 1 << 23  # values of the largest gradients that are projected together with others
-MOST_WAITING = 1 << 25  # values of gradients that are kept until they are projected
-# the same two, if there is little memory: gradients are freed one by one
+JOINED = 1 << 23  # the most values of a gradient that is projected together with others
+MOST_WAITING = 1 << 25  # the most values of all gradients that wait to be projected together
+# the same two limits if there is little memory, so that gradients are freed one by one
 JOINED_SINGLY, MOST_WAITING_SINGLY = SMALL, 1 << 22
-MOST_LAYOUTS = 256  # groups of gradients whose layout is kept
+MOST_LAYOUTS = 256  # the most groups of gradients whose layouts are cached
 BLOCK = 1 << 24  # values that are converted at once
 
 
 class Signs:
     """Random signs: the sign of a value is the product of its line's sign and its column's sign.
 
-    Sums with such signs have the gradient's norm as standard deviation, like sums with an
-    independent sign for each value, but only need the product of a matrix with a few columns.
+    The standard deviation of sums with such signs is the gradient's norm, as with an independent
+    sign for each value, but the sums only need a matrix product with a few columns.
     """
 
     def __init__(self) -> None:
@@ -45,9 +46,9 @@ class Signs:
         self._layouts: dict[tuple[Any, ...], _Layout] = {}
 
     def take(self, count: int, which: int, like: torch.Tensor) -> torch.Tensor:
-        """Return signs for `count` lines (which = 0) or columns (1).
+        """Return signs for `count` lines (which = 0) or columns (which = 1).
 
-        Their shape is (count, PROJECTIONS).
+        Their shape is (count, PROJECTIONS), and their device and dtype are those of `like`.
         """
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype
@@ -58,7 +59,7 @@ class Signs:
         return self._pools[key][:count]
 
     def lay_out(self, sizes: tuple[int, ...], width: int, like: torch.Tensor) -> _Layout:
-        """Return how gradients of these sizes lie in lines, one gradient after the other."""
+        """Return how gradients of these sizes are cut into lines of `width` values."""
         key = sizes, width, like.device, like.dtype
         if key not in self._layouts:
             if len(self._layouts) >= MOST_LAYOUTS:
@@ -78,10 +79,10 @@ class Signs:
 
 
 class _Layout(msgspec.Struct, frozen=True, eq=False):
-    """How several gradients lie in lines.
+    """How several gradients are cut into lines.
 
-    `rests` are the zeros that fill each gradient's last line. Each line has its `signs`, and its
-    gradient's place in `owners`.
+    `rests` has the zeros that pad each gradient's last line. For each line, `signs` has its signs
+    and `owners` the index of its gradient.
     """
 
     rests: list[torch.Tensor]
@@ -121,8 +122,8 @@ def _none(gradient: torch.Tensor) -> torch.Tensor:
 def project_together(gradients: Sequence[torch.Tensor], signs: Signs) -> torch.Tensor:
     """Return PROJECTIONS random sums of each gradient, in a few operations for all of them.
 
-    The gradients are dense, on one device, of one type and lie in lines of one width. Their sums
-    are the same beside other gradients.
+    The gradients are dense, of one dtype, on one device, and cut into lines of one width. The sums
+    of a gradient don't depend on the other gradients.
     """
     flat = [_flatten(each) for each in gradients]
     width = _line_width(flat[0])
@@ -149,7 +150,7 @@ def _widen(values: torch.Tensor) -> torch.Tensor:
 
 
 def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
-    """Return the sums over the stored lines of a sparse gradient, each line with its own sign."""
+    """Return the random sums of a sparse gradient; each stored line has the sign of its index."""
     lines = torch.zeros(gradient._nnz(), dtype=torch.long, device=gradient.device)
     for index, size in zip(gradient.indices(), gradient.shape, strict=False):
         lines = lines * size + index
@@ -160,10 +161,11 @@ def _project_sparse(gradient: torch.Tensor, signs: Signs) -> torch.Tensor:
 
 
 class GradientSums:
-    """The random sums of these tensors' gradients, over all losses that are added.
+    """Computes random sums of the gradients of `tensors`, over all losses that are added.
 
-    `at_once` is True if there is memory for all gradients of a loss at once; else each is projected
-    and freed as it arrives. The host doesn't wait for a GPU before `sketch`.
+    `at_once` is True if there is memory for all gradients of a loss at once. Otherwise each
+    gradient is projected and freed as soon as it is computed. The host waits for the GPU only in
+    `sketch`.
     """
 
     def __init__(
@@ -174,14 +176,14 @@ class GradientSums:
         self._at_once = at_once
         self._joined = JOINED if at_once else JOINED_SINGLY
         self._most_waiting = MOST_WAITING if at_once else MOST_WAITING_SINGLY
-        # sums of several tensors' gradients: (tensors, PROJECTIONS)
+        # names of tensors, and the sums of their gradients: (tensors, PROJECTIONS)
         self._sums: list[tuple[list[str], torch.Tensor]] = []
         self._waiting: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
-        self._size = 0  # values that wait
+        self._size = 0  # the number of values that wait
         self._zeros: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._kinds: dict[str, torch.dtype] = {}  # types of sums that aren't a tensor's gradient
+        self._kinds: dict[str, torch.dtype] = {}  # dtypes of sums that aren't of a gradient
         self._losses: list[torch.Tensor] = []
-        self._factor: float | torch.Tensor = 1.0  # of the sums that are being added
+        self._factor: float | torch.Tensor = 1.0  # multiplies the sums that are being added
 
     def add(
         self,
@@ -191,9 +193,9 @@ class GradientSums:
         loss_only: bool = False,
         retain_graph: bool | None = None,
     ) -> None:
-        """Add the gradient of a loss, times its weight; with `loss_only`, add the loss itself.
+        """Add the gradient of a loss, times `weight`; with `loss_only`, add the loss itself.
 
-        `scale` is that of Piece.
+        `scale` has the same meaning as in Piece. `retain_graph` is passed to torch.autograd.grad.
         """
         scaled = loss * (weight if scale is None else scale)
         value = (loss * weight).detach().double().sum()
@@ -221,7 +223,7 @@ class GradientSums:
             self._project_waiting()
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
-        """Take a gradient, and return an empty one in its place."""
+        """Add a gradient to the sums, and return zeros that need no memory in its place."""
         with torch.no_grad(), without_modes():
             self._take(name, gradient)
             if gradient.is_sparse:
@@ -232,7 +234,7 @@ class GradientSums:
             return self._zeros[kind].expand(gradient.shape)
 
     def _take(self, name: str, gradient: torch.Tensor) -> None:
-        """Project a gradient, or keep it until others can be projected with it."""
+        """Project a gradient, or save it until it is projected together with others."""
         if gradient.is_sparse or not 0 < gradient.numel() <= self._joined:
             self._add([name], project(gradient, self._signs)[None])
             return
@@ -253,9 +255,9 @@ class GradientSums:
         self._size = 0
 
     def sketch(self, computed: Collection[torch.dtype] = ()) -> Sketch:
-        """Return the sums so far, on the host.
+        """Copy the sums to the host, and return a sketch of them.
 
-        `computed` are the types that the losses were computed in.
+        `computed` has the dtypes that the losses were computed in.
         """
         made = Sketch(loss=math.fsum(_read_all(self._losses)))
         for device in {sums.device for _, sums in self._sums}:
@@ -268,16 +270,16 @@ class GradientSums:
 
 
 def _read_all(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return single numbers that may lie on several devices."""
+    """Return the values of scalar tensors, which may be on several devices."""
     if len({each.device for each in values}) == 1:
         return list(torch.stack(list(values)).tolist())
     return [float(each) for each in values]
 
 
 def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
-    """Return the type by whose precision a gradient is judged.
+    """Return the name of the dtype whose precision limits a gradient.
 
-    It is the type of its tensor, or a coarser one that the loss was computed in.
+    It is the dtype `kind` of the gradient's tensor, or a coarser one among `computed`.
     """
     for coarse in (torch.bfloat16, torch.float16):
         if coarse in computed:
@@ -289,9 +291,9 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Enter a context in which only `function`, or none, gets a tensor's gradient.
+    """Enter a context in which `function` is a tensor's only gradient hook, or without any hook.
 
-    The hooks of the step don't.
+    The tensor's other hooks belong to the training step, and are restored at the end.
     """
     own = dict(tensor._backward_hooks or {})
     if own:
@@ -316,7 +318,8 @@ def _plain(name: str) -> str:
 def name_tensors(models: Iterable[Any], others: Iterable[torch.Tensor] = ()) -> dict[str, Any]:
     """Return the trained tensors by name.
 
-    A model's parameters have their own names; `others`, an optimizer's tensors, are numbered.
+    Parameters of models have their own names. The tensors in `others`, which optimizers train, have
+    numbers in their names.
     """
     found: dict[str, Any] = {}
     known: set[int] = set()

@@ -1,6 +1,7 @@
-"""Save what computing a loss changes beside gradients, and restore it afterwards.
+"""Save the state that changes when a loss is computed, and restore it afterwards.
 
-That is attributes, buffers, counters, metrics and random numbers.
+The state consists of attributes, buffers, counters, metrics and random number generators, but not
+of gradients.
 """
 
 from __future__ import annotations
@@ -17,15 +18,15 @@ import torch
 from ..rows.structure import address
 from .randomness import RandomState
 
-MOST_ITEMS = 10_000  # of a list or dict that is inspected; longer ones are data, not counters
+MOST_ITEMS = 10_000  # longer lists and dicts are data, not counters, and aren't inspected
 _CONTAINERS = (dict, list, deque, set)
 _PLAIN = {bool, int, float, str, type(None)}
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
-    """What restores a dict, list or deque: its keys (of a dict), items and their ids.
+    """The saved content of a dict, list or deque: its items, their ids, and the keys of a dict.
 
-    `inner` are the items that may themselves be changed, with what restores them.
+    `inner` has the items that can change in place, each with the data that restore it.
     """
 
     keys: list[Any] | None
@@ -36,7 +37,7 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context that restores what `keep_with_frozen` saves at its end."""
+    """Enter a context at whose end the attributes saved by `keep_with_frozen` are restored."""
     restore = keep_with_frozen(*holders, apart=apart)
     try:
         yield
@@ -45,11 +46,12 @@ def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
 
 
 def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save the attributes of all holders; return the function that restores them in place.
+    """Save the attributes of all holders, and return a function that restores them in place.
 
     Examples are counters, lists of values, buffers and metrics. Objects in `apart` are left out.
-    Parameters aren't copied, except those that a model moves itself, such as a momentum encoder's.
-    The function may be called several times.
+    Trained parameters aren't copied. Frozen ones are, unless most weights are frozen, because a
+    model may update them itself, such as those of a momentum encoder. The returned function may be
+    called several times.
     """
     restore_attributes = keep_attributes(*holders, apart=apart)
     frozen = _copy_frozen(holders)
@@ -65,7 +67,7 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
 def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
     """Return the frozen weights, each with the data that restore it.
 
-    Return none if they outnumber the trained weights.
+    Return an empty list if more than half of all weights are frozen.
     """
     every = [
         each
@@ -79,11 +81,11 @@ def _copy_frozen(holders: Iterable[Any]) -> list[Any]:
 
 
 def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], None]:
-    """Save the attributes of all holders; return the function that restores them in place.
+    """Save the attributes of all holders, and return a function that restores them in place.
 
-    Objects in `apart` are left out.
+    Parameters aren't saved, nor are objects in `apart`.
     """
-    memo: dict[int, Any] = {id(each): None for each in apart}  # what isn't inspected
+    memo: dict[int, Any] = {id(each): None for each in apart}  # ids of objects to skip
     for each in holders:
         memo |= {
             id(vars(each).get(name)): None for name in ("_parameters", "_modules")
@@ -99,9 +101,9 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context that restores the attributes of holders, and the random state, at its end.
+    """Enter a context at whose end the holders' attributes and the random state are restored.
 
-    A holder that is a module includes its inner modules. Objects in `apart` are left out.
+    If a holder is a module, its submodules are restored, too. Objects in `apart` are left out.
     """
     modules = [
         part
@@ -117,9 +119,10 @@ def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterat
 
 
 def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) -> Any:
-    """Return the data that restore a value in place, or None for a value that is only referenced.
+    """Return the data that `put_back` needs to restore a value in place.
 
-    Tensors of more than `most_bytes` aren't copied.
+    Return None for a value that isn't copied, such as a number, an object that is already in
+    `memo`, or a tensor of more than `most_bytes`.
     """
     if type(value) in _PLAIN or id(value) in memo:
         return None
@@ -144,9 +147,10 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
-    """Return a tensor's version and a copy, or None if the tensor is trained or too large.
+    """Return the version and a copy of a tensor.
 
-    Also None if its memory was freed, as FSDP1 does with weights that it has gathered.
+    Return None if the tensor is a parameter, requires a gradient or is too large, and if its memory
+    was freed, as by FSDP1 after it has gathered weights.
     """
     if isinstance(value, torch.nn.Parameter) or value.requires_grad or value.is_inference():
         return None

@@ -1,4 +1,8 @@
-"""The audit of one step: the gradient of a few rows both ways, and why they differ."""
+"""The audit of one step: compute the gradient of a few rows in two ways, and find why they differ.
+
+One way is the reference, as one device computes the rows; the other is how the training run
+computes them.
+"""
 
 from __future__ import annotations
 
@@ -23,7 +27,7 @@ from .compute import Bench, Piece
 from .randomness import SEED
 
 Way = Sequence[Piece]
-REENTRANT = "use_reentrant=True"  # names such a checkpoint in PyTorch's messages
+REENTRANT = "use_reentrant=True"  # identifies PyTorch's error for reentrant checkpoints
 # why a gradient can't be compared, as a part of a message
 UNREPEATABLE = "the same rows give another one each time that they are computed"
 DRAWN = (
@@ -34,9 +38,9 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """The way in which the training computes, with one thing changed.
+    """The way in which the training run computes, with one possible cause of differences removed.
 
-    `reference` is the reference way with the same change, if it has to change too.
+    `reference` is the reference way with the same change, or None if it needs no change.
     """
 
     trained: Way
@@ -46,27 +50,28 @@ class AuditChange(msgspec.Struct, frozen=True, eq=False):
 class Ways(msgspec.Struct, frozen=True, eq=False):
     """The ways to compute a few rows.
 
-    `reference` is the correct way, and `trained` is the way in which the training computes.
-    `changes` has a changed `trained` for each possible cause of a difference: if it agrees with the
-    reference, that is the cause.
+    `reference` is the correct way, and `trained` is the way in which the training run computes.
+    `changes` has an AuditChange for each possible cause of a difference: if the changed way agrees
+    with the reference, that is the cause.
     """
 
     reference: Way
     trained: Way
     changes: Mapping[str, AuditChange] = {}
-    sizes: tuple[int, ...] = ()  # the rows of the parts
-    digest: int = 0  # digest of all numbers in the rows
-    pads: bool = False  # parts that are collated separately have other lengths
+    sizes: tuple[int, ...] = ()  # the number of rows in each part
+    digest: int = 0  # of all numbers in the rows
+    pads: bool = False  # parts that are collated separately are padded to other lengths
 
 
 class Audited(msgspec.Struct, frozen=True):
-    """The result of an audit: a difference with its cause, or none.
+    """The result of an audit: a difference and its cause, or None and "" if both ways agree.
 
-    `fault` is why the audit shows nothing, as a part of a message; it shows nothing either if the
-    reference isn't `finite`. `sketch` is that of the reference, `noises` its differences by
-    rounding if the bench measures them, and `changed` the buffers that a pass changes. A
-    difference is `explained` if it comes from random numbers that depend on the length to which
-    rows are padded.
+    `fault` is the reason why the audit is inconclusive, as a part of a message. The audit is also
+    inconclusive if the reference isn't `finite`. `rows` is a digest of the rows, and `sizes` has
+    the number of rows in each part. `sketch` is the sketch of the reference, and `changed` has the
+    names of buffers that a pass changes. `noises` has the differences that rounding causes, by
+    tensor, if the bench measures them. `explained` is True if there was a difference, but only from
+    random numbers that depend on the length to which rows are padded.
     """
 
     difference: GradientDifference | None
@@ -82,10 +87,10 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
-    """Compute a few rows both ways and compare them; `moves` is that of `Bench.open`.
+    """Compute a few rows both ways and compare the gradients; `moves` is passed to `Bench.open`.
 
-    If gradients can't be taken, only the losses are compared; reentrant checkpoints, for example,
-    don't support autograd.grad.
+    If gradients can't be computed, only the losses are compared. Reentrant checkpoints, for
+    example, don't support torch.autograd.grad.
     """
     try:
         found = _agree_quickly(bench, ways, moves) or _audit(bench, ways, moves)
@@ -99,7 +104,7 @@ def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
 
 
 def _agree_quickly(bench: Bench, ways: Ways, moves: bool) -> Audited | None:
-    """Return the audit if quick passes can be made and agree, else None."""
+    """Return the result of an audit with quick passes, or None if they can't be used or differ."""
     if not bench.is_quick:
         return None
     with bench.open(moves):
@@ -116,7 +121,7 @@ def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
 
 
 class _Comparison:
-    """Both ways' gradients, on an open bench."""
+    """Compares the gradients of both ways, inside the context of `Bench.open`."""
 
     def __init__(self, bench: Bench, ways: Ways) -> None:
         self._bench = bench
@@ -127,11 +132,11 @@ class _Comparison:
         self._draws_by_row = bench.drawn != drawn
         self._repeats: list[
             Sketch
-        ] = []  # of the reference, once a difference isn't surely rounding
+        ] = []  # of the reference, made if a difference may not be rounding
         self._noises: Mapping[str, float] | None = None
 
     def judge(self) -> Audited:
-        """Return the difference with its cause, or why there is none."""
+        """Return the difference and its cause, or a result without a difference."""
         bench, way = self._bench, self._ways.reference
         if compare(self._reference, self._trained) is None and not bench.measures:
             return self._result()
@@ -144,7 +149,7 @@ class _Comparison:
         return self._result() if difference is None else self._explain(difference)
 
     def _explain(self, difference: GradientDifference) -> Audited:
-        """Return the difference with its cause, unless random numbers account for it."""
+        """Return the difference and its cause, unless random numbers explain the difference."""
         changes = self._ways.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
         if self._draws_by_row and self._do_draws_matter():
@@ -158,12 +163,12 @@ class _Comparison:
         return self._result(difference, cause)
 
     def _do_draws_matter(self) -> bool:
-        """True if other random numbers lead to another gradient."""
+        """True if another random seed changes the reference gradient."""
         others = self._bench.sketch(self._ways.reference, seed=SEED + 1)
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """True if this change removes the difference."""
+        """True if the changed way agrees with the reference."""
         wanted = self._reference
         if change.reference is not None:
             wanted = self._bench.sketch(change.reference)
@@ -188,7 +193,7 @@ class _Comparison:
 
 
 def _report(bench: Bench, ways: Ways, reference: Sketch) -> Audited:
-    """Return an audit that has found no difference."""
+    """Return the result of an audit that has found no difference."""
     return Audited(
         difference=None,
         cause="",
@@ -202,10 +207,10 @@ def _report(bench: Bench, ways: Ways, reference: Sketch) -> Audited:
 
 
 def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] | None:
-    """Return the difference between the losses of both ways, and its likeliest cause.
+    """Return the difference between the losses of both ways and its likeliest cause.
 
-    Return None if there is no difference. Each piece is computed once, without repeats
-    that measure rounding.
+    Return None if there is no difference. Each piece is computed only once, so rounding isn't
+    measured.
     """
     with bench.open():
         reference = [bench.sketch([each]) for each in ways.reference]

@@ -1,9 +1,9 @@
 """A notice that this machine is about to be taken away: SIGTERM, which SLURM, Kubernetes and spot
 machines send some time before they kill a job.
 
-Possibly only one rank gets it, and ranks that stop at different steps wait for each other forever.
-So the ranks ask each other four times a second, by an all-reduce of 16 bytes over gloo on the host.
-Steps between two questions cost nothing.
+It is possible that only one rank gets the signal, but ranks that stop at different steps would wait
+for each other forever. So four times a second the ranks check whether any rank got it, by an
+all-reduce of 16 bytes over gloo on the host. Steps between two all-reduces aren't slowed.
 """
 
 from __future__ import annotations
@@ -18,24 +18,24 @@ import torch.distributed as dist
 
 from ..sums.collectives import own_collectives
 
-ASK_SECONDS = 0.25  # between two questions; longer steps have one question each
-MOST_STEPS = 1000  # between two questions, however short steps are
+ASK_SECONDS = 0.25  # between two all-reduces; after longer steps there is one for each step
+MOST_STEPS = 1000  # the most steps between two all-reduces
 
 
 class Notice:
-    """Whether a notice has reached any rank; all ranks get the same answer at the same step.
+    """Detects whether any rank has received a notice, with the same result on all ranks.
 
-    Every rank has to make one, and to call `has_come` equally often, after each step.
+    Every rank has to create a Notice, and to call `has_come` after each step.
     """
 
     def __init__(self, world: int) -> None:
-        self._received = False  # by this process
+        self._received = False  # this process has received the signal
         self._agreed = False
         self._group: Any = None
         if world > 1:
             with own_collectives():
                 self._group = dist.new_group(backend="gloo")
-        self._steps_left = 1  # until the next question
+        self._steps_left = 1  # until the next all-reduce
         self._steps_between = 1
         self._asked_at = time.monotonic()
         self._earlier: Any = None
@@ -43,21 +43,22 @@ class Notice:
             self._earlier = signal.signal(signal.SIGTERM, self._receive)
 
     def _receive(self, number: int, frame: Any) -> None:
-        """Record the signal, and call the handler from before.
+        """Record the signal, and call the previous handler.
 
-        The signal may come more than once, from the launcher and from whatever ended the launcher.
+        The signal may arrive more than once: from the launcher, and from the program that stops the
+        launcher.
         """
         self._received = True
         if callable(self._earlier):
             self._earlier(number, frame)
 
     def close(self) -> None:
-        """Restore the earlier handler of SIGTERM."""
+        """Restore the previous handler of SIGTERM."""
         if signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, self._earlier)
 
     def has_come(self) -> bool:
-        """True once any rank has received a notice."""
+        """True once any rank has received a notice and all ranks know it."""
         if self._agreed or self._group is None:
             self._agreed = self._agreed or self._received
             return self._agreed
@@ -67,7 +68,7 @@ class Notice:
         return self._agreed
 
     def _ask(self) -> None:
-        """Ask all ranks for a notice, and agree on the number of steps until the next question."""
+        """Run the all-reduce, which also decides the number of steps until the next one."""
         now = time.monotonic()
         step_seconds = max(now - self._asked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(ASK_SECONDS / step_seconds)))

@@ -1,7 +1,7 @@
-"""How ranks learn that another rank has exited: each leaves a note in the group's store.
+"""Detect that another rank has exited: each rank writes a note to the group's store as it exits.
 
-NCCL waits for minutes for a rank that has exited, and reports nothing. On a GPU, a thread of each
-rank reads the store once a second, so steps aren't slowed.
+NCCL waits for minutes for a rank that has exited, and reports nothing. If ranks train on GPUs, a
+thread of each rank reads the store once a second, which doesn't slow the steps.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from ..private import LEAVING, abort_group, default_store
 from ..sums.collectives import count_exchanges
 
 LOOK_SECONDS = 1.0
-# timeout for the other ranks' notes, and until a rank that makes no progress counts as stuck
+# how long to wait for other ranks' notes, and before a rank without progress counts as stuck
 WAIT_SECONDS = 3.0
 _LOST_SIGNS = (
     "gloo/",
@@ -38,20 +38,20 @@ _LOST_SIGNS = (
     "Broken pipe",
     "NCCL",
 )  # texts in errors about lost ranks
-_left: list[Any] = []  # keeps process groups until the interpreter ends
+_left: list[Any] = []  # references to process groups, held until the interpreter exits
 
 
 class LastNote(msgspec.Struct, frozen=True):
-    """The note that a rank leaves as it exits."""
+    """The note that a rank writes to the store as it exits."""
 
-    words: str | None = None  # its error; empty if it had none, None if it left no note
-    batches: int = 0  # that it had begun
-    exchanges: dict[str, int] = {}  # collectives that it had begun, by process group
+    words: str | None = None  # its error; empty without an error, None if it wrote no note
+    batches: int = 0  # number of batches that it had begun
+    exchanges: dict[str, int] = {}  # collectives that it had started, by process group
 
     def describe(self, rank: int) -> str:
-        """Return a message about the end of `rank`, which left this note.
+        """Return a message about the exit of `rank`, which wrote this note.
 
-        It is for a rank that waits for that one.
+        The message is printed by a rank that waits for `rank`.
         """
         end = "ended", self.words
         if self.words is None:
@@ -66,9 +66,9 @@ class LastNote(msgspec.Struct, frozen=True):
 
 
 class Others:
-    """The other ranks of the default process group.
+    """Watches the other ranks of the default process group.
 
-    `now` returns the number of batches that this rank has begun, and what it is doing.
+    `now` returns the number of batches that this rank has begun, and its current activity.
     """
 
     newest: Others | None = None
@@ -86,8 +86,8 @@ class Others:
         )  # the same on all ranks
         self._place = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
         self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._place}")
-        self.notes: dict[int, LastNote] = {}  # notes of ranks that have ended
-        self._words: str | None = None  # the note that this rank has left
+        self.notes: dict[int, LastNote] = {}  # notes of ranks that have exited
+        self._words: str | None = None  # the error in this rank's note, once it is written
         self._over = Event()
         self._computing: list[Thread] = []
         self._thread = Thread(target=self._watch, name="evener-others", daemon=True)
@@ -98,7 +98,10 @@ class Others:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, words: str) -> None:
-        """Leave a note of this rank's end; only the first call counts."""
+        """Write the note of this rank's exit; only the first call has an effect.
+
+        `words` is the error that ends this rank, or empty.
+        """
         if self._words is None:
             self._words = words
             note = LastNote(words, self._now()[0], count_exchanges())
@@ -106,9 +109,10 @@ class Others:
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
-        """Leave a note once this rank's GPU is done, then wait for the other ranks' notes.
+        """Write this rank's note once its GPU is done, then wait for the other ranks' notes.
 
-        The wait lasts up to WAIT_SECONDS. A rank without a GPU that has left an error doesn't wait.
+        The wait lasts up to WAIT_SECONDS. A rank without a GPU doesn't wait if its note has an
+        error.
         """
         if self._over.is_set():
             return
@@ -128,7 +132,7 @@ class Others:
         self._look()
 
     def _look(self) -> None:
-        """Read the notes of ranks that have ended since the last look."""
+        """Read the notes of ranks that have exited since the last call."""
         try:
             for each in self._ranks - self.notes.keys():
                 gone, key = self._is_gone(each), self._key("ended", each)
@@ -140,7 +144,7 @@ class Others:
             self.notes.setdefault(0, LastNote("it was killed, or its output says why"))
 
     def _is_gone(self, rank: int) -> bool:
-        """True if the rank's process was on this machine and has ended."""
+        """True if the rank's process was on this machine and has exited."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
@@ -153,7 +157,7 @@ class Others:
             return True
 
     def explain(self) -> str:
-        """Return a message on why this rank has lost the others, after waiting for their notes."""
+        """Wait for the other ranks' notes; return a message on why their connections were lost."""
         self._words, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
             self._store.set(self._key("lost", self._rank), "")
@@ -169,7 +173,7 @@ class Others:
     def _describe(self) -> str:
         """Return a message about one rank that has exited.
 
-        A rank with an error comes first, then one without an error, then one that left no note.
+        Ranks with an error come first, then ranks without one, then ranks that wrote no note.
         """
         rank = min(
             self.notes,
@@ -189,9 +193,9 @@ class Others:
         return thread
 
     def join_threads(self) -> None:
-        """Wait for threads that the end of the group has released.
+        """Wait for threads that were blocked until the process group was left.
 
-        A thread that is in torch as Python exits would abort the process.
+        A thread that is in a call of PyTorch when Python exits would abort the process.
         """
         for thread in (self._thread, *self._computing):
             if thread.is_alive():
@@ -207,9 +211,9 @@ class Others:
                 self._end()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """True if this rank waits for a rank that has ended, and still does after WAIT_SECONDS.
+        """True if this rank waits for a rank that has exited, and still does after WAIT_SECONDS.
 
-        It may also wait in a call that leaves a group, in which NCCL waits for all ranks.
+        With `leaves`, this rank is leaving a process group, in which NCCL waits for all ranks.
         """
         notes = list(self.notes.values())
         computed = self._compute() if any(note.words != "" for note in notes) else None
@@ -222,7 +226,7 @@ class Others:
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
     def _end(self) -> None:
-        """Print the error in which the main thread is stuck, if any, and exit with status 1."""
+        """Print the error that the main thread is handling, if any, and exit with status 1."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
@@ -234,9 +238,9 @@ class Others:
 
 
 def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
-    """Watch for the exit of the other ranks, and let them see the exit of this rank.
+    """Watch for the exit of other ranks, and notify them of the exit of this rank.
 
-    This process then leaves the process group at exit. `now` is as in Others.
+    This process then also leaves the process group at exit. `now` is passed to Others.
     """
     newest = Others.newest
     if newest is None:
@@ -253,9 +257,9 @@ def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> No
 def leave_group() -> None:
     """Leave the process group, if there is one, together with the other ranks.
 
-    A reference to the group is kept until the interpreter ends. Otherwise the last reference might
-    be that of a DistributedDataParallel, which waits for gloo's thread as it is dropped, and gloo's
-    thread may wait for the interpreter's lock to drop its last tensors.
+    A reference to the group is held until the interpreter exits. Otherwise the last reference might
+    be that of a DistributedDataParallel, which waits for gloo's thread when it is
+    garbage-collected, while gloo's thread may wait for the interpreter's lock to free its tensors.
     """
     others = Others.newest
     if others is not None:
@@ -272,17 +276,19 @@ def leave_group() -> None:
 
 
 class _Ends:
-    """What this process does as it ends."""
+    """What this process does at exit."""
 
-    leaves = False  # leave the process group
-    advise: WeakMethod[Callable[[BaseException], str]] | None = None  # the newest training's
+    leaves = False  # True if it leaves the process group
+    # a method of the newest training run
+    advise: WeakMethod[Callable[[BaseException], str]] | None = None
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
     """Print advice, or the rank at fault, below an error that ends the program.
 
-    It happens at exit, when this process also leaves the process group if `watch_others` was
-    called. `advise` is a method of the newest training, used if that still exists.
+    This happens at exit, when the process also leaves the process group if `watch_others` was
+    called. `advise` is a method of the newest training run, and is called if its object still
+    exists. It returns advice about an error, or "".
     """
     _Ends.advise = advise
     _register_end()
@@ -305,7 +311,7 @@ def _end_of_program() -> None:
 def explain_end(error: BaseException) -> None:
     """Print advice, or the rank at fault, below an error that ends this program.
 
-    Unless the error says that other ranks are lost, a note of it is left for them.
+    Unless the error means that other ranks are lost, a note with the error is written for them.
     """
     advise = None if _Ends.advise is None else _Ends.advise()
     words = "" if advise is None else advise(error)
@@ -321,13 +327,13 @@ def explain_end(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error in one line; empty if there is none, and for sys.exit()."""
+    """Return an error as one line of text; return "" for None and for sys.exit()."""
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}".rstrip(": .") if isinstance(error, Exception) else ""
 
 
 def find_error() -> BaseException | None:
-    """Return the error that the main thread is handling; None if there is none."""
+    """Return the error that the main thread is handling, or None."""
     found: Any = sys._current_exceptions().get(main_thread().ident or 0)
     error: BaseException | None = (
         found[1] if isinstance(found, tuple) else found
@@ -350,7 +356,7 @@ def _chain(error: BaseException | None) -> Iterator[BaseException]:
 
 
 def _is_lost(error: BaseException) -> bool:
-    """True if an error arose because other ranks have left."""
+    """True if an error was raised because other ranks have exited."""
     text = str(error)
     return isinstance(error, dist.DistError) or (
         isinstance(error, RuntimeError) and any(s in text for s in _LOST_SIGNS)

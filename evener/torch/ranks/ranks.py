@@ -31,8 +31,8 @@ from ...training.share_order import RankInfo, check_agreement, divide_by_ratios,
 from ..messages import gather_messages
 
 MOST_FETCHING_THREADS = 8
-LARGE_BYTES = 1 << 18  # a block at least as large is returned to the system when it is freed
-_ALLOWED = allowed_cpus()  # before this process was pinned to a slice
+LARGE_BYTES = 1 << 18  # blocks of at least this size are returned to the system when freed
+_ALLOWED = allowed_cpus()  # the allowed CPUs before this process was pinned to a slice
 _GATHERINGS = count()  # the same count on every rank
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
@@ -46,9 +46,9 @@ class Stand(msgspec.Struct, frozen=True):
 
 
 def find_stand() -> Stand:
-    """Find this process's rank among all: from its process group, else from torchrun's variables.
+    """Return this process's rank, from its process group or torchrun's environment variables.
 
-    Without either, it is alone. Raises PlanError if the variables are invalid.
+    Without either, the process is alone. Raises PlanError if the variables are invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return Stand(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank()))
@@ -65,7 +65,7 @@ def find_stand() -> Stand:
 
 
 def _check_set(world: int, *names: str) -> None:
-    """Raise PlanError if several processes can't find each other, as a variable is missing."""
+    """Raise PlanError if an environment variable for the rendezvous of processes is missing."""
     missing = [name for name in names if name not in os.environ]
     if world > 1 and missing:
         raise PlanError(
@@ -94,8 +94,8 @@ def visible_gpus() -> dict[str, int]:
 def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
-    It is the plan's GPU by its UUID, else the GPU whose index is the local rank, else the CPU.
-    Raises DeviceError if the plan has this rank on a GPU and PyTorch sees neither of these GPUs.
+    It is the plan's GPU, found by its UUID, else the GPU whose index is the local rank, else the
+    CPU. Raises DeviceError if the plan has a GPU for this rank and PyTorch sees neither GPU.
     """
     if share is not None and is_cpu(share):
         return torch.device("cpu")
@@ -115,16 +115,16 @@ def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> An
 
 
 def is_cpu(share: Share) -> bool:
-    """True if a share is computed by a CPU slice."""
+    """True if the device of a share is a CPU slice."""
     return share.device.startswith("cpu-")
 
 
 def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
-    """Set up this process for its device, as a probe does.
+    """Set up this process for its device, in the same way as a probe.
 
-    A GPU becomes the current device. On a CPU slice, the process runs on the slice's cores, with
-    one thread each; evener launch has started it there already. `trainings` is the number of packed
-    trainings that share the cores.
+    A GPU becomes the current device. A process for a CPU slice is pinned to the slice's cores, with
+    one thread for each core, unless evener launch has already done so. `trainings` is the number of
+    packed training runs that share the cores.
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -136,18 +136,19 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
         and not launched_device()
         and (cores := slice_cores(share.device, _ALLOWED))
     ):
-        # also threads of a trainer's earlier group, which would slow ranks on other cores
+        # also pins threads of a trainer's earlier process group, which would slow other ranks
         pin_threads(cores)
         torch.set_num_threads(len(core_groups(cores)))
-        # Memory that a step frees is kept for the next one: by default glibc's mapping and
-        # unmapping take 15 % of a step's time.
+        # Memory that a step frees stays mapped for the next step, because glibc's mapping and
+        # unmapping by default take 15 % of a step's time.
         _tell_glibc({_MMAP_THRESHOLD: 2**31 - 1, _TRIM_THRESHOLD: 2**31 - 1, _ARENA_MAX: 1})
 
 
 def fetching_threads(processes: int) -> int:
-    """Return the threads that fetch rows for a GPU: 8, or the process's part of the cores.
+    """Return the number of threads that fetch rows for a GPU.
 
-    `processes` is the number of processes on this machine that fetch rows.
+    It is 8, or less if this process's part of the cores is smaller. `processes` is the number of
+    processes on this machine that fetch rows.
     """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
@@ -168,9 +169,9 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
 
 
 def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
-    """Return the RankInfo of every rank, in rank order, before a device is chosen.
+    """Return the RankInfo of every rank, in rank order, before devices are chosen.
 
-    Every rank has to call it.
+    Every rank has to call this function.
     """
     if stand.world == 1:
         return [own]
@@ -179,7 +180,7 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
     store = _open_store()
     kept = (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # with values from before a restart
+    )  # True if the store still has values from before a restart
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
     every = meet(
         store,
@@ -194,9 +195,10 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
 def meet(
     store: Any, place: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Exchange values of all ranks through a store under a new name, and return them in rank order.
+    """Exchange values of all ranks through a store, and return them in rank order.
 
-    With `seconds` as timeout, the result is empty if a rank comes later.
+    `place` is the prefix of the keys, which must not have been used before. If `seconds` isn't 0,
+    it is a timeout: the result is empty on all ranks if a rank comes later.
     """
     keys = [f"{place}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -217,16 +219,16 @@ def meet(
 
 @cache
 def _open_store() -> Any:
-    """Return the store through which launched ranks meet before they have a process group."""
+    """Return the store that launched ranks use before they have a process group."""
     _check_set(_number("WORLD_SIZE", 1), "MASTER_ADDR", "MASTER_PORT")
     store, _, _ = next(dist.rendezvous("env://"))
     return store
 
 
 def join(device: Any, backend: str | None) -> None:
-    """Create the process group that torchrun described, unless there is one.
+    """Create the process group from torchrun's environment variables, unless there is one.
 
-    The backend is NCCL for GPUs and gloo for CPUs by default.
+    By default the backend is NCCL for GPUs and gloo for CPUs.
     """
     if dist.is_initialized():
         return
@@ -240,7 +242,7 @@ def join(device: Any, backend: str | None) -> None:
 
 
 class RankShares(msgspec.Struct, frozen=True):
-    """A plan as the ranks of this training see it; tuples are in rank order."""
+    """The shares of all ranks in this training run; tuples are in rank order."""
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
@@ -249,13 +251,13 @@ class RankShares(msgspec.Struct, frozen=True):
     shares: tuple[Share, ...]  # the plan's shares; without a plan, this rank's device for each rank
     workload: str
     training: str  # an id that is the same on all ranks
-    samples_per_second: float = 0.0  # the plan's; 0 without one, or for another global batch
+    samples_per_second: float = 0.0  # in the plan; 0 without a plan, or for another global batch
     plan: Plan | None = None
-    device: Any = None  # this process's, as PyTorch names it
+    device: Any = None  # this process's `torch.device`
 
     @property
     def share(self) -> Share:
-        """This rank's share, with the rows of this training."""
+        """This rank's share, with its numbers of rows in this training run."""
         batch, micro = self.batches[self.rank], self.micros[self.rank]
         return msgspec.structs.replace(self.shares[self.rank], batch=batch, micro=micro)
 
@@ -266,7 +268,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def global_batch(self) -> int:
-        """The rows of a full global batch."""
+        """The number of rows in a full global batch."""
         return sum(self.batches)
 
     @property
@@ -282,16 +284,16 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """Iterate over the rows of each pass of a full batch, of all ranks."""
+        """Iterate over the number of rows in each pass of a full batch, for all ranks."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
 
 
 def open_plan(plan: Plan | str | os.PathLike[str] | None) -> Plan | None:
-    """Return the plan, loaded if it is a path; by default the plan of evener launch.
+    """Return a plan, loaded from a file if `plan` is a path.
 
-    None if there is no plan.
+    If `plan` is None, return the plan of evener launch, or None if there is none.
     """
     if isinstance(plan, Plan):
         return plan
@@ -308,13 +310,14 @@ def find_shares(
     strict: bool = False,
     device: Any = None,
 ) -> RankShares:
-    """Return the shares of all ranks, by a plan, by evener launch's plan, or by `ratios`.
+    """Return the shares of all ranks, from `plan`, from evener launch's plan or from `ratios`.
 
-    Every rank has to call it. `device` is this process's, if it is fixed already.
+    Every rank has to call this function. `device` is this process's device if it is chosen already.
 
-    Raises PlanError on every rank if one can't read its plan, or if there aren't as many processes
-    as shares. If the plan was measured on other devices, PlanError is raised with `strict`; without
-    `strict`, there is a warning. Raises RequestError if `options` differ between ranks.
+    Raises PlanError on every rank if a rank can't read its plan, or if the number of processes
+    isn't the number of shares. If the plan was measured on other devices, PlanError is raised if
+    `strict` is True; otherwise a warning is printed. Raises RequestError if `options` differ
+    between ranks.
     """
     note_use()  # ratios count as using a plan too
     if plan is not None and ratios is not None:
@@ -343,7 +346,7 @@ def find_shares(
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
-    """Return the id of this process's GPU, by its index among those it sees; "" if it has none."""
+    """Return the key in `gpus` of this process's GPU, or "" if `device` isn't a GPU."""
     if device is None or device.type != "cuda":
         return ""
     return next((name for name, index in gpus.items() if index == device.index), "")
@@ -420,7 +423,7 @@ def _share_by_plan(
 
 
 def _warn_of_limits(active: Sequence[Share]) -> None:
-    """Warn if a plan was measured with limits, which a training hasn't."""
+    """Warn if a plan was measured with limits, because a training run has no such limits."""
     held = [f"{describe(share)} limited to {share.limit}" for share in active if share.limit]
     if held:
         warnings.warn(
@@ -430,7 +433,10 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the devices that any rank sees, to compare with a plan's; None without GPUs."""
+    """Return the GPUs that any rank sees, to compare them with the plan's.
+
+    Return None if all devices in the plan are CPU slices.
+    """
     if all(map(is_cpu, active)):
         return None
     return tuple(dict.fromkeys(name for info in ranks for name in info.visible)) or ("the CPU",)

@@ -1,7 +1,7 @@
-"""Measures how long a rank waits for others within its passes, as in FSDP's layers.
+"""Measure how long a rank waits for other ranks within its passes, for example in FSDP's layers.
 
-Ranks that meet in each layer reach the end of a step together. So a rank's compute time (own work)
-is all the time of a pass in which it doesn't wait for an exchange.
+Ranks that synchronize in each layer reach the end of a step together. So a rank's compute time (own
+work) is the time of a pass without the time in which the rank waits for collectives.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 def time_waits(timer: Any) -> None:
     """Exclude waiting within passes from the compute time of this timer from now on.
 
-    On a CPU, that is waiting for an exchange. On a GPU the host doesn't wait; there it is the time
-    in which a stream waits for another stream that communicates.
+    On a CPU, the host waits for collectives. On a GPU the host doesn't wait; there, the time is
+    excluded in which a stream waits for another stream that communicates.
     """
     _timers.add(timer)
     _watch(dist.Work, "wait")

@@ -1,10 +1,10 @@
-"""The fetching of batches: by a tensor of row numbers, or row by row as DataLoader does it; for a
-GPU, ahead of the loop in a thread.
+"""Fetch batches by a tensor of row numbers, or row by row as DataLoader does, and prefetch them in
+a thread for a GPU.
 
-Row by row, Python takes about 10 µs for each row, so a fast GPU finishes a small network's batch
-before the next one is fetched. At most `depth` batches wait on the device besides the current one,
-and the loop runs at most as many steps ahead of the GPU. So the memory for batches is bounded, and
-the same in a probe as in a training run.
+Fetching row by row takes Python about 10 µs for each row, so a fast GPU finishes a small network's
+batch before the next batch is fetched. At most `depth` batches wait on the device besides the
+current one, and the loop runs at most `depth` steps ahead of the GPU. So the memory for batches is
+bounded, and is the same in a probe as in a training run.
 """
 
 from __future__ import annotations
@@ -31,9 +31,9 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory)
 def whole_fetch(dataset: Any) -> Whole | None:
     """Return a function that fetches a whole batch by a tensor of row numbers, or None.
 
-    There is one for a TensorDataset, for a Subset of such a data set, and for a data set with a
-    method `__getitems__(self, rows: torch.Tensor)`, which must have this annotation and return the
-    batch as the loop gets it.
+    There is such a function for a TensorDataset, and for a data set with a method
+    `__getitems__(self, rows: torch.Tensor)`, which must have this annotation and return the batch
+    as the loop gets it. There is also one for a Subset of these data sets.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
@@ -51,7 +51,7 @@ def whole_fetch(dataset: Any) -> Whole | None:
 
 
 def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-    """Return `source[rows]`; with `pinned`, in pinned memory if `source` is on the host."""
+    """Return `source[rows]`; if `pinned` is True and `source` is on the host, in pinned memory."""
     if source.device.type != "cpu":
         return source.index_select(0, rows.to(source.device))
     if not pinned or source.requires_grad:
@@ -61,9 +61,9 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """The batches of a sampler's steps, in its order; every iteration starts anew.
+    """Iterates over the batches of a sampler, in its order; each iteration starts anew.
 
-    `options` are passed to DataLoader.
+    `options` are passed to DataLoader, which is used if no whole batches can be fetched.
     """
 
     def __init__(
@@ -93,7 +93,7 @@ class Fetch:
 
 
 class _ByList(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set of whole batches for DataLoader's worker processes, which get lists of rows."""
+    """A data set of which DataLoader's worker processes fetch whole batches by row numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -126,10 +126,10 @@ DEPTH = 2  # batches that wait on the device
 
 
 class Prefetcher:
-    """An iterator that fetches the batches of `source` ahead, in a thread.
+    """An iterator that prefetches the batches of `source` in a thread, and sends them to `device`.
 
-    It sends them to `device`, in the same order. An exception from `source` is raised in place of
-    its batch. The thread ends when the iterator is exhausted or closed.
+    The order of batches stays the same. If `source` raises an exception, it is raised instead of
+    the next batch. The thread exits when the iterator is exhausted or closed.
     """
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:
@@ -166,16 +166,16 @@ class Prefetcher:
         return self._lane.hand_over(batch, arrived) if self._lane else batch
 
     def wait_until_full(self) -> None:
-        """Wait until `depth` batches are fetched ahead, or the source is exhausted.
+        """Wait until `depth` batches are prefetched, or the source is exhausted.
 
-        If it is called at the end of timed steps, their time includes fetching as many batches as
-        the steps used.
+        Called at the end of timed steps, so that their time includes fetching as many batches as
+        the steps have used.
         """
         with self._change:
             self._change.wait_for(lambda: len(self._ready) >= self._depth or self._ended)
 
     def close(self) -> None:
-        """Stop the thread after its current batch, and drop the batches that were fetched ahead."""
+        """Stop the thread after its current batch, and drop the prefetched batches."""
         with self._change:
             self._ended = True
             self._ready.clear()
@@ -238,9 +238,9 @@ class _Lane:
         return context
 
     def send(self, batch: Any) -> tuple[Any, Any]:
-        """Return the batch on the device and the event of its arrival.
+        """Send a batch to the device; return it and an event that is recorded when it has arrived.
 
-        If the device has no room, return it on the host, with None for the event.
+        If the device has too little memory, return the batch on the host, and None as the event.
         """
         pinned = each_tensor(_pin, batch)
         try:
@@ -258,10 +258,11 @@ class _Lane:
         return event
 
     def hand_over(self, batch: Any, arrived: Any) -> Any:
-        """Return the batch for use on the loop's stream, which waits until the batch has arrived.
+        """Return a batch for use on the loop's stream, which waits until the batch has arrived.
 
-        The allocator doesn't reuse its memory before that stream is done with it. A batch that
-        found no room earlier is sent now, as the loop holds no activations between its steps.
+        The allocator doesn't reuse the batch's memory before that stream is done with it. A batch
+        for which there was too little memory is sent now, because the loop holds no activations
+        between its steps.
         """
         if arrived is None:
             return self._send(batch)

@@ -1,6 +1,7 @@
 """A DataLoader for one rank of an uneven split, which can resume in mid-epoch.
 
-It reports each step's rows to a listener, by which gradients are weighted.
+It reports the number of rows of each rank in each step to a listener, which weights gradients by
+them.
 """
 
 from __future__ import annotations
@@ -38,9 +39,9 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan leaves free, with their
 class Epoch:
     """One loop over a loader.
 
-    `tail` is None if all its batches weight the ranks alike, else the rows of its last batch, or an
-    object that equals no other. `dealt` is True if rows were assigned by length, so that a batch
-    must not be cut into passes. `loader()` returns the split's loader, or None.
+    `tail` is None if all batches give each rank the same weight. Otherwise it is the number of rows
+    in the last batch, or an object that equals no other. `dealt` is True if rows are distributed by
+    length, so that a batch must not be cut into passes. `loader()` returns the loader, or None.
     """
 
     __slots__ = ("batches", "dealt", "loader", "open", "tail", "training", "unfinished")
@@ -52,7 +53,7 @@ class Epoch:
         self.loader: Callable[[], Loader | None] = lambda: None
         self.open = True
         self.unfinished = False  # it ended before its newest batch was computed
-        self.batches: list[Any] = []  # older ones that may still be in use, and the newest
+        self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
         """True if a loop may still use the epoch's newest batch."""
@@ -61,42 +62,41 @@ class Epoch:
     def leaves_one(self) -> bool:
         """True if the epoch's last batch may still be waiting to be computed.
 
-        That is so if a loop took the next epoch's first batch before computing it.
+        That is the case if a loop fetched the next epoch's first batch before computing it.
         """
         last = self.batches[-1]
         return self.unfinished and not last.used and bool(last.is_alive())
 
 
 class StepListener:
-    """The callbacks for a loader's steps; this base class does nothing in them."""
+    """The callbacks for a loader's steps; the methods of this base class do nothing."""
 
     def compare(self, digest: int) -> None:
-        """Called as an epoch begins with an order or lengths of the user's own.
+        """Called when an epoch begins whose order or lengths of rows come from the user.
 
-        `digest` is the digest of these on this rank.
+        `digest` is a digest of the order and lengths on this rank.
         """
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Called as the loop gets a batch; `sizes` are the rows of each rank in it."""
+        """Called when the loop gets a batch; `sizes` has the number of rows of each rank in it."""
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Called when the loop is done with a batch; `sizes` are the rows of each rank in it.
+        """Called when the loop is done with a batch; `sizes` has the number of rows of each rank.
 
-        `tokens` are the numbers of tokens in this rank's rows, without and with padding.
+        `tokens` has the numbers of tokens in this rank's rows, without and with padding.
         """
 
     def end(self, origin: Epoch) -> None:
-        """Called when an epoch is over, or its loop was left early."""
+        """Called when an epoch has ended or its loop was left early."""
 
 
 class Loader:
-    """Batches of this rank's rows, in step with the other ranks, with a DataLoader's attributes.
+    """Yields this rank's rows of each global batch; it has the attributes of a DataLoader.
 
     Every loop is a new epoch in a new order, from its first batch, unless `set_epoch` or
-    `load_state_dict` chose another epoch or position. With a `prefetch` of 1 or more, that many
-    batches are fetched ahead and sent to `device`; with 0, each batch is fetched when the loop
-    asks for it and stays on the host. `listener` is called for each step; `training` is False
-    for a validation.
+    `load_state_dict` has chosen another epoch or position. If `prefetch` isn't 0, that many batches
+    are prefetched and sent to `device`. If it is 0, each batch is fetched when the loop requests it
+    and stays on the host. `listener` is called for each step; `training` is False for a validation.
     """
 
     num_workers: int
@@ -129,7 +129,8 @@ class Loader:
         )  # most batches drawn before their turn
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
-        self._sent_to = torch.device("cpu") if on_host else self.device  # by the prefetcher
+        # the device to which prefetched batches are sent
+        self._sent_to = torch.device("cpu") if on_host else self.device
         self._fetch = Fetch(dataset, sampler, options, pinned)
         self._listener = listener
         self._training = training
@@ -147,7 +148,7 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """The number of steps in a whole epoch."""
+        """Return the number of steps in a whole epoch."""
         return len(self.batch_sampler)
 
     @property
@@ -157,9 +158,10 @@ class Loader:
 
     @property
     def next_epoch(self) -> int:
-        """The epoch of the next loop.
+        """The number of the next loop's epoch.
 
-        It is the epoch that a loaded state is in the middle of, else the one after the last loop's.
+        It is the epoch of a state that was loaded in mid-epoch, an epoch chosen by `set_epoch`, or
+        the epoch after the last loop's.
         """
         sampler = self.batch_sampler
         return sampler.epoch + (not self._fresh or not (sampler.steps_left or self._chosen))
@@ -204,16 +206,16 @@ class Loader:
             listener.end(origin)
 
     def __getstate__(self) -> dict[str, Any]:
-        """Return the state for a copy in another process, as DataLoader does.
+        """Return the state for a copy in another process, such as a DataLoader's worker.
 
         Steps of the copy aren't reported.
         """
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
-        """Wait until `prefetch` batches are fetched ahead; return at once without prefetch.
+        """Wait until `prefetch` batches are prefetched, or the loop has no more batches to fetch.
 
-        It also returns if the running loop has no more batches to fetch.
+        Without prefetching, return at once.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
@@ -223,10 +225,10 @@ class Loader:
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
     def set_epoch(self, epoch: int) -> None:
-        """Make the next loop this epoch, from its first row.
+        """Set the epoch of the next loop, which starts at its first row.
 
-        If a state in the middle of this epoch was just loaded, the loop has only the rows
-        that are left.
+        If a state in the middle of this epoch was just loaded, the loop only has the remaining
+        rows.
         """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
             self.batch_sampler.set_epoch(epoch)
@@ -234,14 +236,14 @@ class Loader:
         self._fresh = self._chosen = True
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the training after the current batch.
+        """Return the position in the data after the current batch.
 
-        It is the same on every rank and JSON-serializable.
+        The result is the same on every rank and JSON-serializable.
         """
         return self.batch_sampler.state_dict(self._steps)
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next loop continue where `state` was taken; the plan may be another one."""
+        """Make the next loop continue at the position in `state`; the plan may differ."""
         self.batch_sampler.load_state_dict(state)
         self._steps = 0
         self._fresh = self._loaded = True
@@ -258,7 +260,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
         self._loader = loader
 
     def __len__(self) -> int:
-        """The rows of this rank in an epoch, with a filler row for each step without one."""
+        """Return the number of this rank's rows in an epoch, including filler rows."""
         sampler = self._loader.batch_sampler
         firsts = range(0, len(sampler) * sampler.global_batch, sampler.global_batch)
         return sum(max(1, sampler.sizes_at(first)[sampler.rank]) for first in firsts)
@@ -274,7 +276,7 @@ class RowSampler(SequentialSampler):  # type: ignore[misc]  # torch isn't follow
 def count_rows(dataset: Any) -> int:
     """Return the number of rows of a data set.
 
-    Raises RequestError if its rows have no numbers, or if it is a loader instead of a data set.
+    Raises RequestError if its rows can't be indexed, or if it is a loader instead of a data set.
     """
     kind = type(dataset).__name__
     if isinstance(dataset, DataLoader | Loader):
@@ -301,10 +303,10 @@ def count_rows(dataset: Any) -> int:
 
 
 def check_prefetch(prefetch: int | None, device: torch.device) -> int:
-    """Return the number of batches to fetch ahead: by default 2 for a GPU, and 0 for a CPU.
+    """Return the number of batches to prefetch: by default 2 for a GPU, and 0 for a CPU.
 
-    On a CPU, fetching would take cores from the computation. Raises RequestError unless `prefetch`
-    is an integer of 0 or more.
+    On a CPU, prefetching would take cores away from the computation. Raises RequestError unless
+    `prefetch` is None or an integer of 0 or more.
     """
     if prefetch is None:
         return DEPTH if device.type == "cuda" else 0
@@ -316,7 +318,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise RequestError for an option of DataLoader that the split decides."""
+    """Raise RequestError if `options` has an option of DataLoader that the split decides."""
     for name, remedy in _DECIDED.items():
         if options.get(name) is not None:
             shown = (
@@ -342,8 +344,8 @@ class LoaderStates:
     def add(self, loader: Loader) -> Loader:
         """Remember a loader and return it.
 
-        If states were loaded before this loader was made, it resumes from the first of them that
-        no other loader has taken.
+        If states were loaded before this loader was created, it resumes from the first state that
+        no other loader has used.
         """
         self._made.append(weakref.ref(loader))
         if self._waiting:
@@ -351,11 +353,11 @@ class LoaderStates:
         return loader
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the states of all loaders; the same on every rank and JSON-serializable."""
+        """Return the states of all loaders, equal on every rank and JSON-serializable."""
         return {_LOADERS: [loader.state_dict() for loader in self._list()]}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume each loader from its state, also loaders that are made later.
+        """Resume each loader from its state, including loaders that are created later.
 
         Raises RequestError if `state` doesn't fit the loaders.
         """
@@ -383,7 +385,7 @@ class StepSampler:
         self.first_step = 0  # the next iteration skips the steps before this one
 
     def __len__(self) -> int:
-        """The number of global batches in an epoch."""
+        """Return the number of global batches in an epoch."""
         return len(self.sampler)
 
     def __iter__(self) -> Iterator[Any]:
@@ -394,7 +396,7 @@ class StepSampler:
         return iter(self.sampler)
 
     def set_epoch(self, epoch: int) -> None:
-        """Set the epoch, which decides the order of rows, and start at its first row."""
+        """Set the epoch, which determines the order of rows, and start at its first row."""
         self.sampler.set_epoch(epoch)
 
     def count_tokens(self, steps: Iterable[int]) -> tuple[int, int]:
@@ -411,11 +413,11 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     """The DataLoader over this rank's global batches that a trainer iterates over.
 
     `done` is the number of this epoch's batches that the trainer has computed. With `ahead`, the
-    next batch is fetched before a batch is yielded, as accelerate's loader does, so that a change
-    that a callback makes to a collator reaches the same batch with a plan and without. `begins` is
-    called as a loop begins. `asks` is called as the loop asks for a batch, when the batch before it
-    is computed. `options` are passed to DataLoader. `load_state_dict` resumes in mid-epoch, also
-    under other shares if the global batch is the same, and raises RequestError if it isn't.
+    next batch is fetched before a batch is yielded, as in accelerate's loader, so that a callback's
+    change to a collator first affects the same batch with and without a plan. `begins` is called
+    when a loop begins, and `asks` when the loop requests a batch, after it has computed the
+    previous one. `options` are passed to DataLoader. `load_state_dict` resumes in mid-epoch, also
+    under other shares if the global batch is the same.
     """
 
     def __init__(
@@ -430,7 +432,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     ) -> None:
         super().__init__(dataset, batch_sampler=steps, **options)
         self.done = 0
-        self._start = 0  # global batch with which the next iteration begins
+        self._start = 0  # the global batch at which the next iteration begins
         self._ahead, self._begins, self._asks = ahead, begins, asks
 
     def __iter__(self) -> Any:
@@ -448,12 +450,12 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     @property
     def drawn_ahead(self) -> int:
-        """The most global batches whose rows are drawn before the trainer asks for them."""
+        """The most global batches whose rows are drawn before the trainer requests them."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
         return drawn + self._ahead
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return the rows of each rank in the epoch's global batch `step`, which begins now."""
+        """Return each rank's number of rows in the global batch `step`, which begins now."""
         sizes: tuple[int, ...] = self.batch_sampler.sampler.take(step)
         return sizes
 
@@ -462,15 +464,15 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self.batch_sampler.set_epoch(epoch)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position of the training after `done` global batches.
+        """Return the position in the data after `done` global batches.
 
-        It is the same on every rank with the same `done`.
+        It is the same on all ranks that have the same `done`.
         """
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Make the next iteration continue where `state` was taken.
+        """Make the next iteration continue at the position in `state`.
 
         Raises RequestError if the global batch differs.
         """

@@ -1,9 +1,9 @@
-"""The rows of a data set that each rank computes: unequal slices of one global order, in which each
-row comes once per epoch.
+"""Choose the rows of a data set that each rank computes: slices of different sizes of one global
+order, which has each row once per epoch.
 
-Every rank draws the same order and takes its own slice of each global batch, so nothing is
-exchanged. A rank without a row in a short last batch gets a filler row with weight 0, to keep in
-step with the others.
+Every rank draws the same order and uses its own slice of each global batch, so no communication is
+needed. A rank without a row in a short last batch gets a filler row with weight 0, so that it runs
+the same collectives as the other ranks.
 """
 
 from __future__ import annotations
@@ -27,10 +27,11 @@ Order = Iterable[int] | Callable[[int], Sequence[int]]
 
 
 class RowOrder:
-    """The rows of each epoch in the user's `order`, drawn anew by a seed from `seed` and the epoch.
+    """The rows of each epoch in the user's `order`.
 
-    Raises RequestError unless `order` gives row numbers from 0 to `rows` - 1, and equally many
-    in each epoch.
+    The order is drawn again for each epoch, with a random seed that depends on `seed` and the
+    epoch. Raises RequestError unless `order` yields row numbers from 0 to `rows` - 1, and the same
+    number of rows in each epoch.
     """
 
     def __init__(self, order: Order, rows: int, seed: int) -> None:
@@ -65,7 +66,7 @@ class RowOrder:
     def _draw(self, epoch: int) -> torch.Tensor:
         order: Any = self._order
         seed = mix_seed(self._seed, epoch)
-        with torch.random.fork_rng(devices=[]):  # leave the program's random numbers as they are
+        with torch.random.fork_rng(devices=[]):  # keeps the state of the program's generator
             torch.default_generator.manual_seed(seed)
             if isinstance(getattr(order, "generator", None), torch.Generator):
                 order.generator.manual_seed(seed)
@@ -89,7 +90,7 @@ class RowOrder:
 
 
 def _whole_numbers(given: Any) -> torch.Tensor | None:
-    """Return a copy of whole numbers as a 1-d int64 tensor on the CPU; None for anything else."""
+    """Return a copy of a sequence of integers as a 1-d int64 tensor, or None for other values."""
     try:
         found = torch.as_tensor(given)
     except (TypeError, ValueError, RuntimeError):
@@ -100,11 +101,11 @@ def _whole_numbers(given: Any) -> torch.Tensor | None:
 
 
 def mix_seed(seed: int, epoch: int) -> int:
-    """Return the seed for the random numbers of one epoch."""
+    """Return the random seed of one epoch, computed from the seed of the training run."""
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
-LOOPS = 4  # most loops over one sampler at a time that follow changes of shares
+LOOPS = 4  # the most simultaneous loops over a sampler in which changes of shares take effect
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
@@ -122,20 +123,21 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change to these shares at the batch that begins `rows` rows after the newest ends."""
+        """Change to `shares` at the batch that begins `rows` rows after the newest batch's end."""
         self._changes.append((self.begun + rows, shares))
 
 
 class UnevenBatchSampler:
-    """Batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`; none is ever empty.
+    """Yields batches of row numbers for one rank, for `DataLoader(batch_sampler=...)`.
 
-    `shares` are the samples of each rank in a full global batch; `change_shares` changes them.
-    `order` replaces `shuffle`. With `join_tail`, a last batch with fewer rows than ranks is joined
-    to the batch before it. With `without_rows`, ranks may have a share of 0, and compute filler
-    rows. Raises RequestError if the shares, the length or the rank is invalid.
+    No batch is empty. `shares` has the number of rows of each rank in a full global batch;
+    `change_shares` changes it. `order` replaces `shuffle`. With `join_tail`, a last batch with
+    fewer rows than ranks is joined to the batch before it. With `without_rows`, ranks may have a
+    share of 0, and compute filler rows. Raises RequestError if the shares, the length or the rank
+    is invalid.
     """
 
-    is_dealt = False  # True if rows are assigned by length, in passes
+    is_dealt = False  # True if rows are distributed by length, in passes
 
     def __init__(
         self,
@@ -171,11 +173,11 @@ class UnevenBatchSampler:
 
     @property
     def global_batch(self) -> int:
-        """The rows of a full step, summed over all ranks."""
+        """The number of rows in a full step, summed over all ranks."""
         return sum(self.shares)
 
     def change_shares(self, shares: tuple[int, ...], ahead: int) -> None:
-        """Change to these shares, in running loops after the next `ahead` batches."""
+        """Change to `shares`; in running loops, after the next `ahead` batches."""
         self.shares = shares
         for schedule in self._schedules:
             schedule.change(ahead * self.global_batch, shares)
@@ -183,7 +185,8 @@ class UnevenBatchSampler:
     def warn_of_short_batches(self, planned: int) -> None:
         """Warn if a rank has no row in an epoch's last step, or if the data set is too small.
 
-        It is too small if it has fewer rows than `planned`, the plan's global batch; 0 skips this.
+        It is too small if it has fewer rows than `planned`, the plan's global batch. With 0 for
+        `planned`, its size isn't checked.
         """
         if self.length < planned:
             warnings.warn(
@@ -208,9 +211,9 @@ class UnevenBatchSampler:
         return self._schedules[-1]
 
     def sample_rows(self, first: int, more: int) -> list[int]:
-        """Return the next `first` rows of all ranks, and up to `more` rows spread over the epoch.
+        """Return the next `first` row numbers of the epoch, and up to `more` evenly spaced ones.
 
-        They are the same on every rank, without duplicates.
+        The result is the same on every rank, and has no duplicates.
         """
         order, most = self._draw(self.epoch), min(more, self.length)
         spread = [self.length * place // most for place in range(most)]
@@ -223,7 +226,7 @@ class UnevenBatchSampler:
         self.position = 0
 
     def __len__(self) -> int:
-        """The number of steps in a whole epoch."""
+        """Return the number of steps in a whole epoch."""
         return self._steps(self.length)
 
     @property
@@ -239,17 +242,17 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return the rows of each rank in a step, counted from `position` in the epoch.
+        """Return the number of rows of each rank in a step, counted from `position` in the epoch.
 
-        They are 0 for a rank that computes only a filler row.
+        The number is 0 for a rank that computes only a filler row.
         """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return the rows of each rank in a step that a trainer begins now.
+        """Return the number of rows of each rank in a step that a trainer begins now.
 
-        The step is counted from `position` in the epoch. It becomes the newest step of the loop, so
-        that later changes of shares count from it.
+        The step is counted from `position` in the epoch. It becomes the newest step of the loop,
+        from which later changes of shares are counted.
         """
         self.schedule.begun = self.position + (step + 1) * self.global_batch
         return self.sizes(step)
@@ -257,9 +260,10 @@ class UnevenBatchSampler:
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
     ) -> tuple[int, ...]:
-        """Return the rows of each rank in the step that begins with row `first` of `epoch`.
+        """Return the number of rows of each rank in the step that begins with row `first`.
 
-        The shares are those of `schedule`. The defaults are the current epoch and the newest loop.
+        `epoch` is by default the current epoch. `schedule` has the shares; by default it is the
+        schedule of the newest loop.
         """
         rows, full = self.length - first, self.global_batch
         shares = (schedule or self.schedule).at(first)
@@ -284,10 +288,9 @@ class UnevenBatchSampler:
         return [int(row) for row in self._draw(self.epoch)[first : first + self.global_batch]]
 
     def rows_of_odd_tail(self) -> object:
-        """Return the rows of the epoch's last step if they weight ranks unlike the other steps.
+        """Return the number of rows in the last step, or None if it weights ranks like other steps.
 
-        Returns None if they don't. If every step may weight them differently, returns an object
-        that equals no other.
+        If each step may weight the ranks differently, return an object that equals no other.
         """
         if self.changes or self.is_dealt:
             return object()  # equals no other, as each step may weight ranks differently
@@ -328,7 +331,7 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step, made from fetched batches."""
+        """Return an iterator over the batch of each step; here these are the fetched batches."""
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
@@ -336,18 +339,18 @@ class UnevenBatchSampler:
         return nullcontext()
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return the tokens of this rank's rows in a batch, without and with padding.
+        """Return the number of tokens in this rank's rows of a batch, without and with padding.
 
-        Both are 0 if rows have no lengths.
+        Both numbers are 0 if rows have no lengths.
         """
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """Return a digest of the user's own order in an epoch; None without such an order."""
+        """Return a digest of the user's order of rows in an epoch, or None if there is none."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
-        """Return the position of the training after `steps` more steps; the same on every rank."""
+        """Return the position in the data after `steps` more steps; it is equal on all ranks."""
         position = min(self.length, self.position + steps * self.global_batch)
         values = (self.epoch, position, self.length, self._describe_order(self.epoch), self.seed)
         return dict(zip(_STATE_KEYS, values, strict=True))
@@ -356,7 +359,7 @@ class UnevenBatchSampler:
         return self.shuffle if self.order is None else f"order {self.order.digest(epoch):08x}"
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; the shares and the number of ranks may be others.
+        """Continue at the position in `state`; shares and the number of ranks may differ.
 
         Raises RequestError if the order of rows differs.
         """
@@ -384,17 +387,17 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """The switch of cuDNN's attention, which PyTorch has once for the whole process."""
+    """Turns off cuDNN's attention, which PyTorch can only do for the whole process."""
 
     def __init__(self) -> None:
-        self._loops = 0  # running loops that need it off
+        self._loops = 0  # number of running loops that need it off
         self._before = True
 
     @contextmanager
     def turned_off(self) -> Iterator[None]:
-        """Turn cuDNN's attention off in this context.
+        """Enter a context in which cuDNN's attention is off.
 
-        Contexts may overlap; the last one that ends restores the setting from before the first.
+        Such contexts may overlap. The last one to end restores the setting from before the first.
         """
         if not self._loops:
             self._before = torch.backends.cuda.cudnn_sdp_enabled()
@@ -411,16 +414,16 @@ class _CudnnAttention:
 _cudnn_attention = _CudnnAttention()
 
 
-_KEPT = 128  # batches whose assignment is cached: those that are fetched ahead, and the current one
+_KEPT = 128  # the most batches whose distribution is cached: prefetched ones and the current one
 
 
 class LengthSampler(UnevenBatchSampler):
-    """Row numbers of each pass of one rank, with rows assigned by length.
+    """Yields the row numbers of each pass of one rank, with rows distributed by length.
 
-    `lengths` are the tokens of all rows of the data set. Global batches and their order are the
-    same as without lengths, so a state can be loaded under other shares. During a loop over its
-    batches, cuDNN's attention is off in this process: cuDNN makes a plan for each new shape, which
-    takes about 100 ms per pass on an H200, and nearly every pass has a new shape. Raises
+    `lengths` has the number of tokens in each row of the data set. Global batches and their order
+    are the same as without lengths, so a state can be loaded under other shares. During a loop over
+    the batches, cuDNN's attention is off in this process: cuDNN makes a plan for each new shape,
+    which takes about 100 ms per pass on an H200, and nearly every pass has a new shape. Raises
     RequestError if the lengths don't fit the data set, or if no rank can hold a row.
     """
 
@@ -454,7 +457,7 @@ class LengthSampler(UnevenBatchSampler):
         self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and first row
 
     def deal_at(self, first: int, epoch: int) -> Deal:
-        """Return the assignment of rows in the global batch that begins with row `first`."""
+        """Return how the rows of the global batch that begins with row `first` are distributed."""
         found = self._deals.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -466,40 +469,40 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return the rows of each rank in the batch that begins with row `first`.
+        """Return the number of rows of each rank in the batch that begins with row `first`.
 
-        They are 0 for a rank that computes only a filler row.
+        The number is 0 for a rank that computes only a filler row.
         """
         return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return the rows that count in each of this rank's passes of a batch.
+        """Return how many rows count in each of this rank's passes over a batch.
 
         The batch begins with row `first` of the epoch.
         """
         return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
-        """Return the tokens of this rank's rows in the batch that begins with row `first`.
+        """Return the number of tokens in this rank's rows of a batch, without and with padding.
 
-        They are counted without and with padding.
+        The batch begins with row `first` of the epoch.
         """
         deal = self.deal_at(first, epoch)
         return deal.tokens[self.rank], deal.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Iterate over the rows of each pass, from the current epoch and position."""
+        """Iterate over the row numbers of each pass, from the current epoch and position."""
         return chain.from_iterable(self.steps())
 
     def steps(self) -> Iterator[list[torch.Tensor]]:
-        """Iterate over the batches, each a list of its passes' rows.
+        """Iterate over the batches; each is a list with the row numbers of each pass.
 
         The iteration starts at the current epoch and position.
         """
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """The first rows of the batches that are left in this epoch."""
+        """Return the index of the first row of each batch that is left in this epoch."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
@@ -510,13 +513,13 @@ class LengthSampler(UnevenBatchSampler):
         return [rows[torch.tensor(places)] for places in passes]
 
     def loop_context(self) -> AbstractContextManager[None]:
-        """Return a context in which cuDNN's attention is off."""
+        """Return the context for a loop over these batches: cuDNN's attention is off in it."""
         return _cudnn_attention.turned_off()
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Iterate over the batch of each step: a DealtBatch, or the fetched pass itself.
+        """Iterate over the batch of each step, made from the fetched passes.
 
-        It is the pass itself if no batch has more than one pass on any rank.
+        It is a DealtBatch, or the fetched pass itself if no batch has several passes on any rank.
         """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
@@ -526,7 +529,7 @@ class LengthSampler(UnevenBatchSampler):
         )
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the lengths, and of the user's own order of an epoch if any."""
+        """Return a digest of the lengths, and of the user's order of rows in an epoch, if any."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def _draw(self, epoch: int) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""The structure of a batch: finding its tensors, cutting out rows, and batches whose rows were
-assigned by length.
+"""Find the tensors in a batch, cut out rows, and represent batches whose rows are distributed by
+length.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from ...errors import RequestError
 
 
 class DealtBatch:
-    """A rank's batch whose rows were assigned by length: its passes, each collated by itself.
+    """A rank's batch whose rows are distributed by length: its passes, each collated separately.
 
-    `rows` are the numbers of rows in each pass that count. Any other use, as in a loop that
-    computes a batch at once, raises RequestError.
+    `rows` has the number of rows in each pass that count. Using this object like a normal batch, as
+    a loop that computes a batch at once does, raises RequestError.
     """
 
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
@@ -46,7 +46,7 @@ class DealtBatch:
 
 
 def address(tensor: torch.Tensor) -> int:
-    """Return the address of a tensor's storage; the id of a tensor without one (sparse)."""
+    """Return the address of a tensor's storage, or the id of a sparse tensor, which has none."""
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -54,9 +54,9 @@ def address(tensor: torch.Tensor) -> int:
 
 
 def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
-    """Apply `function` to every tensor in nested tuples, lists and mappings.
+    """Return nested tuples, lists and mappings with `function` applied to every tensor in them.
 
-    These keep their types, and all other values stay as they are.
+    The containers in the result have the same types, and all other values are unchanged.
     """
     if isinstance(data, torch.Tensor):
         return function(data)
@@ -64,7 +64,7 @@ def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and mappings, also in a DealtBatch."""
+    """Return the tensors in nested tuples, lists and mappings, and in a DealtBatch."""
     if isinstance(data, torch.Tensor):
         return [data]
     if isinstance(data, tuple | list):
@@ -102,8 +102,8 @@ def each_item(function: Callable[[Any], Any], data: Any) -> Any:
 def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
     """Return rows `start` to `stop` of a batch of `rows` rows, in the same structure.
 
-    Tensors, arrays, and lists with one item per row, such as texts, are cut; numbers, and tensors
-    without dimensions, stay whole. Raises RequestError for anything else.
+    Tensors, arrays, and lists with one item per row, such as texts, are cut. Numbers, and tensors
+    without dimensions, are returned whole. Raises RequestError for anything else.
     """
     shape = getattr(data, "shape", None)
     if shape is not None:
@@ -120,7 +120,7 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` of a tensor or array; all of one without dimensions.
+    """Return rows `start` to `stop` of a tensor or array; return it whole without dimensions.
 
     Raises RequestError if its first dimension isn't `rows`.
     """
@@ -136,7 +136,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """True if a list or tuple has one item for each row, such as texts, and no nested batches."""
+    """True for a list or tuple with one item for each row, such as texts, but no tensors."""
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False
     nested = (list, tuple, MutableMapping)

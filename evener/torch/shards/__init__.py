@@ -1,4 +1,5 @@
 """Train a PyTorch model whose state doesn't fit each device; see `Split.shard`.
 
-State is divided by memory, rows by speed.
+Each device holds a part of the state in proportion to its memory, and computes rows in proportion
+to its speed.
 """

@@ -1,4 +1,4 @@
-"""PEFT's own adapter files of a sharded model, like `PeftModel.save_pretrained` writes them."""
+"""Write PEFT's adapter files for a sharded model, as `PeftModel.save_pretrained` would."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from .sharded import Sharded
 
 
 def find_names(model: Any, sharded: Sharded) -> list[str]:
-    """Return the names of the parameters that PEFT saves, and of all that are trained.
+    """Return the names of the parameters that PEFT saves, and of all trained parameters.
 
-    PEFT's choice is found by giving it a state without values: beside adapters it may
-    save resized embeddings.
+    PEFT may save more than adapters, such as resized embeddings. So it is given a state dict of
+    empty tensors, to see which of them it saves.
     """
     names = [slot.names[0] for slot in sharded.slots]
     trained = [slot.names[0] for slot in sharded.slots if slot.piece.requires_grad]

@@ -1,11 +1,11 @@
 """Checkpoints of a sharded model: whole tensors, which any number of ranks or PyTorch can load.
 
-A folder has safetensors files, written one unit at a time, and an index that transformers reads,
-too. Any shares can load it. The index is replaced atomically once all files that it names are on
-disk: if a process exits before that, the old checkpoint stays whole.
+A checkpoint is a folder with safetensors files, written one unit at a time, and an index that
+transformers can also read. It can be loaded under any shares. The index is replaced atomically once
+all files that it names are on disk: if a process exits before that, the old checkpoint stays whole.
 
-For a model with PEFT's adapters, the folder has what is trained, and PEFT's own files beside it.
-Packed weights (4 bits) aren't written: they are frozen, and the program makes them again.
+For a model with PEFT's adapters, the folder has the trained parameters, and PEFT's own files.
+Packed (4-bit) weights aren't written, because they are frozen and the program loads them itself.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ Tensors = dict[str, torch.Tensor]
 
 
 def find_sharded(model: Any) -> Sharded:
-    """Return the shards of a model; raises RequestError if it isn't sharded."""
+    """Return the Sharded object of a model; raises RequestError if the model isn't sharded."""
     found = getattr(model, "exchange", None)
     if not isinstance(found, Sharded):
         raise RequestError(
@@ -63,9 +63,9 @@ def find_sharded(model: Any) -> Sharded:
 
 
 def model_state(model: Any) -> Tensors:
-    """Return the model's whole parameters and buffers by name on rank 0, else an empty dict.
+    """Return the model's whole parameters and buffers on rank 0, and an empty dict on other ranks.
 
-    The names are those of `state_dict`; the tensors are in host memory.
+    The names are the same as in `state_dict`; the tensors are in host memory.
     """
     sharded, state = find_sharded(model), Tensors()
     names = {slot.names[0]: slot.names for slot in sharded.slots}
@@ -76,9 +76,10 @@ def model_state(model: Any) -> Tensors:
 
 
 def optimizer_state(optimizer: Any) -> dict[str, Any]:
-    """Return the optimizer's whole state on rank 0, else an empty dict.
+    """Return the optimizer's whole state on rank 0, and an empty dict on other ranks.
 
-    It has the form of the optimizer's `state_dict` for the whole model.
+    The state has the same form as the optimizer's `state_dict` for the whole model. Raises
+    RequestError if the optimizer doesn't train a sharded model.
     """
     sharded = find(optimizer)
     if sharded is None:
@@ -112,10 +113,10 @@ def _whole_slots(sharded: Sharded) -> list[Slot]:
 
 
 def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
-    """Yield the whole parameters by name, one flat at a time, in host memory.
+    """Yield dicts of whole parameters by name, in host memory, one dict for each flat.
 
-    They are empty except on rank 0. With `wanted`, only flats that have one of these
-    names are included.
+    The dicts are empty on ranks other than 0. If `wanted` isn't empty, flats that contain none of
+    these names are skipped.
     """
     for flat in _flats(sharded):
         if not wanted or any(slot.names[0] in wanted for slot in flat.slots):
@@ -124,7 +125,7 @@ def _parameters(sharded: Sharded, wanted: Collection[str]) -> Iterator[Tensors]:
 
 
 def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
-    """Return copies of tensors in host memory on rank 0, else an empty dict."""
+    """Return copies of tensors in host memory on rank 0, and an empty dict on other ranks."""
     if sharded.place.rank:
         return {}
     return {name: each.detach().cpu().clone() for name, each in tensors.items()}
@@ -132,7 +133,10 @@ def _on_host(sharded: Sharded, tensors: Mapping[str, torch.Tensor]) -> Tensors:
 
 @torch.no_grad()  # type: ignore[untyped-decorator]
 def _whole(flat: Flat, shard: torch.Tensor) -> Tensors:
-    """Return the parameters of a flat by name, in host memory, on rank 0; else an empty dict."""
+    """Return a flat's whole tensors by name, in host memory; an empty dict on ranks other than 0.
+
+    `shard` is this rank's shard, either of the parameters or of one kind of optimizer state.
+    """
     whole = torch.empty(flat.cuts[-1][1], dtype=shard.dtype, device=shard.device)
     for work in flat.collect(whole, shard):
         work.wait()
@@ -155,9 +159,9 @@ def _buffers(model: Any) -> Tensors:
 
 
 def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
-    """Yield the optimizer's whole state, one flat and one kind at a time, as "parameter/kind".
+    """Yield dicts of the optimizer's whole state, one dict for each flat and kind of state.
 
-    Counters are left out.
+    The keys are "parameter/kind", such as "head.weight/exp_avg". Step counters are left out.
     """
     for flat in _flats(sharded):
         slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
@@ -180,12 +184,12 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
-    """Return the kinds of an optimizer's state that are sharded like their parameter."""
+    """Return the names of a parameter's optimizer states that are sharded like the parameter."""
     return [kind for kind, value in state.items() if _is_shard(value)]
 
 
 def _counters(sharded: Sharded, optimizer: Any) -> dict[str, float]:
-    """Return the optimizer's counters for each parameter, as "parameter/kind".
+    """Return the optimizer's counters, such as steps, with the keys "parameter/kind".
 
     They are the same on all ranks.
     """
@@ -208,7 +212,10 @@ def _names(sharded: Sharded, optimizer: Any) -> list[str]:
 
 
 def _groups(optimizer: Any) -> list[dict[str, Any]]:
-    """Return the optimizer's groups, without tensors: scalars, and the number of parameters."""
+    """Return the optimizer's parameter groups: their options, and their numbers of parameters.
+
+    Tensors among the options are converted to scalars.
+    """
     return [
         {key: value.item() if torch.is_tensor(value) else value for key, value in group.items()}
         | {"params": len(group["params"])}
@@ -217,7 +224,7 @@ def _groups(optimizer: Any) -> list[dict[str, Any]]:
 
 
 def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
-    """Return the groups with their parameters numbered, like in an optimizer's `state_dict`."""
+    """Return the groups with numbered parameters, as in an optimizer's `state_dict`."""
     numbers = count()
     return [{**each, "params": list(islice(numbers, each["params"]))} for each in groups]
 
@@ -228,10 +235,10 @@ def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def save(
     folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
 ) -> None:
-    """Write the model, and the optimizer's state if given, to a folder on rank 0.
+    """Write the model, and the optimizer's state if an optimizer is passed, to a folder on rank 0.
 
     `extra` is any JSON-serializable object. Raises RequestError on every rank if the checkpoint
-    can't be written; an earlier checkpoint in the folder stays whole then.
+    can't be written; in that case an earlier checkpoint in the folder stays whole.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -259,9 +266,9 @@ def save(
 
 
 class _Writer:
-    """Writes files that no index names yet, and finally the index.
+    """Writes a checkpoint's files first and the index that names them last.
 
-    If something fails, `fault` describes it.
+    `fault` is the message of the first error, or "".
     """
 
     def __init__(self, folder: Path, writes: bool, index: str) -> None:
@@ -272,9 +279,9 @@ class _Writer:
         self.fault = ""
 
     def run(self, action: Callable[[], None]) -> None:
-        """Run `action` on the rank that writes, unless something failed before.
+        """Run `action` on the rank that writes, unless an earlier action failed.
 
-        Errors are kept in `fault` instead of raised, as the other ranks wait for this one.
+        Errors are stored in `fault` instead of raised, because the other ranks wait for this rank.
         """
         if not self._writes or self.fault:
             return
@@ -309,7 +316,7 @@ class _Writer:
         self._size += sum(each.numel() * each.element_size() for each in tensors.values())
 
     def close(self, rest: dict[str, Any]) -> None:
-        """Replace the index, and remove the files of the checkpoint before."""
+        """Replace the index, and remove the files of the previous checkpoint."""
         own = {"schema": 1, "optimizer": self._maps["optimizer"], **rest}
         index = {
             "metadata": {"total_size": self._size, "evener": own},
@@ -344,16 +351,16 @@ def _from_first(own: Value) -> Value:
 
 
 def _agree(fault: str, remedy: str) -> None:
-    """Raise RequestError on every rank if rank 0 has found a fault."""
+    """Raise RequestError on every rank if `fault` isn't empty on rank 0."""
     if found := _from_first(fault):
         raise RequestError(found, remedy)
 
 
 def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-    """Load what `save` wrote, under any shares, and return its `extra`.
+    """Load a checkpoint that `save` wrote under any shares, and return its `extra`.
 
-    Rank 0 reads, one unit at a time. Raises RequestError on every rank if the checkpoint is missing
-    or belongs to another model.
+    Rank 0 reads the checkpoint, one unit at a time. Raises RequestError on every rank if the
+    checkpoint is missing or belongs to another model.
     """
     sharded = find_sharded(model)
     index = ADAPTER_INDEX if hasattr(model, "peft_config") else INDEX
@@ -413,7 +420,7 @@ class _Reader:
         self.fault = ""
 
     def open(self, sharded: Sharded, model: Any, optimizer: Any) -> dict[str, Any]:
-        """Read the index, and check that it belongs to this model; return evener's own entries.
+        """Read the index, check that it belongs to this model, and return evener's entries in it.
 
         Raises RequestError on every rank if the checkpoint can't be loaded.
         """
@@ -463,9 +470,10 @@ class _Reader:
         return _safetensors().safe_open(self._folder / self._maps[name], "pt").get_slice(name)
 
     def read(self, flat: Flat, kind: str, dtype: Any) -> torch.Tensor:
-        """Return this rank's shard of a flat's parameters, or of one kind of their state.
+        """Return this rank's shard of a flat's parameters or of their optimizer state.
 
-        Missing tensors are zeros.
+        `kind` is "" for the parameters, or for example "/exp_avg" for a kind of state. Tensors that
+        the checkpoint doesn't have are filled with zeros.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -479,9 +487,9 @@ class _Reader:
         return whole[flat.start : flat.stop]
 
     def choose(self, flats: Iterable[Flat]) -> list[Flat]:
-        """Return the flats whose parameters the checkpoint has.
+        """Return the flats that have at least one parameter in the checkpoint.
 
-        A checkpoint of adapters has only some of the parameters.
+        A checkpoint of adapters has only some of the model's parameters.
         """
         listed = list(flats)
         names = [[name for slot in flat.slots for name in slot.names] for flat in listed]
@@ -489,7 +497,7 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return tensors that each rank holds whole."""
+        """Return these tensors of the checkpoint, whole, on every rank."""
         found = {name: self._get(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {
@@ -506,7 +514,7 @@ class _Reader:
         return tensors
 
     def read_buffers(self, model: Any) -> None:
-        """Fill the model's buffers."""
+        """Copy the buffers in the checkpoint to the model on every rank."""
         names = [name for name in _buffers(model) if name in self._maps]
         for name in _from_first(names):
             buffer = model.get_buffer(name)
@@ -520,7 +528,7 @@ class _Reader:
     def _get(self, name: str) -> Any:
         """Return a tensor of the checkpoint, or None if it can't be read.
 
-        The error is kept in `fault` instead of raised, as other ranks wait.
+        The error is stored in `fault` instead of raised, because other ranks wait for this rank.
         """
         try:
             with _safetensors().safe_open(self._folder / self._maps[name], "pt") as opened:

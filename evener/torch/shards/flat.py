@@ -1,4 +1,4 @@
-"""A flat: parameters of one type in one tensor, whole while they are used, sharded otherwise."""
+"""A flat: one tensor with several parameters, whole while they are used and sharded otherwise."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from ..sums.collectives import own_collectives
 
 
 class ShardPlace(msgspec.Struct, frozen=True):
-    """A rank's device, and its place among the ranks that shard a model.
+    """A rank's device, and how the model is divided among the ranks.
 
-    `parts` are the fractions of the state that the ranks hold. With `alone`, the rank is
-    measured without others: it gathers copies of its own shard instead of theirs, and sums with
-    no other rank. `first` is the first rank that computes rows.
+    `parts` are the relative sizes of the state that each rank holds. With `alone`, the rank is
+    measured without other ranks: it fills gathered parameters with copies of its own shard, and
+    reduces its gradients with no other rank. `first` is the first rank that computes rows.
     """
 
     rank: int
@@ -32,14 +32,14 @@ class ShardPlace(msgspec.Struct, frozen=True):
 
     @property
     def on_nccl(self) -> bool:
-        """True if NCCL moves this device's tensors."""
+        """True if NCCL is the backend for collectives on this device."""
         return backend_name(dist.group.WORLD, self.device) == "nccl"
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return the range of a flat that each rank holds, by `parts`.
+    """Return the (start, stop) range of a flat that each rank holds, in proportion to `parts`.
 
-    Each rank holds at least one element, for which the flat may be padded.
+    The flat may be padded, so that each rank holds at least one element.
     """
     ranks = len(parts)
     return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
@@ -51,16 +51,17 @@ class Slot:
     def __init__(self, tensor: Any) -> None:
         self.tensor, self.shape = tensor, tensor.shape  # the original parameter, until it is cut
         self.names: list[str] = []
-        self.owners: list[tuple[Any, str]] = []  # modules that have it, and its name in each
+        # modules that have the parameter, and its name in each
+        self.owners: list[tuple[Any, str]] = []
         self.units: set[str] = set()
         self.start = 0  # its first element in the flat
         # a Parameter of one dimension, which the optimizer trains; it may be empty
         self.piece: Any = None
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
         self.view: Any = None  # the gradient's piece
-        self.fired = False  # a gradient came since the last sum
-        self.kept = -1  # the version of the piece's gradient while gradients wait for their sum
-        # a sum was received in this backward pass; there was a gradient before it
+        self.fired = False  # a gradient was computed since the last reduction
+        self.kept = -1  # the version of the piece's gradient while gradients wait for a reduction
+        # a reduction completed in this backward pass; the piece had a gradient before it
         self.received = self.before = False
 
     @property
@@ -69,7 +70,7 @@ class Slot:
         return int(self.shape.numel())
 
     def is_kept(self) -> bool:
-        """True unless the piece's gradient was cleared or replaced since a pass kept it."""
+        """True if the piece's gradient hasn't been cleared or changed since `keep` saved it."""
         gradient = self.piece.grad
         return gradient is not None and gradient._version == self.kept
 
@@ -83,7 +84,7 @@ class Slot:
 
 
 class Flat:
-    """The parameters of one type in a unit; the ledger `held` counts their bytes."""
+    """The parameters of one dtype in a unit, in one tensor; the ledger `held` counts its bytes."""
 
     def __init__(self, place: ShardPlace, slots: Sequence[Slot], dtype: Any, held: Any) -> None:
         first = slots[0].tensor
@@ -177,9 +178,9 @@ class Flat:
     # ------------------------------------------------------------------ gradients
 
     def _open(self) -> torch.Tensor:
-        """Return the buffer of all the flat's gradients so far.
+        """Return the buffer in which this rank's gradients of the whole flat accumulate.
 
-        Waits first for the sum of gradients from an earlier use of the unit.
+        Waits first for a reduction that an earlier use of the unit started.
         """
         self.receive()
         if self._grads is None:
@@ -190,7 +191,7 @@ class Flat:
         return self._grads
 
     def take(self, slot: Slot, weight: float) -> None:
-        """Add the gradient at a whole parameter, times `weight`, to the gradients of the flat."""
+        """Move the gradient of a whole parameter, times `weight`, to the flat's buffer."""
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
         if weight:  # else it may be infinite
@@ -201,9 +202,9 @@ class Flat:
         slot.fired = True
 
     def keep(self) -> None:
-        """Keep the gradients so far for a later sum.
+        """Save the accumulated gradients for a later reduction.
 
-        Until then each piece has a gradient, so that clearing it is noticed.
+        Set the `.grad` of each piece meanwhile, so that zero_grad() is detected.
         """
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
@@ -214,9 +215,9 @@ class Flat:
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
-        """Start to sum the gradients over the ranks, with this rank's gradients times `weight`.
+        """Start to reduce the gradients over the ranks, with this rank's times `weight`.
 
-        Each rank receives the sum for its own shard.
+        Each rank receives the sums for its own shard.
         """
         gradients = self._open()
         with torch.no_grad(), own_collectives():
@@ -239,7 +240,7 @@ class Flat:
                 self._work = [dist.reduce_scatter(parts[self._place.rank], parts, async_op=True)]
 
     def receive(self) -> None:
-        """Wait for a sum that is under way, if any, and add it to this rank's gradients."""
+        """Wait for a reduction that is under way, if any, and accumulate its result."""
         if not self._work:
             return
         for work in self._work:
@@ -251,9 +252,10 @@ class Flat:
         self._work, self._grads = [], None
 
     def release_gradients(self) -> None:
-        """Free this rank's gradients if all of them were cleared, until the next backward pass.
+        """Free the memory of this rank's gradients if all of them were cleared.
 
-        Activations are at their peak before gradients exist, as in a training on one device.
+        The next backward pass allocates it again. Thus no gradients are in memory while activations
+        reach their peak, as in training on one device.
         """
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
             return
@@ -263,7 +265,10 @@ class Flat:
             slot.view = None
 
     def _make_views(self) -> torch.Tensor:
-        """Return the gradient of this rank's shard, after giving each slot its view of it."""
+        """Return the gradient of this rank's shard.
+
+        Allocate it first if necessary, and give each slot its view of it.
+        """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard)
             self.held.add("gradients", byte_count(self._grad_shard))
@@ -292,7 +297,7 @@ class Flat:
                 )
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and accumulated ones."""
+        """Drop accumulated gradients, and the gradients of a backward pass that failed."""
         for work in self._work:
             work.wait()
         if self._grads is not None:
@@ -303,7 +308,7 @@ class Flat:
             slot.piece.grad = None
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Give each piece its gradient after a backward pass, unless no rank used its parameter."""
+        """Set the `.grad` of each piece after a backward pass, if any rank used its parameter."""
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:
                 continue

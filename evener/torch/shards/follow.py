@@ -1,11 +1,11 @@
 """A rank without rows: it holds a part of a sharded model's state, and computes nothing.
 
-All ranks of a sharded model gather the same units, and sum their gradients, in the same order. A
-rank without rows has a filler row, whose gradients have weight 0. It computes that row until two
-passes were alike. From then on it repeats the gathers and sums of such a pass, without its
-computation and its activations: the model returns what it returned for the filler row, and the
-backward pass through that takes part in the other ranks' sums. Inputs of other shapes are computed
-again, which meets the other ranks at the same places.
+All ranks of a sharded model gather the same units, and reduce their gradients, in the same order. A
+rank without rows has a filler row, whose gradients have weight 0. The rank computes that row until
+two consecutive passes have run the same collectives. From then on it only repeats the collectives
+of such a pass, without computation or activations: the model returns copies of its outputs for the
+filler row, and the backward pass through these copies takes part in the other ranks' reductions.
+Inputs of other shapes are computed, which also runs the collectives that the other ranks expect.
 """
 
 from __future__ import annotations
@@ -20,14 +20,14 @@ from ..private import take_apart
 from ..rows.structure import tensors_in
 from .unit import Unit
 
-Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradients are summed
+Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradients are reduced
 
 
 class PassRecord:
-    """What one pass gathered and summed, for inputs of these shapes.
+    """The collectives that one pass has run, for inputs of these shapes.
 
-    `forward` are the meetings within the model's forward pass and `backward` those within the
-    backward pass, in order; `unsent` are the units that are summed at its end.
+    `forward` lists the collectives of the model's forward pass and `backward` those of its backward
+    pass, in order. `unsent` are the units whose gradients are reduced after the backward pass.
     """
 
     def __init__(self, shapes: tuple[Any, ...]) -> None:
@@ -35,12 +35,12 @@ class PassRecord:
         self.forward: list[Meeting] = []
         self.backward: list[Meeting] = []
         self.unsent: list[Unit] = []
-        self.outputs: list[Any] = []  # of the model: what is in them, without their graph
-        self.put_together: Callable[[list[Any]], Any] = list  # makes such outputs again
-        self.trained: list[bool] = []  # whether each tensor of the outputs has a gradient
+        self.outputs: list[Any] = []  # the values in the model's outputs, without their graph
+        self.put_together: Callable[[list[Any]], Any] = list  # builds outputs from such values
+        self.trained: list[bool] = []  # whether each tensor in the outputs requires a gradient
 
     def is_like(self, other: PassRecord | None) -> bool:
-        """True if the other pass met the other ranks at the same places."""
+        """True if the other pass had inputs of the same shapes and ran the same collectives."""
         if other is None:
             return False
         same = (self.shapes, self.forward, self.backward, self.unsent, self.trained)
@@ -56,9 +56,9 @@ class Follower:
     def __init__(self, root: Unit, units: Sequence[Unit], device: Any) -> None:
         self._root, self._units, self._device = root, units, device
         self._running: PassRecord | None = None  # the pass that is computed now
-        self._last: PassRecord | None = None  # the last one that was computed
-        self._known: PassRecord | None = None  # what is repeated; like the pass before it
-        self._meetings: list[Meeting] | None = None  # where meetings are noted now
+        self._last: PassRecord | None = None  # the last pass that was computed
+        self._known: PassRecord | None = None  # the pass that is repeated; like the one before
+        self._meetings: list[Meeting] | None = None  # the list that records collectives now
         for unit in (root, *units):
             unit.met = self._note
         root.module.forward = self._wrap(root.module.forward)
@@ -94,11 +94,11 @@ class Follower:
         return outputs
 
     def begin_pass(self) -> None:
-        """Drop the record of a pass that had no backward pass, or failed in it."""
+        """Drop the record of the previous pass if its backward pass didn't run or failed."""
         self._running = self._meetings = None
 
     def end_backward(self) -> None:
-        """Complete the record as the backward pass ends, before the last sums."""
+        """Complete the record at the end of the backward pass, before the last reductions."""
         record, self._running, self._meetings = self._running, None, None
         if record is None:
             return
@@ -109,11 +109,11 @@ class Follower:
     # ------------------------------------------------------------------ a pass that is repeated
 
     def _repeat(self, record: PassRecord) -> Any:
-        """Take part in the gathers of a forward pass; return its outputs."""
+        """Run the gathers of a recorded forward pass, and return copies of its outputs."""
         for unit, _ in record.forward:
             _gather(unit)
         for unit in self._units:
-            unit.free()  # also what was gathered ahead
+            unit.free()  # also units that were prefetched
         seen = filter(torch.is_tensor, record.outputs)
         start = torch.zeros((), device=self._device, requires_grad=True)
         made = iter(_Repeated.apply(self, record, start, *seen))
@@ -122,7 +122,7 @@ class Follower:
         )
 
     def repeat_backward(self, record: PassRecord) -> None:
-        """Take part in the gathers and sums of a backward pass, with gradients of 0."""
+        """Run the gathers and reductions of a recorded backward pass, with gradients of 0."""
         before: Unit | None = None
         for unit, gathers in record.backward:
             if gathers:
@@ -144,7 +144,7 @@ def _gather(unit: Unit) -> None:
 
 
 class _Repeated(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """The outputs of a pass that is repeated; its backward pass repeats the pass's."""
+    """Returns copies of a recorded pass's outputs; its backward repeats the pass's collectives."""
 
     @staticmethod
     def forward(

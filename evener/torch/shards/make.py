@@ -1,7 +1,8 @@
-"""Shard a model: checks, each rank's part of the state, and what needs all gradients together.
+"""Shard a model over ranks, and make clipping, loss scaling and optimizers work with its shards.
 
-Clipping, loss scaling and optimizers need all gradients together. An optimizer trains this rank's
-pieces; the result is that of one process if the step of each element depends on that element alone.
+Clipping and loss scaling include the gradients of all ranks. An optimizer trains only this rank's
+pieces of the parameters. The result equals that of one process if the optimizer updates each
+element from that element's own gradient and state.
 """
 
 from __future__ import annotations
@@ -60,7 +61,7 @@ ELEMENTWISE = (
     optim.SGD,
 )
 _all: weakref.WeakSet[Sharded] = weakref.WeakSet()
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that were replaced by pieces
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that pieces have replaced
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 _counted: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose state the ledger counts
 
@@ -74,9 +75,9 @@ def shard(
     dtype: Any,
     casts: Any = None,
 ) -> Any:
-    """Return the model, sharded over the ranks of a training, like `Split.shard`.
+    """Shard a model over the ranks of a training run, and return it; see `Split.shard`.
 
-    `casts` is the type of an autocast around each of the model's forward passes.
+    `casts` is the dtype of an autocast that surrounds each forward pass of the model.
     """
     if level not in ("all", "state") or (level == "state" and units is not None):
         raise RequestError(
@@ -122,7 +123,7 @@ def cut_model(
     keeps: bool = False,
     casts: Any = None,
 ) -> Sharded:
-    """Shard a model over the ranks of `place`; its parameters become this rank's pieces."""
+    """Shard a model over the ranks of `place`: replace its parameters with this rank's pieces."""
     if place.device.type == "cpu":
         return_memory()
     for module in model.modules():
@@ -174,10 +175,11 @@ def check_buffers(model: Any) -> None:
 def _parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return the part of the state that each rank holds.
+    """Return the part of the state that each rank holds, as relative sizes.
 
-    It is `state` if specified, else the plan's, else in proportion to the memory left
-    beside gathered units.
+    Returns `state` if specified, else the parts in the plan. Without either, the parts are in
+    proportion to each rank's memory, less the `beside()` bytes that gathered units need. Raises
+    RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
     parts = tuple(state or ()) or (planned if all(planned) else _by_memory(training, beside()))
@@ -191,9 +193,9 @@ def _parts(
 
 
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return the bytes of each GPU that are left for state; equal parts on CPUs.
+    """Return the bytes that each rank's GPU has left for state, or 1 for a rank on a CPU.
 
-    Ranks on CPUs share their memory.
+    Ranks on CPUs share the memory of their host, so they get equal parts.
     """
     own = 1.0
     if training.device.type == "cuda":
@@ -215,7 +217,7 @@ def _refuse(*_: Any) -> None:
 
 
 def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:
-    """Clip, unscale and check this sharded model's gradients over all ranks while it exists.
+    """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
 
     `replaced` are the model's parameters from before it was sharded.
     """
@@ -259,9 +261,11 @@ _HOOKS = ProcessHooks(_register)
 def sum_norms(
     norm: Callable[..., Any], tensors: list[Any], kind: float, *options: Any, **named: Any
 ) -> Any:
-    """Return the norm of gradients; gradients of shards are included over all ranks.
+    """Return the norm of gradients, including the shards of other ranks.
 
-    `norm` is torch's function for the gradients of one process.
+    `norm` is torch's function for the gradients of one process, and `kind` is the order of the
+    norm. Raises RequestError for order 0, and RuntimeError if the norm isn't finite although
+    `error_if_nonfinite` is True.
     """
     shards = _list_shard_gradients()
     own = [each for each in tensors if id(each) in shards]
@@ -290,16 +294,17 @@ def _list_shard_gradients() -> set[int]:
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm of shards over all ranks, in the widest of their types."""
+    """Return the norm of all ranks' shards of gradients, in the widest of their dtypes."""
     parts = [each for each in own if each.numel()]
     total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
 
 
 def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Tensor:
-    """Return the norm over all ranks; `own` is this rank's norm, None for a rank without elements.
+    """Return the norm over all ranks, computed from the norm of each rank.
 
-    It is computed in float64, as powers of half precision overflow.
+    `own` is this rank's norm, or None if the rank has no elements. `kind` is the order of the norm.
+    The sum is computed in float64, because powers of half-precision values overflow.
     """
     if kind in (float("inf"), float("-inf")):
         nothing = torch.full((), max(0.0, -kind), device=device, dtype=torch.float64)
@@ -320,7 +325,7 @@ def _reduce(tensor: torch.Tensor, operation: Any) -> None:
 
 
 def move(optimizer: Any, replaced: Iterable[Any], model: Any) -> None:
-    """Replace the parameters `replaced` in an optimizer by the pieces of the sharded model.
+    """Replace the parameters `replaced` in an optimizer with the pieces of the sharded model.
 
     Raises RequestError if the optimizer already has state.
     """

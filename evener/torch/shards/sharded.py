@@ -1,7 +1,7 @@
-"""A sharded model's passes: units are gathered one ahead, then freed, and their gradients summed.
+"""The passes of a sharded model: prefetch each unit, free it after use, reduce its gradients.
 
-The sum of a gradient goes to the owners of its shards. Each backward pass through the model's
-outputs ends with a sum, also if it is one of several before the optimizer's step, as a rank holds
+Each rank receives the sums for its own shard. Each backward pass through the model's outputs ends
+with a reduction, even if several backward passes precede the optimizer's step, because a rank holds
 only its shard of a gradient. All ranks compute the same units in the same order.
 """
 
@@ -38,12 +38,12 @@ _SIMPLE = (
 
 
 class Sharded:
-    """The units of `model` on the ranks of `place`; it weights and sums gradients like an Exchange.
+    """Gathers the units of `model`, and weights and reduces their gradients like an Exchange.
 
-    `dtype` is the type of the whole parameters, if it isn't the shards' type, and `casts` the
-    type of an autocast around the model. With `keeps`, parameters and gradients stay whole
-    through all passes of a batch: the model has no units then, and sums once, in the backward
-    pass that isn't under no_sync.
+    `dtype` is the dtype of the whole parameters if it differs from the shards' dtype, and `casts`
+    is the dtype of an autocast around the model. With `keeps`, parameters and gradients stay whole
+    through all passes of a batch: the model isn't divided into units then, and its gradients are
+    reduced once, in the backward pass that isn't under no_sync.
     """
 
     def __init__(
@@ -74,7 +74,7 @@ class Sharded:
         self.root, self.units = made[0], made[1:]
         self.slots = [slot for unit in made for slot in unit.slots]
         self.pieces = [slot.piece for slot in self.slots if slot.piece.requires_grad]
-        # what is trained and whole on each rank: adapters
+        # trained parameters that each rank holds whole, such as adapters
         self.whole = WholeParameters(place, whole, self.held) if whole else None
         self.slots += whole
         self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
@@ -85,8 +85,8 @@ class Sharded:
         self._dtype = dtype
         self.keeps = keeps
         self.frees_gradients = True  # once they are cleared; False: their memory stays reserved
-        self._sums = True  # the backward pass of the last forward pass ends with a sum
-        self.waits = False  # gradients of passes wait for their sum
+        self._sums = True  # the next backward pass ends with a reduction
+        self.waits = False  # gradients of earlier passes wait for a reduction
         self._follows: dict[
             Unit, Unit
         ] = {}  # the unit that was computed next in the last forward pass
@@ -97,7 +97,7 @@ class Sharded:
         self._batch: Any = None  # batch of the last forward pass
         self._passing: Any = None  # batch of the backward pass
         self._sending: Unit | None = None
-        self._flags: Any = None  # which parameters any rank used, while that is exchanged
+        self._flags: Any = None  # which parameters any rank used, during its all-reduce
         self._computes = False  # the model's forward pass is running
         self._outside: list[Unit] = []  # used in this pass outside their modules' forward passes
         self._follower: Follower | None = None  # of a rank without rows
@@ -105,7 +105,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Only gather and sum from now on: this rank has no rows, but a part of the state."""
+        """Run only the collectives from now on: this rank has a part of the state but no rows."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _hook(self) -> None:
@@ -151,9 +151,10 @@ class Sharded:
         self.weight = weight
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Watch for backward passes through these outputs of the model, which are of `batch`.
+        """Register hooks that detect a backward pass through these outputs of the model.
 
-        `sync` is True if they end with a sum.
+        `batch` is the batch that the outputs were computed from. `sync` is True if the backward
+        pass ends with a reduction over the ranks.
         """
         self._batch, self._sums = batch, sync
 
@@ -168,7 +169,7 @@ class Sharded:
     # ------------------------------------------------------------------ a forward pass
 
     def begin_forward(self, unit: Unit) -> None:
-        """Gather a unit that computes now, and start to gather the one expected next."""
+        """Gather a unit before it computes, and prefetch the unit that followed it last time."""
         if _in_backward():  # recomputed for activation checkpointing
             unit.gather()
             return
@@ -225,9 +226,10 @@ class Sharded:
         unit.hide()  # a loop may clear gradients before the backward pass, or make its optimizer
 
     def _follow_outputs(self, unit: Unit, outputs: Any) -> bool:
-        """Register hooks that gather the unit in the backward pass; False if there won't be one.
+        """Register hooks that gather the unit in the backward pass.
 
-        Raises RequestError if the tensors in the outputs can't be seen.
+        Return False if no output requires a gradient. Raises RequestError if the outputs are
+        objects whose tensors can't be found.
         """
         seen = list(_look_into(outputs))
         watched = [each for each in seen if isinstance(each, torch.Tensor) and each.requires_grad]
@@ -244,7 +246,10 @@ class Sharded:
         return bool(watched)
 
     def cast(self, unit: Unit, inputs: Any) -> Any:
-        """Return the model's inputs in the type of its whole parameters."""
+        """Cast floating-point inputs of the model to the dtype of its whole parameters.
+
+        Inputs of other units are returned unchanged.
+        """
         if self._dtype is None or unit is not self.root:
             return inputs
         return each_tensor(
@@ -252,10 +257,10 @@ class Sharded:
         )
 
     def read_outside(self, unit: Unit) -> None:
-        """Gather a layer whose parameters are read outside its forward pass.
+        """Gather a layer whose parameters are read outside the layer's forward pass.
 
-        An example is a loss that multiplies by the head's weight itself. The layer stays gathered
-        until the backward pass ends.
+        For example, a model may multiply by its head's weight without calling the head. The layer
+        stays gathered until the backward pass ends.
         """
         if not (self._computes or _in_backward()) or (unit.gathered and not unit.hidden):
             return
@@ -266,7 +271,7 @@ class Sharded:
     # ------------------------------------------------------------------ a backward pass
 
     def arm(self, batch: Any) -> None:
-        """Start a backward pass through an output, or continue it with this batch.
+        """Start a backward pass, or continue the current one with outputs of this batch.
 
         Raises RequestError if the pass is run with create_graph=True.
         """
@@ -291,7 +296,7 @@ class Sharded:
         self._passing = batch
 
     def begin_backward(self, unit: Unit) -> None:
-        """Gather a unit whose gradients are computed now, and start to gather the next one."""
+        """Gather a unit before its gradients are computed, and prefetch the unit after it."""
         if self._task is None:
             self.arm(self._batch)
         unit.unsent = True
@@ -301,7 +306,7 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """Start to sum a unit's gradients, which are complete, and free the unit.
+        """Start to reduce the gradients of a unit, which are complete, and free the unit.
 
         A unit used outside its forward pass waits until the backward pass is over.
         """
@@ -315,18 +320,18 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Note that a gradient of a unit was taken."""
+        """Mark a unit as having gradients to reduce; start the backward pass if necessary."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
 
     def accumulated_whole(self) -> None:
-        """Note that a gradient of a parameter held whole on each rank is about to be computed."""
+        """Start the backward pass, if necessary, before a whole parameter gets its gradient."""
         if self._task is None:
             self.arm(self._batch)
 
     def _end(self) -> None:
-        """Finish the backward pass."""
+        """Finish the backward pass: reduce the remaining gradients, or save them for later."""
         if self._follower is not None:
             self._follower.end_backward()
         if self.keeps and not self._sums:
@@ -344,14 +349,17 @@ class Sharded:
             self.done()
 
     def _keep(self) -> None:
-        """Keep a pass's gradients for a later sum, and the whole parameters for the later pass."""
+        """Save a pass's gradients for a later reduction; keep parameters whole until then."""
         self.waits, self._task, self._passing = True, None, None
         self.root.hide()
         for flat in self.root.trained:
             flat.keep()
 
     def _check_kept(self, is_there: Callable[[Slot], bool]) -> None:
-        """Raise RequestError if gradients that wait for their sum were cleared."""
+        """Raise RequestError if gradients that wait for a reduction were cleared.
+
+        `is_there` returns True if the gradient of a parameter still exists.
+        """
         waits = self.keeps and self.waits
         if waits and not all(is_there(slot) for slot in self.root.slots if slot.fired):
             raise RequestError(
@@ -360,7 +368,7 @@ class Sharded:
             )
 
     def _settle(self) -> None:
-        """Give each parameter its gradient, unless no rank used the parameter."""
+        """Set the `.grad` of each parameter that any rank used."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
         whole = self.whole
@@ -378,9 +386,9 @@ class Sharded:
             whole.settle(list(used))
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return whether any rank used each parameter.
+        """Return for each parameter whether any rank used it.
 
-        Also copies the first rank's buffers to all ranks.
+        Also copies the buffers of the first rank that has rows to all ranks.
         """
         if self.place.alone:
             return fired
@@ -396,14 +404,14 @@ class Sharded:
     def _spread_buffers(self) -> None:
         """Copy the buffers of the first rank that has rows to every rank.
 
-        The buffers are listed again each time, as the model may have replaced some.
+        The buffers are listed again each time, because the model may have replaced some of them.
         """
         if not self.place.alone:
             with own_collectives():
                 spread(list(self.root.module.buffers()), source=self.place.first)
 
     def reset(self) -> None:
-        """Drop the gathered units and gradients that a pass left when it ended with an error."""
+        """Drop the gathered units and the gradients of a pass that raised an error."""
         self.waits, self._computes, self._outside = False, False, []
         self._task = self._passing = self._sending = self._flags = None
         for unit in [self.root, *self.units]:
@@ -413,7 +421,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Count the state of an optimizer of this model's parameters."""
+        """Count the bytes of an optimizer's state; the optimizer trains this model's parameters."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -464,7 +472,7 @@ class UnitHooks:
         return each_tensor(lambda tensor: marked.get(id(tensor), tensor), (arguments, keywords))
 
     def after(self, _: Any, __: Any, outputs: Any) -> None:
-        """Note that the unit's forward pass has ended."""
+        """Free the unit after its forward pass if it isn't needed next."""
         self._sharded.end_forward(self._unit, outputs)
 
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
@@ -485,9 +493,9 @@ class UnitHooks:
 
 
 class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
-    """Passes a unit's inputs through, and reports when their gradients are computed.
+    """Returns a unit's inputs unchanged, and reports when their gradients have been computed.
 
-    The unit's own gradients are complete by then.
+    At that time the gradients of the unit's parameters are complete.
     """
 
     @staticmethod

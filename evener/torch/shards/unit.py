@@ -21,8 +21,8 @@ def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, A
 
     `wanted` are the units' classes or modules. By default units are the blocks of the model's
     outermost ModuleLists and layers beside them that are at least as large as the smallest block,
-    such as embeddings; without such blocks, modules of up to an eighth of the model. Raises
-    RequestError if `wanted` matches no module.
+    such as embeddings. Without such blocks, units are modules that hold up to an eighth of the
+    model's parameters. Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
         return _choose_blocks(model)
@@ -45,9 +45,9 @@ def _find(
     takes: Callable[[Any], bool],
     enters: Callable[[Any], bool] = lambda _: True,
 ) -> Iterator[tuple[str, Any]]:
-    """Yield the outermost modules, with their names, for which `takes` is true.
+    """Yield the names and modules of the outermost modules for which `takes` returns True.
 
-    The search only descends into other modules for which `enters` is true.
+    The search descends into other modules only if `enters` returns True for them.
     """
     for each, child in module.named_children():
         if takes(child):
@@ -59,7 +59,7 @@ def _find(
 def _choose_blocks(model: Any) -> dict[str, Any]:
     """Return the repeated blocks of a model, and the layers at least as large as the smallest.
 
-    Without repeated blocks, return modules of up to an eighth of the model.
+    Without repeated blocks, return modules that hold up to an eighth of the model's parameters.
     """
 
     def is_called(module: Any) -> bool:
@@ -102,7 +102,10 @@ def _count(module: Any) -> int:
 
 
 def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot]]:
-    """Return the parameters of each unit by name; "" has those of no unit or of several units."""
+    """Return the parameters of each unit by the unit's name.
+
+    Parameters that are in no unit, or in several units, are listed under "".
+    """
     found: dict[int, Slot] = {}
     for path, module, unit in _walk(
         "", model, "", {id(each): name for name, each in units.items()}
@@ -123,7 +126,10 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield each module in each of its places, with the unit that the place is in."""
+    """Yield the path of each module, the module itself, and the name of the unit that it is in.
+
+    A module that is used in several places is yielded once for each place.
+    """
     unit = units.get(id(module), unit)
     yield path, module, unit
     for name, child in module._modules.items():
@@ -149,11 +155,11 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the type in which a parameter is gathered, or None for its own type.
+    """Return the dtype in which a parameter is gathered, or None for the parameter's own dtype.
 
-    It is `dtype` if specified. An autocast casts the parameters of linear layers to `casts` each
-    time that they compute, so they are gathered in that type: the result is the same in half the
-    bytes, and the backward pass needs no cast copies.
+    Returns `dtype` if specified. Otherwise the float32 parameters of linear layers are gathered in
+    `casts`, because an autocast casts them to that dtype whenever the layers compute. The results
+    are the same, gathering needs half the bytes, and the backward pass needs no cast copies.
     """
     tensor = slot.tensor
     if is_packed(tensor) or not tensor.is_floating_point():
@@ -165,9 +171,10 @@ def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
 
 
 class Unit:
-    """A module with its flats, one for each type of parameter, trained or frozen.
+    """A module whose parameters are stored in flats.
 
-    `name` is "" for the model itself.
+    All parameters in a flat have the same dtype, and are all trained or all frozen. `name` is ""
+    for the model itself.
     """
 
     def __init__(
@@ -193,9 +200,9 @@ class Unit:
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False
-        self.hidden = False  # gathered, while the modules have the pieces
-        self.unsent = False  # there may be gradients that weren't summed
-        # called before a gather (True) or a sum begins, in which all ranks meet
+        self.hidden = False  # gathered, but the modules refer to the pieces
+        self.unsent = False  # there may be gradients that weren't reduced yet
+        # called before a collective starts: a gather (True) or a reduction of gradients (False)
         self.met: Callable[[Unit, bool], None] = lambda *_: None
         self._work: list[Any] | None = None  # handles of a gather that is under way
 
@@ -206,7 +213,7 @@ class Unit:
             self._work = [work for flat in self.flats for work in flat.gather()]
 
     def gather(self) -> None:
-        """Make the modules compute with whole parameters."""
+        """Gather the whole parameters if needed, and make the modules use them."""
         if self.gathered and not self.hidden:
             return
         self.begin_gather()
@@ -224,7 +231,7 @@ class Unit:
                 slot.point_to(slot.piece)
 
     def free(self) -> None:
-        """Free the whole parameters; the modules have this rank's pieces then."""
+        """Free the whole parameters, and point the modules to this rank's pieces."""
         if self._work is not None:
             self.gather()
         if not self.gathered:
@@ -236,7 +243,7 @@ class Unit:
             flat.free()
 
     def drop(self) -> None:
-        """Free the whole parameters, even those of a gather that didn't end."""
+        """Free the whole parameters, even if a gather of them didn't complete."""
         self._work, self.gathered, self.hidden = None, False, False
         for slot in self.slots:
             slot.point_to(slot.piece)
@@ -245,19 +252,19 @@ class Unit:
                 flat.free()
 
     def send(self, weight: float) -> None:
-        """Start to sum the gradients."""
+        """Start to reduce the gradients over the ranks, with this rank's times `weight`."""
         self.met(self, False)
         self.unsent = False
         for flat in self.trained:
             flat.send(weight)
 
     def receive(self) -> None:
-        """Wait for the sum."""
+        """Wait for the reduction that `send` started."""
         for flat in self.trained:
             flat.receive()
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and accumulated ones."""
+        """Drop accumulated gradients, and the gradients of a backward pass that failed."""
         self.unsent = False
         for flat in self.trained:
             flat.forget()
@@ -278,11 +285,12 @@ class Unit:
 
 
 class Ledger:
-    """The bytes that a rank holds, by kind, now and at most; `peak` is the maximum of their sum.
+    """Counts the bytes that a rank holds.
 
-    Kinds are `shards`, `gathered` units with their gradients before the sum, `gradients` after
-    it, the optimizer's `state`, which is added by its first step, and parameters held `whole`
-    with their state.
+    `now` and `most` have the current bytes and their maximum for each kind; `peak` is the maximum
+    of the total. The kinds are `shards`; `gathered`, which includes gradients before their
+    reduction; `gradients` after it; the optimizer's `state`, counted after its first step; and
+    `whole`, the parameters that every rank holds whole, with their optimizer state.
     """
 
     def __init__(self) -> None:
@@ -292,13 +300,13 @@ class Ledger:
         self._whole_state = 0
 
     def add(self, kind: str, size: int) -> None:
-        """Count bytes that are allocated, or freed if `size` is negative."""
+        """Add `size` bytes that were allocated; a negative `size` means that they were freed."""
         self.now[kind] += size
         self.most[kind] = max(self.most[kind], self.now[kind])
         self.peak = max(self.peak, self.now.total())
 
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
-        """Count the state of an optimizer of the model's pieces, without its step counters.
+        """Count the bytes of an optimizer's state, without its step counters.
 
         `whole` are the ids of the parameters that each rank holds whole.
         """

@@ -1,8 +1,9 @@
 """Parameters that every rank holds whole beside shards, such as adapters.
 
-Their gradients are summed once for each batch. If a small part of a model is trained and the rest
-is frozen, holding that part whole on each device costs less than gathering it in every pass. The
-parameters stay the model's own, so that any optimizer can train them and any library can save them.
+Their gradients are all-reduced once for each batch. If a small part of a model is trained and the
+rest is frozen, holding that part whole on each device costs less than gathering it in every pass.
+The model's own Parameter objects stay in use, so any optimizer can train them and any library can
+save them.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from ..sums.collectives import own_collectives, spread
 from .flat import ShardPlace, Slot, byte_count
 from .unit import choose_dtype, find_parameters
 
-STATE_COPIES = 4  # of a trained parameter: itself, its gradient and two of the optimizer's
+STATE_COPIES = 4  # of a trained parameter: itself, its gradient, two for the optimizer
 MOST_PART = 0.25  # of the model's bytes that such parameters may take on each device
 
 
 def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
-    """Return the most bytes that a rank holds beside its part of the state and the activations.
+    """Return the maximum bytes that a rank holds beside its part of the state and activations.
 
-    They are the model's own parameters, two units, the gradients of both before their sum, and the
-    parameters that each rank holds whole, with their state.
+    That is the sum of the parameters in no unit, the two largest units, the gradients of both
+    before their reduction, the parameters that each rank holds whole with their gradients and
+    optimizer state, and the statistics of packed weights.
     """
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
@@ -49,8 +51,8 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
     """Return the trained parameters of a mostly frozen model, to be held whole on each rank.
 
-    Return none if they and their optimizer's state would take more than a quarter of
-    the model's bytes.
+    Return an empty list if these parameters, their gradients and their optimizer state would take
+    more than a quarter of the model's bytes.
     """
     slots = [slot for unit in parameters.values() for slot in unit]
     trained = [slot for slot in slots if slot.tensor.requires_grad]
@@ -60,20 +62,22 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 
 
 class WholeParameters:
-    """Trained parameters that this rank holds whole, with the sum of their gradients.
+    """Trained parameters that this rank holds whole, with a buffer for their gradients.
 
-    A backward pass leaves a gradient at each parameter. That gradient is moved from there to a
-    sum, times this rank's weight; gradients summed in earlier backward passes are added back
-    after the sum.
+    A hook moves each parameter's gradient, times this rank's weight, to the buffer as soon as the
+    gradient is computed. The buffer is all-reduced once per batch; then gradients from before the
+    batch are added to it.
     """
 
     def __init__(self, place: ShardPlace, slots: Sequence[Slot], held: Any) -> None:
         self.slots = list(slots)
         self._place, self._held = place, held
-        self._sums: dict[torch.dtype, torch.Tensor] = {}  # this rank's gradients, until the sum
-        self._views: dict[Slot, torch.Tensor] = {}  # each parameter's view of its sum
-        self._earlier: dict[Slot, torch.Tensor | None] | None = None  # gradients summed before
-        self.waits = False  # passes have left gradients for a later sum
+        # buffers with this rank's gradients, until the all-reduce
+        self._sums: dict[torch.dtype, torch.Tensor] = {}
+        self._views: dict[Slot, torch.Tensor] = {}  # each parameter's view of the buffer
+        # gradients from before the batch
+        self._earlier: dict[Slot, torch.Tensor | None] | None = None
+        self.waits = False  # gradients of earlier passes wait for the all-reduce
         self._counted = False  # the gradients are in the ledger
         for slot in self.slots:
             tensor = slot.tensor
@@ -87,7 +91,10 @@ class WholeParameters:
                 spread(self.parameters)
 
     def hook(self, begin: Callable[[], None], weight: Callable[[], float]) -> None:
-        """Register hooks that take each gradient times `weight()`, after calling `begin`."""
+        """Register hooks that move each gradient, times `weight()`, to the buffer.
+
+        `begin` is called before each gradient is accumulated.
+        """
         for slot in self.slots:
             slot.piece.register_hook(lambda _: begin())
             slot.piece.register_post_accumulate_grad_hook(
@@ -95,7 +102,7 @@ class WholeParameters:
             )
 
     def begin(self) -> None:
-        """Start a backward pass, keeping its gradients separate from earlier ones."""
+        """Start a backward pass: set earlier gradients aside, and clear `.grad`."""
         if self._earlier is None:
             self._earlier = {slot: slot.piece.grad for slot in self.slots}
         for slot in self.slots:
@@ -121,9 +128,9 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """End a backward pass whose gradients are summed together with those of a later pass.
+        """End a backward pass whose gradients are all-reduced later, with those of the next pass.
 
-        Until then each parameter has a gradient, so that clearing it is noticed.
+        Set the `.grad` of each parameter meanwhile, so that zero_grad() is detected.
         """
         self.waits = True
         for slot in self.slots:
@@ -132,7 +139,7 @@ class WholeParameters:
                 slot.kept = slot.piece.grad._version
 
     def add_up(self) -> None:
-        """Sum the gradients over the ranks."""
+        """All-reduce the gradients over the ranks."""
         if not self._views:
             self._open()  # this rank used none of them
         if not self._place.alone:
@@ -141,7 +148,7 @@ class WholeParameters:
                     dist.all_reduce(flat)
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Give each parameter its summed gradient, unless no rank used the parameter."""
+        """Set the `.grad` of each parameter that any rank used to its all-reduced gradient."""
         earlier = self._earlier or {}
         for slot, is_used in zip(self.slots, used, strict=True):
             before = earlier.get(slot)
@@ -156,7 +163,7 @@ class WholeParameters:
         self._counted = True
 
     def forget(self) -> None:
-        """Drop the gradients of a backward pass that didn't end, and those of earlier passes."""
+        """Drop the gradients of a backward pass that failed, and those of earlier passes."""
         for slot in self.slots:
             slot.fired = False
             slot.piece.grad = None
@@ -168,7 +175,7 @@ class WholeParameters:
         self._sums, self._views, self._earlier, self.waits = {}, {}, None, False
 
     def check_kept(self) -> None:
-        """Raise RequestError if gradients that wait for their sum were cleared."""
+        """Raise RequestError if gradients that wait for the all-reduce were cleared."""
         if self.waits and not all(slot.is_kept() for slot in self.slots if slot.fired):
             raise RequestError(
                 "Gradients were cleared between the passes, or the batches, of a sum.",

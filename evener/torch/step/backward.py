@@ -1,7 +1,7 @@
-"""Notifies listeners of each loss that a loop calls backward on, with the operations that made it.
+"""Notify listeners of each loss that a loop calls backward on, and of the operations behind it.
 
-If the loss is computed by another function than before, for example with a term that begins in a
-later epoch, then the kinds of those operations change.
+If the loss is computed by another function than before, for example with a term that is added in a
+later epoch, then the kinds of these operations change.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ from ..audit.settings import Code
 from ..hooks import ProcessHooks, Replacement
 from ..weak_list import WeakList
 
-_REDUCTION = "_saved_reduction"  # how an operation of PyTorch's reduces its rows, where it does
-CALLERS = 6  # most functions between the program's own and backward
-DEPTH, MOST = 8, 32  # depth, and number, of operations before the loss to list
+_REDUCTION = "_saved_reduction"  # the attribute that says how an operation reduces its rows
+CALLERS = 6  # the most calls between the program's own function and backward
+DEPTH, MOST = 8, 32  # the maximum depth and number of operations to list before the loss
 
 
 class HearsLosses(Protocol):
@@ -36,10 +36,10 @@ _LISTENERS: WeakList[Any] = WeakList()
 
 
 def listen(listener: HearsLosses) -> Callable[[], Any]:
-    """Notify a listener of each loss from now on, until it is garbage-collected.
+    """Notify a listener of each loss from now on, until the listener is garbage-collected.
 
-    Returns a function that ends this earlier. While there is no listener, `Tensor.backward` is
-    PyTorch's own.
+    Returns a function that removes the listener earlier. Without listeners, `Tensor.backward` is
+    PyTorch's original method.
     """
     _LISTENERS.add(listener)
     release = _HOOKS.hold(listener)
@@ -71,7 +71,10 @@ _HOOKS = ProcessHooks(lambda: [Replacement(torch.Tensor, "backward", _make_backw
 
 
 def find_code(caller: FrameType) -> Code | None:
-    """Return the program's own code that is calling backward; None if it isn't near."""
+    """Return the program's own code that calls backward, with its module's variables.
+
+    Return None if there is none among the CALLERS innermost frames.
+    """
     frame = caller
     for _ in range(CALLERS):
         if not is_foreign(frame.f_globals.get("__name__", "")):

@@ -1,7 +1,8 @@
 """The batches that loaders have yielded and loops may still compute, with the rows of each rank.
 
-A loop that uses `split.step` or `split.parts` names its batch, by the tensors that the loader
-yielded. For a loop that calls `backward` itself, recognition.py finds the batch.
+A loop that uses `split.step` or `split.parts` passes its batch to them, which is recognized by the
+tensors that the loader yielded. For a loop that calls `backward` itself, recognition.py finds the
+batch.
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ class TakenBatch:
 
     def __init__(self, origin: Epoch, sizes: tuple[int, ...], data: Any, number: int = 0) -> None:
         self.origin = origin
-        self.number = number  # its place in the epoch, from 0
+        self.number = number  # its index in the epoch
         self.sizes = sizes
         self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
         self.used = False  # a wrapped model has computed it
@@ -48,19 +49,20 @@ class TakenBatch:
     def mixes_with(self, other: TakenBatch) -> bool:
         """True if both batches can be in one backward pass.
 
-        They must weight the ranks alike, now and at the end of their epochs.
+        This requires that they give each rank the same weight, and that the last batches of their
+        epochs do so, too.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
         )
 
 
-# Returns the batches that the data most likely belong to; empty if that can't be told.
+# Returns the batches that the data most likely belong to, or an empty list if that is unclear.
 Match = Callable[[Any, Sequence[TakenBatch]], list[TakenBatch]]
 
 
 def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches of which a loop has handed over the most tensors, by object identity."""
+    """Return the batches that have the most tensors in `data`, compared by identity."""
     given = set(map(id, tensors_in(data)))
     counts = [sum(id(tensor) in given for tensor in batch.alive()) for batch in batches]
     most = max(counts, default=0)
@@ -84,7 +86,7 @@ class BatchTracker:
         self._only: TakenBatch | None = None  # the current batch, if no other is possible
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Note the next batch of a loader, which becomes the current one."""
+        """Make a loader's next batch the current one."""
         BatchTracker.newest = weakref.ref(self)
         if not (self._epochs and self._epochs[-1] is origin):
             others = [each for each in self._epochs if each not in (origin, self._manual)]
@@ -104,10 +106,10 @@ class BatchTracker:
         self.take(self._manual, tuple(sizes), ())
 
     def end(self, origin: Epoch) -> None:
-        """Note that an epoch is over or its loop was left.
+        """Record that an epoch has ended or its loop was left.
 
-        A batch of it may still be in use: the only one that was taken, or one of several kept
-        in a list.
+        A batch of the epoch may still be computed later, if it was the only one taken, or if the
+        loop keeps batches in a list.
         """
         self._only = None
         origin.open = False
@@ -123,7 +125,7 @@ class BatchTracker:
         return any(each.training and each.may_be_computed() for each in self._epochs)
 
     def find(self, data: Any, training: bool, match: Match) -> TakenBatch | None:
-        """Return the batch that `data` belongs to; None if no loader has yielded a batch.
+        """Return the batch that `data` belongs to, or None if no loader has yielded a batch.
 
         `training` is True if the model is in training mode. Raises RequestError if several batches
         are possible and they weight the ranks differently.
@@ -143,10 +145,11 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """Return the epochs of which a batch may be computed now.
+        """Return the epochs that may have the batch which is computed now.
 
-        They are the open training epochs; a validation's epoch if the model validates; else the
-        epoch that ended last.
+        They are the open training epochs, or the epoch of a validation if the model is in
+        evaluation mode. Without open epochs, they are training epochs that have ended, or the
+        newest epoch.
         """
         epochs = [each for each in self._epochs if each.may_be_computed()]
         if not epochs:
@@ -158,7 +161,7 @@ class BatchTracker:
         return _list_trained(epochs) or [newest]
 
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
-        """Return the batch that matches the data; None if the choice makes no difference.
+        """Return the batch that matches the data, or None if the choice makes no difference.
 
         Raises RequestError if it isn't clear which batch is computed, and that makes a difference.
         """
@@ -186,13 +189,13 @@ def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
         return trained
     if any(each.batches[-1].number for each in running):
         return running
-    # All are at their first batch, which a loop may take before it computes the last one of the
-    # epoch before.
+    # All are at their first batch, which a loop may fetch before it computes the last batch of the
+    # previous epoch.
     return [each for each in trained if each.open or each.leaves_one()]
 
 
 def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
-    """True if any of these batches, of `epochs` epochs, may be taken for the computed one."""
+    """True if each of these batches, from `epochs` epochs, leads to the same weights."""
     newest = possible[-1]
     one_each = len(possible) == epochs or newest.origin.tail is None
     return one_each and all(batch.mixes_with(newest) for batch in possible)

@@ -1,7 +1,7 @@
-"""Checks before an optimizer's step: gradients are those of the whole batch, and memory has room.
+"""Check before an optimizer's step that gradients are of the whole batch, and that memory suffices.
 
-LBFGS also depends on the loss that its closure returns. Each rank gets the loss of the whole batch,
-and so takes the same steps.
+LBFGS also depends on the loss that its closure returns. So each rank gets the mean loss over the
+whole batch, and all ranks take the same steps.
 """
 
 from __future__ import annotations
@@ -31,14 +31,14 @@ from .recovery import (
     is_out_of_memory,
 )
 
-_PARAMETERS = itemgetter("params")  # of a group
+_PARAMETERS = itemgetter("params")  # of an optimizer's parameter group
 
 
 class OptimizerCheck:
     """Checks each optimizer before its first step, and again if its parameters change."""
 
     def __init__(self) -> None:
-        # step schedules once per batch, where accelerate steps them once per process
+        # step schedules once per batch; accelerate by default steps them once per process
         self.steps_schedules = True
         self._watched: set[type] = set()
         self._known: weakref.WeakKeyDictionary[Optimizer, int] = (
@@ -89,7 +89,7 @@ class OptimizerCheck:
     def _watch_schedules(self) -> None:
         """Make accelerate step a learning-rate schedule once per batch.
 
-        By default it steps once per process, as if each process had a whole batch.
+        By default accelerate steps it once per process, as if each process had a whole batch.
         """
         kind = getattr(sys.modules.get("accelerate.scheduler"), "AcceleratedScheduler", None)
         if kind is None or kind in self._watched or not self.steps_schedules:
@@ -112,7 +112,7 @@ OPTIMIZER_CHECK = OptimizerCheck()
 def _find_trainer() -> Any:
     """Return the BatchWeights of the batch that is being trained.
 
-    None if no weights are needed, or if a trainer's adapter weights the losses.
+    Return None if no weights are needed, or if a trainer's adapter weights the losses.
     """
     found = BatchTracker.newest()
     if (
@@ -136,9 +136,9 @@ _STATE_TENSORS = {
 
 
 def check_memory(optimizer: Any, trained: list[Any]) -> None:
-    """Raise DeviceError if memory has no room for the optimizer's state.
+    """Raise DeviceError if the optimizer's state doesn't fit into memory.
 
-    Its first step would otherwise fail with some weights updated already.
+    Otherwise the first step would fail after updating some of the weights.
     """
     if optimizer.state:
         return
@@ -158,8 +158,8 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 def spare_memory(optimizer: Any, tensors: int = 0) -> None:
     """Make a step update its parameters one by one if memory is too short for all at once.
 
-    `tensors` is the number of tensors of each parameter's size that the step makes too. A step that
-    ran out of memory would leave some parameters updated and others not.
+    `tensors` is the number of state tensors of each parameter's size that the step also allocates.
+    A step that ran out of memory would leave some parameters updated and others not.
     """
     for group in optimizer.param_groups:
         trained = [each for each in group["params"] if each.grad is not None]
@@ -221,7 +221,7 @@ def check_summed(optimizer: Any) -> None:
 
 
 def _check_seen(exchanges: list[Exchange]) -> None:
-    """Raise RequestError if a model was computed and its backward pass wasn't seen."""
+    """Raise RequestError if a model ran a forward pass whose backward pass wasn't detected."""
     if any(each.waits for each in exchanges):
         raise RequestError(
             "The optimizer is about to apply gradients of a wrapped model that weren't summed "

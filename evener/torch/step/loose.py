@@ -1,10 +1,10 @@
 """Loose tensors, which an optimizer trains and no module has, such as `log_alpha = torch.zeros(1,
 requires_grad=True)` of SAC, or the log variances of several tasks.
 
-A wrapped model's forward pass doesn't show them, so they are found through the optimizers that hold
-them. As for a wrapped model, their gradients are weighted as they arrive, sum_i (n_i / N) *
-gradient_i, and summed over the ranks at the end of each backward pass, or of the last one if a
-batch has several passes.
+They aren't in any wrapped model, so they are found through the optimizers that hold them. As for a
+wrapped model, their gradients are weighted when they are computed, and summed over the ranks, sum_i
+(n_i / N) * gradient_i, at the end of each backward pass, or of the last one if a batch has several
+passes.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ Weigh = Callable[[], float | None]
 
 
 class LooseTensors:
-    """The loose tensors of this process, in groups with the same optimizer, type and device."""
+    """The loose tensors of this process, in groups with the same optimizer, dtype and device."""
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
-        # returns the function that gives the weight of gradients in the current training, if any
+        # returns the function that computes gradients' weight in the current training run, if any
         self.weigh: Callable[[], Weigh | None] = lambda: None
-        self.device = torch.device("cpu")  # the training's, for exchanges between ranks
-        self.syncs = True  # backward passes end in a sum
+        self.device = torch.device("cpu")  # the training run's device, for collectives
+        self.syncs = True  # backward passes end with an all-reduce
 
     def look(self) -> None:
         """Find the loose tensors that optimizers hold now, and add them in new groups."""
@@ -52,10 +52,10 @@ class LooseTensors:
                 self._groups.append(TensorGroup(same, self))
 
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-        """Return the `parameters` that belong to modules; every rank has to call it.
+        """Return the parameters that belong to modules; every rank has to call this method.
 
-        Raises RequestError if an optimizer is about to apply gradients of loose tensors that come
-        from this rank's rows alone.
+        Raises RequestError if some `parameters` are loose tensors whose gradients come from this
+        rank's rows alone, because an optimizer is about to apply them.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
         loose = [each for each in parameters if id(each) not in owned]
@@ -72,7 +72,7 @@ class LooseTensors:
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter a context whose backward passes leave their gradients for a later sum."""
+        """Enter a context in which gradients are accumulated, to be summed over the ranks later."""
         before, self.syncs = self.syncs, False
         try:
             yield
@@ -83,14 +83,14 @@ class LooseTensors:
         return any(group.has_summed(tensor) for group in self._groups)
 
     def weight(self) -> float | None:
-        """Return this rank's fraction of the batch in the backward pass; None outside training."""
+        """Return the weight of this rank's gradients, or None outside of training."""
         weigh = self.weigh()
         return None if weigh is None else weigh()
 
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
         """True if all ranks have the same gradients.
 
-        That is so if a loop copies them from a wrapped model's.
+        That is the case if a loop copies them from a wrapped model, whose gradients were summed.
         """
         flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
         least = -flat
@@ -101,18 +101,19 @@ class LooseTensors:
 
 
 class TensorGroup:
-    """Loose tensors of one optimizer, whose gradients are summed in one exchange."""
+    """Loose tensors of one optimizer, whose gradients are summed in one all-reduce."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], loose: LooseTensors) -> None:
         self._tensors = [weakref.ref(each) for each in tensors]
         self._sizes = [each.numel() for each in tensors]
         self._loose = loose
         self._task = -1  # the current backward pass
-        self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # old and new gradients by place
+        self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # old and new gradients, by index
         self._came: dict[
             int, torch.Tensor
-        ] = {}  # weighted gradients of this backward pass, by place
-        self._waiting: dict[int, torch.Tensor] = {}  # gradients that wait for a later sum, by place
+        ] = {}  # weighted gradients of this backward pass, by index
+        # gradients that wait for an all-reduce, by index
+        self._waiting: dict[int, torch.Tensor] = {}
         self._summed: set[int] = set()
         self._begins = True  # ranks haven't compared the tensors' initial values
         own = weakref.proxy(self)
@@ -126,11 +127,14 @@ class TensorGroup:
         return [each for each in every if each is not None]
 
     def has_summed(self, tensor: torch.Tensor) -> bool:
-        """True if a gradient of this tensor was ever summed over the ranks."""
+        """True if a gradient of this tensor has been summed over the ranks."""
         return any(self._tensors[place]() is tensor for place in self._summed)
 
     def note(self, place: int, gradient: torch.Tensor) -> None:
-        """Note a gradient before it is accumulated; autograd.grad doesn't accumulate it."""
+        """Save a gradient, and the tensor's earlier one, before the gradient is accumulated.
+
+        With torch.autograd.grad, `take` isn't called afterwards.
+        """
         task = backward_number()
         if task != self._task:  # drop what a failed pass left
             self._task, self._before, self._came = task, {}, {}
@@ -141,7 +145,7 @@ class TensorGroup:
             self._before[place] = before, gradient.detach()
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
-        """Remove a gradient that was just accumulated, and keep it, weighted, for the sum."""
+        """Undo the accumulation of a gradient, and save it, weighted, for the all-reduce."""
         weight = self._loose.weight()
         if weight is None or place not in self._before:
             return
@@ -156,9 +160,9 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the sum after those of the wrapped models in this backward pass.
+        """Schedule the all-reduce after those of the wrapped models in this backward pass.
 
-        The order is then the same on every rank.
+        Thus the order of collectives is the same on every rank.
         """
         own = weakref.ref(self)
 
@@ -182,9 +186,9 @@ class TensorGroup:
             self._sum()
 
     def _sum(self) -> None:
-        """Sum the waiting gradients over the ranks.
+        """Sum the waiting gradients over the ranks, and add the sums to each tensor's `.grad`.
 
-        A tensor without a gradient on any rank gets none.
+        If no rank has a gradient for a tensor, its `.grad` stays unchanged.
         """
         if self._begins:
             self._begins = False

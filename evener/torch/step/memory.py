@@ -14,8 +14,8 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 class MemoryGauge:
     """Measures the memory that passes take, and predicts how many rows of a pass will fit.
 
-    `at_risk` is True if a pass that runs out of memory would stop the training, or if the lengths
-    of rows vary. Then more memory is left free.
+    `at_risk` is True if a pass that runs out of memory would stop the training run, or if the
+    lengths of rows vary. In that case more memory is left free.
     """
 
     def __init__(self, device: torch.device, world: int) -> None:
@@ -27,9 +27,9 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """Return the rows of a pass that memory is predicted to hold; 0 if it can't be predicted.
+        """Return the most rows of a pass that are predicted to fit, or 0 without a prediction.
 
-        `rows` are the most rows of a pass so far.
+        `rows` is the largest number of rows of a pass so far.
         """
         if self._device.type == "cuda":
             capacity_bytes = self._measure_gpu(rows)
@@ -39,7 +39,7 @@ class MemoryGauge:
         return self._peaks.most_rows(capacity_bytes, left)
 
     def _measure_gpu(self, rows: int) -> float:
-        """Note the allocator's peak, and return the bytes that it could use.
+        """Record the allocator's peak, and return the bytes that the allocator could use.
 
         Memory of other processes on the device is subtracted, and the limit of
         set_per_process_memory_fraction applies. Memory that the allocator reserves beyond the
@@ -56,9 +56,9 @@ class MemoryGauge:
         return float(min(free + reserved, fraction * total))
 
     def _measure_process(self, rows: int) -> float:
-        """Note the process's peak, and return the bytes that it could use.
+        """Record the process's peak memory, and return the bytes that the process could use.
 
-        They are the peak and this process's equal part of the host's free memory.
+        They are the sum of that peak and an equal part of the host's free memory for each process.
         """
         peak_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
         self._peaks.note(rows, peak_kib * 1024)
@@ -67,7 +67,7 @@ class MemoryGauge:
     def make_room(self) -> None:
         """Return the allocator's cached memory to the device before a share grows.
 
-        Cached blocks of the old size are too small for the new one.
+        Cached blocks that fit the old size are too small for the new size.
         """
         if self._device.type == "cuda":
             torch.cuda.empty_cache()

@@ -1,4 +1,4 @@
-"""The rows of one pass of a rank's batch, given to a loop or a trainer to compute."""
+"""The rows of one pass over a rank's batch, which a loop or a trainer computes."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ AddUp = Callable[[torch.Tensor], torch.Tensor]
 class Part:
     """The rows of one pass, in the structure of the batch.
 
-    `rows` is the number of rows that count; it is 0 if the only row is a filler. `weight` is the
-    weight of the part's loss in this rank's mean. Used as a context, a part catches running out of
-    memory in its block, so that its rows come again in smaller parts.
+    `rows` is the number of rows that count, or 0 if the only row is a filler. `weight` is the
+    weight of the part's loss in this rank's mean loss. A part is a context manager that catches
+    out-of-memory errors in its block, so that its rows can be computed again in smaller parts.
     """
 
     def __init__(self, batch: Any, rows: int, weight: Any, scale: Callable[[Any], Any]) -> None:
         self.batch = batch
         self.rows = rows
         self.weight = weight
-        self.turn = Pass(0, 0, rows, rows, True, True)  # its place among the batch's passes
+        self.turn = Pass(0, 0, rows, rows, True, True)  # its position among the batch's passes
         self.computed = False  # backward was called
         self.count: OfPart | None = None  # counts what the loss is a mean over, if not rows
         self.counted: torch.Tensor | None = None  # what `count` returned for these rows
@@ -40,7 +40,7 @@ class Part:
 
     @property
     def is_piece(self) -> bool:
-        """True if these are only some rows of the plan's pass, which ran out of memory."""
+        """True if this part has only some rows of a planned pass, which ran out of memory."""
         return self.rows < self.turn.planned
 
     def __enter__(self) -> Part:
@@ -53,12 +53,12 @@ class Part:
         return bool(self.error)
 
     def backward(self, loss: Any) -> Any:
-        """Run the backward pass of the mean loss over these rows, weighted among the passes.
+        """Multiply the mean loss over these rows by the part's weight, and run its backward pass.
 
-        The mean is over rows, or over what `count` counted. Returns the weighted loss, detached;
-        the sum of these over the parts is this rank's mean loss, to give to `split.mean`. With a
-        GradScaler, give the result of `scaler.scale(loss)`. Several losses of one pass may be
-        given in turn.
+        The mean is over rows, or over the items that `count` counts. Returns the weighted loss,
+        detached. The sum of these results over all parts is this rank's mean loss, which can be
+        passed to `split.mean`. With a GradScaler, pass the result of `scaler.scale(loss)`. The
+        method may be called several times in a pass, each time with another loss.
         """
         self.computed = True
         if self.passes is not None:
@@ -98,7 +98,7 @@ class Part:
         return piece
 
 
-OfPart = Callable[[Part], Any]  # returns the part's mean loss, or its count
+OfPart = Callable[[Part], Any]  # returns the mean loss over a part, or the count in it
 
 
 def make_parts(
@@ -106,8 +106,8 @@ def make_parts(
 ) -> list[Part]:
     """Divide a rank's batch, of which `rows` rows count, into parts of up to `micro` rows.
 
-    A DealtBatch has its passes already. With `passes`, there are exactly that many parts; if there
-    are too few rows, some of them have a filler row that doesn't count. Raises RequestError if the
+    A DealtBatch is divided already. If `passes` isn't 0, exactly that many parts are made; if there
+    are too few rows, some parts have a filler row that doesn't count. Raises RequestError if the
     batch can't be divided.
     """
     if isinstance(batch, DealtBatch):
@@ -130,9 +130,9 @@ def _cut_passes(batch: Any, rows: int, sizes: Sequence[int]) -> list[Any]:
 def weigh_by_count(
     parts: Sequence[Part], count: OfPart, sizes: Sequence[int], rank: int, add_up: AddUp
 ) -> None:
-    """Weight each part by what `count` counts in it, relative to the whole batch's count.
+    """Weight each part by the result of `count` for it, relative to the whole batch's count.
 
-    Every rank has to call it. `add_up` sums over the ranks.
+    Every rank has to call this function. `add_up` sums a tensor over the ranks.
     """
     own = torch.stack([_count(count, part) * min(1, part.rows) for part in parts])
     total = add_up(own.sum())

@@ -1,9 +1,8 @@
 """Recognizes which batch a forward pass computes, in a loop that calls `backward` itself.
 
-Such a loop doesn't say which batch it computes. It may fetch its next batch early, or use two
-loaders, and its model's inputs may be views of the loader's tensors. So a batch is recognized by
-the addresses of its tensors. A loop that uses `split.step` or `split.parts` names its batch, and
-needs no recognition (batches.py).
+Such a loop may prefetch its next batch or use two loaders, and its model's inputs may be views of
+the loader's tensors. So a batch is recognized by the addresses of its tensors. A loop that uses
+`split.step` or `split.parts` passes its batch to them, and needs no recognition (batches.py).
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from .batches import TakenBatch
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
     """Return the batches that share memory with most of a forward pass's inputs.
 
-    Empty if no input shares memory with a batch.
+    Return an empty list if no input shares memory with a batch.
     """
     tensors = tensors_in(inputs)
     counts = [_count_among(tensors, batch) for batch in batches]
@@ -44,7 +43,7 @@ def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int
 
 
 def _place(tensor: torch.Tensor) -> Any:
-    """Return the address of a tensor's first element; its id if it has no storage (sparse)."""
+    """Return the address of a tensor's first element, or the id of a tensor without storage."""
     try:
         return tensor.data_ptr()
     except (RuntimeError, NotImplementedError):

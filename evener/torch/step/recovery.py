@@ -1,9 +1,9 @@
 """Recovery of a pass that runs out of memory, so that its rows can be computed in smaller passes.
 
-What the pass holds is dropped, and what it changed is restored. `Passes` in step.py decides
-when. The other ranks wait in the sum. Nothing is lost or counted twice: gradients, buffers and
-random numbers are as they were before the pass. Only gradients that have been sent already stay,
-as they are final.
+`Passes` in step.py calls it. The memory that the pass holds is freed, and gradients, buffers and
+random numbers are restored to their state before the pass, so that no row is lost or counted twice.
+Only gradients that have been sent already stay, because they are final. The other ranks wait in the
+all-reduce meanwhile.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error says that memory ran out, in PyTorch's allocator or a library below it."""
+    """True if an error means that PyTorch's allocator or a library below it ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
 
 
 def drop_frames(error: BaseException) -> str:
-    """Release what the stack frames of an error hold, and return the error as text."""
+    """Clear the local variables in an error's stack frames, and return the error as text."""
     text = str(error).partition("\n")[0]
     seen: BaseException | None = error
     while seen is not None:
@@ -56,18 +56,18 @@ def free_memory(device: torch.device) -> None:
 
 
 def free_before_update(device: torch.device) -> None:
-    """Ask for the allocator's unused memory to be returned before the next step of an optimizer.
+    """Request that the allocator's unused memory is returned before the next optimizer step.
 
-    In its first step an optimizer makes its state. Without this, that would lie in blocks which
-    activations have left, and what remains of each block would stay in fragments: a plan whose
-    memory was nearly full would run out of memory in its second step.
+    In its first step an optimizer allocates its state. Otherwise the state would be allocated in
+    blocks that activations have used, and fragment them: a plan that nearly fills the memory would
+    run out of memory in its second step.
     """
     if device.type == "cuda":
         FREED_NEXT.add(device)
 
 
 def held_by_others(device: torch.device) -> int:
-    """Return the bytes of the device that other processes hold; 0 if unknown."""
+    """Return the bytes that other processes hold on a GPU; return 0 for other devices."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -92,8 +92,8 @@ class RunningPass:
 
     part: Part
     state: PassState  # before the pass
-    met: int  # collectives that others than evener began before the pass
-    opened: bool = False  # its backward pass was begun by `Part.backward`
+    met: int  # number of collectives before the pass that evener didn't start
+    opened: bool = False  # its backward pass was started by `Part.backward`
     ended: bool = False  # one of its backward passes is over, and can't be undone
 
     def has_met(self) -> bool:
@@ -112,11 +112,12 @@ class Recovery:
         self._held_by_others = partial(held_by_others, device)
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # ids of buffers that passes don't change
-        # raises RequestError if parts of so many rows give another gradient than the whole part
+        # raises RequestError if parts of this many rows give another gradient than the whole part
         self.check: Callable[[Part, int], None] | None = None
         self.checked = False
         self.meets = False  # the loop communicates with other ranks in a pass
-        self.final = (  # why a pass can't be undone without an exchange, and the remedy
+        # why a pass can't be undone if evener doesn't sum its gradients, and the remedy
+        self.final = (
             "others than evener sum its gradients, as FSDP does",
             "Make a plan with smaller passes: evener balance --micro.",
         )
@@ -128,7 +129,7 @@ class Recovery:
     def advise(self, error: BaseException) -> str:
         """Return advice to print below an error that ends this process.
 
-        It is empty unless memory ran out.
+        Return "" unless the error means that memory ran out.
         """
         return self.advice if is_out_of_memory(error) else ""
 
@@ -137,7 +138,7 @@ class Recovery:
         self.limit.begin_batch(self._held_by_others)
 
     def open(self, part: Part, exchanges: Sequence[Exchange]) -> RunningPass:
-        """Record the state that a pass may change, before the pass begins."""
+        """Save the state that a pass may change, before the pass starts."""
         return RunningPass(part, PassState(exchanges, self._constant), count_foreign())
 
     def catch(
@@ -161,8 +162,8 @@ class Recovery:
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
         """Undo a pass, and make later passes smaller, but of at least `least` rows.
 
-        Raises DeviceError if passes can't be smaller, or if smaller ones would
-        learn something else.
+        Raises DeviceError if passes can't be smaller, or if smaller passes would have another
+        gradient.
         """
         began = time.monotonic()
         part, rows = running.part, running.part.rows
@@ -182,10 +183,11 @@ class Recovery:
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def settle(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Note that all rows of one of the plan's passes are computed.
+        """Forget how to undo a pass once all its rows are computed.
 
-        Gradients that were sent early then need no more care, because the pass isn't tried again.
-        In the first batch, also note which buffers passes don't change: they aren't copied later.
+        Gradients that were sent early are not kept any longer, because the pass isn't retried. In
+        the first batch, also record which buffers passes don't change, so that these aren't copied
+        in later passes.
         """
         for exchange in exchanges:
             exchange.held.settle()
@@ -193,10 +195,10 @@ class Recovery:
             self._constant |= running.state.unchanged()
 
     def look_for_meetings(self, running: RunningPass) -> None:
-        """Note if the loop has met other ranks in this pass.
+        """Check whether the loop has communicated with other ranks in this pass.
 
-        Raises DeviceError if the pass is only a piece of the plan's pass, as the ranks would then
-        meet different numbers of times.
+        Raises DeviceError if it has, and the pass is only a piece of a planned pass, because the
+        ranks would then run different numbers of collectives.
         """
         if not running.has_met():
             return
@@ -220,7 +222,7 @@ class Recovery:
         )
 
     def _check_smaller(self, running: RunningPass) -> None:
-        """Raise DeviceError unless smaller passes learn the same; checked once."""
+        """Raise DeviceError unless smaller passes have the same gradient; checked only once."""
         part = running.part
         if self.check is None or self.checked or part.rows < 2:
             return
@@ -256,7 +258,7 @@ class Recovery:
 
 
 class PassState:
-    """The random numbers and buffers before a pass, to restore after a failure."""
+    """The state of random numbers and buffers before a pass, to restore after a failure."""
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
         self._numbers = RandomState()
@@ -272,8 +274,8 @@ class PassState:
     def unchanged(self) -> set[int]:
         """Return the ids of the buffers that the pass didn't change.
 
-        BatchNorm's statistics are left out, as BatchNorm changes them without
-        raising their version.
+        BatchNorm's statistics are left out, because BatchNorm changes them without increasing
+        their version.
         """
         same = {
             id(each)
@@ -283,14 +285,17 @@ class PassState:
         return same - self._statistics
 
     def is_changed(self) -> bool:
-        """True if the forward pass shows that rows depend on random draws, or on one another."""
+        """True if the forward pass drew random numbers, changed a buffer or normalized over rows.
+
+        Then the result of a row may depend on the other rows of its pass.
+        """
         changed = any(each._version != version for each, version, _ in self._buffers)
         return self._mixes_rows or changed or self._numbers.has_changed()
 
     def restore(self) -> None:
         """Restore random numbers and buffers to their state before the pass.
 
-        Raises DeviceError if a buffer changed of which no copy was kept.
+        Raises DeviceError if a buffer has changed that wasn't copied.
         """
         self._numbers.restore()
         if any(

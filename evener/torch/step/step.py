@@ -1,12 +1,12 @@
 """One optimizer step of a rank, from the loader's batch to the sum of gradients over the ranks.
 Read this file first.
 
-A step trains one global batch of N rows, of which rank i computes n_i. What is learned is the
-gradient of the mean over all N rows:
+A step trains one global batch of N rows, of which rank i computes n_i. Its gradient is that of the
+mean loss over all N rows:
 
     sum over the ranks of  (n_i / N) * (the gradient of the mean over rank i's rows)
 
-On the way there, this happens to a rank's rows, in this order:
+A rank's rows pass through these stages, in this order:
 
     loader       yields them, and says how many rows each rank has         `LoaderSteps.begin`
       |
@@ -24,10 +24,11 @@ On the way there, this happens to a rank's rows, in this order:
       |
     loader       is asked for the next batch: shares may change            `LoaderSteps.done`
 
-A loop that uses `split.step(batch, loss)` or `split.parts(batch)` takes this way, and names the
-batch that it computes. transformers' Trainer and Lightning make parts of their own, weight the
-losses themselves, and hand the parts to `Passes.take`. A loop that calls `loss.backward()` itself
-has a single pass, which can't be computed again; recognition.py finds out which batch it computes.
+A loop that uses `split.step(batch, loss)` or `split.parts(batch)` runs all these stages, and passes
+the batch that it computes. The adapters for transformers' Trainer and Lightning make the parts and
+weight the losses themselves, and give the parts to `Passes.take`. A loop that calls
+`loss.backward()` itself has a single pass, which can't be computed again; recognition.py finds out
+which batch it computes.
 """
 
 from __future__ import annotations
@@ -56,18 +57,19 @@ from .recovery import Recovery, RunningPass
 
 @dataclass
 class LoaderSteps(StepListener):
-    """Begins a step with each batch of a loader, and ends it when the loop asks for the next batch.
+    """Begins a step with each batch of a loader, and ends it when the loop requests the next batch.
 
-    Steps of a validation aren't timed or reported.
+    Steps aren't timed or reported if `trains` is False, which means that the loader is for
+    validation.
     """
 
     training: Any
     trains: bool
 
     def compare(self, digest: int) -> None:
-        """Raise RequestError if ranks have different orders or lengths, and so different digests.
+        """Raise RequestError if `digest`, of the order and lengths of rows, differs between ranks.
 
-        They would compute rows twice, or wait for each other forever.
+        Otherwise rows would be computed twice, or ranks would wait for each other forever.
         """
         if dist.is_initialized() and not is_equal_everywhere(digest, self.training.device):
             raise RequestError(
@@ -80,7 +82,7 @@ class LoaderSteps(StepListener):
             )
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Begin a step as the loop gets a batch; `sizes` are the rows of each rank in it."""
+        """Begin a step when the loop gets a batch; `sizes` has the number of rows of each rank."""
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:
@@ -94,13 +96,13 @@ class LoaderSteps(StepListener):
             training.timer.disturb()
 
     def done(self, sizes: tuple[int, ...], tokens: tuple[int, int]) -> None:
-        """Report the current step as the loop asks for the next batch; then shares may change."""
+        """Report the step when the loop requests the next batch; then shares may change."""
         if self.trains:
             self.training.report(sizes[self.training.rank], tokens)
             self.training.end()
 
     def end(self, origin: Epoch) -> None:
-        """Stop timing and auditing when an epoch is over, or its loop was left early."""
+        """Stop timing and auditing when an epoch has ended or its loop was left early."""
         if self.trains:
             self.training.audits.close()
             self.training.timer.pause()
@@ -108,9 +110,9 @@ class LoaderSteps(StepListener):
 
 
 def train_batch(training: Any, batch: Any, compute: OfPart, count: OfPart | None) -> Any:
-    """Compute forward and backward of a batch in the plan's passes.
+    """Run the forward and backward passes of a batch, in as many passes as the plan has.
 
-    Returns this rank's mean loss. It is the implementation of `PlannedTraining.step`.
+    Returns this rank's mean loss. This is the implementation of `PlannedTraining.step`.
     """
     recovery: Recovery = training.passes.recovery
     recovery.check = partial(training.audits.audit_part, compute)
@@ -128,7 +130,7 @@ def take_parts(
 ) -> Generator[Part]:
     """Yield the passes of a batch for a loop to compute.
 
-    It is the implementation of `PlannedTraining.parts`.
+    This is the implementation of `PlannedTraining.parts`.
     """
     weights = training.weights
     taken = weights.open_parts(batch)
@@ -143,7 +145,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Divide the rank's rows into the plan's passes, each with its weight in the rank's mean."""
+    """Divide the rank's rows into passes by the plan, each weighted for the rank's mean loss."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.dealt else training.ranks.micros[training.rank]
@@ -157,7 +159,7 @@ def _same(value: Any) -> Any:
 
 @contextmanager
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
-    """Enter a context in which backward passes don't exchange gradients of models or tensors."""
+    """Enter a context in which backward passes don't all-reduce gradients over the ranks."""
     with ExitStack() as stack:
         stack.enter_context(LOOSE.no_sync())
         for model in models:
@@ -167,17 +169,17 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 
 
 class Passes:
-    """Computes the passes of a rank's batches one after the other, for every trainer.
+    """Computes the passes of a rank's batches one after the other, for loops and all trainers.
 
-    A pass that runs out of memory is computed again in smaller passes; then `said` is called with
-    the Retreat that describes this.
+    A pass that runs out of memory is computed again in smaller passes; `said` is then called with
+    a Retreat that describes this event.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
         self._device = device
         self.recovery = Recovery(rank, device, said)
-        self._exchanges: list[Exchange] = []  # that sum the current batch's gradients
-        self._given: set[Exchange] = set()  # with gradients from earlier passes of the batch
+        self._exchanges: list[Exchange] = []  # they sum the current batch's gradients
+        self._given: set[Exchange] = set()  # they have gradients of the batch's earlier passes
         self._running: RunningPass | None = None
 
     def take(
@@ -188,12 +190,12 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield each part of a batch in turn, or smaller pieces of it after memory ran out.
+        """Yield each part of a batch in turn, or smaller pieces of a part after memory ran out.
 
         The consumer computes a part in `with part:` and calls `part.backward`. The `models`
-        exchange their gradients in the last part only. Without `exchanges`, evener doesn't sum the
-        gradients, and a pass can't be computed again. `begins` is True if these are the first parts
-        of a batch. With `move`, a part is on the device while it is computed.
+        all-reduce their gradients only in the last part. If `exchanges` is empty, another library
+        sums the gradients, so no pass can be computed again. `begins` is True if these are the
+        first parts of a batch. With `move`, a part is moved to the device while it is computed.
         """
         recovery = self.recovery
         self._exchanges = list(exchanges)
@@ -216,8 +218,8 @@ class Passes:
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
         """Yield a part, moved to the device, for the consumer to compute.
 
-        The `models` exchange gradients in it only if it is the last. Afterwards `part.error` says
-        whether memory ran out.
+        The `models` all-reduce gradients in it only if it is the last part. Afterwards `part.error`
+        isn't empty if memory ran out.
         """
         batch = part.batch
         running = self._running = self.recovery.open(part, self._exchanges)
@@ -240,7 +242,7 @@ class Passes:
     def _send(self, tensor: torch.Tensor) -> torch.Tensor:
         return tensor.to(self._device, non_blocking=True)
 
-    # -- a pass's own backward pass; Part.backward calls these, or the trainer's adapter
+    # -- the backward pass of a part; Part.backward or the trainer's adapter calls these methods
 
     def open(self) -> None:
         """Prepare for the backward pass of the current part."""
@@ -259,29 +261,29 @@ class Passes:
             exchange.open(dependent)
 
     def close(self) -> None:
-        """Finish after the backward pass of the current part."""
+        """Finish the backward pass of the current part."""
         if self._running is not None:
             self._running.ended = True
         for exchange in self._exchanges:
             exchange.close()
 
     def note_backward(self) -> None:
-        """Note that a loss goes backward.
+        """Mark the current part as impossible to undo, unless `open` was called for it.
 
-        If `open` wasn't called before, the resulting gradients can't be undone.
+        Called when the backward pass of a loss starts.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
 
     def catch(self, error: BaseException) -> str:
-        """Return the error as text if the current part can be computed again, else ""."""
+        """Return an error as text if the current part can be computed again, else ""."""
         running = self._running
         return "" if running is None else self.recovery.catch(error, running, self._exchanges)
 
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Note which exchanges have gradients after a pass that was computed.
+        """Record which exchanges have gradients after a pass that was computed.
 
         Raises RequestError if the pass ended without a call of `Part.backward`.
         """
@@ -302,7 +304,7 @@ class Passes:
     def _least_rows(self) -> int:
         """Return the fewest rows that a pass may have.
 
-        It is 2 if BatchNorm trains, as BatchNorm can't normalize a single row.
+        It is 2 if a BatchNorm is in training mode, because it can't normalize a single row.
         """
         for exchange in self._exchanges:
             if any(each.training for each in exchange.normalizers):

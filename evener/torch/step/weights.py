@@ -1,4 +1,4 @@
-"""The gradient weight of each batch, from the loader's step to the backward pass."""
+"""The weight of a rank's gradients in each batch, from the loader to the backward pass."""
 
 from __future__ import annotations
 
@@ -29,9 +29,9 @@ from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, 
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised when a loss that is being checked makes itself the whole batch's loss.
+    """Raised if a loss that is being audited calls `split.loss` or `split.gather`.
 
-    It does so by `split.loss` or `split.gather`.
+    Such a loss is the whole batch's loss on each rank, so it needs no audit.
     """
 
 
@@ -40,10 +40,11 @@ NUMBERS = 4  # batch numbers that ranks compare: their sum over 64 ranks is exac
 
 
 class BatchWeights(BatchTracker):
-    """The rows and weight of one rank in the batch that it computes, by the `shares` in force.
+    """The rows and weight of one rank in the batch that it computes, under the current `shares`.
 
-    `weigh` says who applies the weight: the sum of gradients, `scale` to a loss, or a trainer's
-    adapter. `timer` is told when a step's last gradient is ready.
+    `weigh` selects where the weight is applied: to gradients before they are summed, to the loss by
+    `scale`, or to the loss by a trainer's adapter. `timer` is notified when the last gradient of a
+    step is ready.
     """
 
     def __init__(
@@ -55,15 +56,15 @@ class BatchWeights(BatchTracker):
         self.models: WeakList[Any] = WeakList()
         self._checking = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
-        self._looked = False  # looked for tensors that no module has
-        self.is_loops = False  # the newest batch's loss is computed without the split so far
+        self._looked = False  # the search for loose tensors was made
+        self.is_loops = False  # so far, the newest batch's loss hasn't used a method of the split
         self._exchanges: WeakList[Exchange] = WeakList()
         self._alone: weakref.WeakKeyDictionary[Any, Exchange] = (
             weakref.WeakKeyDictionary()
-        )  # with a single rank
-        self.noise = noise  # measured on the one trained model
-        self.in_pass = False  # in a trainer's pass, if shares take several
-        self.equal_passes = False  # ranks meet in each pass of a sharded model
+        )  # by model, with a single rank
+        self.noise = noise  # measures the noise scale of one model
+        self.in_pass = False  # a trainer's pass is running, and batches have several
+        self.equal_passes = False  # ranks synchronize in each pass, so all run equally many
         self.are_averaged = False  # another library averages the gradients over ranks
         self.computes_at_once = False  # a model was trained on a whole batch, not by parts
         self.lengths_vary = False  # batches aren't padded to one length
@@ -74,18 +75,18 @@ class BatchWeights(BatchTracker):
         self._scaled_pass: int | None = None
 
     def take(self, origin: Epoch, sizes: tuple[int, ...], data: Any) -> None:
-        """Take the next batch of a loader.
+        """Make a loader's next batch the current one.
 
-        If it is for training, first look for tensors that optimizers train and no module has.
+        If it is for training, also look for tensors that optimizers train and no module has.
         """
         super().take(origin, sizes, data)
         if origin.training:
             self.look_for_tensors()
 
     def look_for_tensors(self) -> None:
-        """Sum the gradients of tensors that optimizers train and no module has.
+        """Find tensors that optimizers train and no module has, so that their gradients are summed.
 
-        These gradients get the weights of this training.
+        These gradients get the weights of this training run. The search is made only once.
         """
         if self.shares.world == 1 or self.are_averaged:
             return
@@ -95,9 +96,9 @@ class BatchWeights(BatchTracker):
             LOOSE.look()
 
     def weigh_tensors(self) -> float | None:
-        """Return the weight of gradients that come without a forward pass of a wrapped model.
+        """Return the weight of gradients of tensors that no module has.
 
-        None if nothing is being trained.
+        Return None if nothing is being trained, or during an audit.
         """
         if self._checking:
             return None
@@ -112,9 +113,10 @@ class BatchWeights(BatchTracker):
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of all ranks in the current batch.
+        """The number of rows of each rank in the current batch.
 
-        After an epoch, those of its last batch; before the first epoch, those of a full batch.
+        After an epoch, these are the numbers in its last batch; before the first epoch, those in a
+        full batch.
         """
         batch = self.current or self.last
         return self.shares.batches if batch is None else batch.sizes
@@ -125,7 +127,7 @@ class BatchWeights(BatchTracker):
         return gradient_weight(self.sizes, self._rank)
 
     def note_lengths(self, batch: Any) -> None:
-        """Note whether the rows of this batch have another shape than those of the last batch."""
+        """Set `lengths_vary` if the rows of this batch have another shape than the last batch's."""
         shape = next((tuple(each.shape[1:]) for each in tensors_in(batch) if each.ndim), None)
         if shape is None or self.lengths_vary:
             return
@@ -135,7 +137,7 @@ class BatchWeights(BatchTracker):
     def take_on(self, model: Any) -> list[Exchange]:
         """Sum the gradients of a trainer's model from now on, and return its exchange in a list.
 
-        The list is empty if another library sums them.
+        The list is empty if another library sums the gradients.
         """
         if self.shares.world == 1:
             return [self._exchange_alone(model)]
@@ -150,7 +152,7 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def adopt(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight the gradients that a sharded model sums, and watch its forward passes."""
+        """Weight the gradients of a sharded model before they are reduced; watch forward passes."""
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -158,9 +160,9 @@ class BatchWeights(BatchTracker):
         self.follow(model, device)
 
     def attach(self, model: Any, exchange: Exchange | None) -> None:
-        """Weight the gradients that the exchange of a wrapped model sums.
+        """Weight the gradients of a wrapped model before its exchange sums them.
 
-        If losses are weighted, it averages the gradients instead.
+        If losses are weighted already, the exchange averages the gradients instead.
         """
         self.models.add(model)
         if exchange is None:
@@ -181,8 +183,8 @@ class BatchWeights(BatchTracker):
     def _sample(self, exchange: Exchange) -> None:
         """Measure the noise scale on this model's gradients, if requested.
 
-        If the model was wrapped before, only its new exchange is measured. Raises RequestError if
-        another model is measured already.
+        If the model was wrapped before, only its new exchange is used. Raises RequestError if
+        the noise scale of another model is measured already.
         """
         if self.noise is None:
             return
@@ -209,10 +211,11 @@ class BatchWeights(BatchTracker):
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
     ) -> None:
-        """Set the weight of the gradients of a batch as its backward pass begins.
+        """Set the weight of a batch's gradients when its backward pass starts.
 
-        Raises RequestError if the rows of the batch are unknown, or if batches of different weights
-        are in one backward pass.
+        `before` is the batch of the earlier outputs in the same backward pass, if any. Raises
+        RequestError if the batch is unknown, or if batches with different weights are in one
+        backward pass.
         """
         if isinstance(batch, RequestError):
             raise batch
@@ -238,7 +241,7 @@ class BatchWeights(BatchTracker):
         exchange.weigh(gradient_weight(batch.sizes, self._rank))
 
     def open_parts(self, batch: Any) -> TakenBatch:
-        """Begin the passes of this batch."""
+        """Begin the passes of a batch, and return the batch as the loader yielded it."""
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
             raise RequestError(
@@ -251,10 +254,10 @@ class BatchWeights(BatchTracker):
         return self.in_parts
 
     def list_models(self, given: Sequence[Any] | None, batch: TakenBatch) -> list[Any]:
-        """Return the models that exchange the batch's gradients: `given`, or all wrapped models.
+        """Return the models that all-reduce the batch's gradients: `given`, or all wrapped models.
 
-        Raises RequestError if there are none, or if one can't have different numbers of
-        passes on ranks.
+        Raises RequestError if there are none, or if a model doesn't support different numbers of
+        passes on different ranks.
         """
         models, dealt = list(self.models if given is None else given), batch.origin.dealt
         if self.shares.world == 1 or not (self.shares.in_passes or dealt):
@@ -277,7 +280,7 @@ class BatchWeights(BatchTracker):
         return models
 
     def list_exchanges(self) -> list[Exchange]:
-        """Return the exchanges of the wrapped models; a single rank makes them on first use."""
+        """Return the exchanges of the wrapped models; with a single rank, create them if needed."""
         if self.shares.world > 1:
             return list(self._exchanges)
         return list(map(self._exchange_alone, self.models))
@@ -285,7 +288,7 @@ class BatchWeights(BatchTracker):
     def _count_passes(self, batch: TakenBatch) -> list[int]:
         """Return the number of passes that each rank needs for this batch.
 
-        It is for batches whose rows aren't assigned by length.
+        The result is only valid for batches whose rows aren't distributed by length.
         """
         return [
             max(1, count_passes(*each))
@@ -293,10 +296,11 @@ class BatchWeights(BatchTracker):
         ]
 
     def count_equal_passes(self, batch: TakenBatch) -> int:
-        """Return how many passes every rank takes with a sharded model; 0 for other models.
+        """Return the number of passes that every rank runs, or 0 if the numbers may differ.
 
-        It is the number of the rank that needs most. Raises RequestError if the batch's rows are
-        assigned by length.
+        They have to be equal if ranks synchronize in each pass, as with a sharded model: the rank
+        that needs the most passes determines the number. Raises RequestError if the batch's rows
+        are then distributed by length.
         """
         if not self.equal_passes:
             return 0
@@ -309,10 +313,10 @@ class BatchWeights(BatchTracker):
         return count_equal_passes(batch.sizes, self.shares.micros)
 
     def refuse_in_parts(self, name: str) -> None:
-        """Raise RequestError if parts are being computed; `name` is the called method.
+        """Raise RequestError if parts are being computed; `name` is the called method of the split.
 
-        Ranks have different numbers of passes, so they would wait for each other forever. Raises
-        WholeBatchLoss instead if a loss that is being checked needs no check.
+        Ranks run different numbers of passes, so a collective in each pass would make them wait for
+        each other forever. Raises WholeBatchLoss instead if the loss is being audited.
         """
         self.is_loops &= name not in ("loss", "gather")
         if self._checking and name in ("loss", "gather"):
@@ -329,7 +333,7 @@ class BatchWeights(BatchTracker):
 
     @contextmanager
     def checking(self) -> Iterator[None]:
-        """Enter a context in which models compute without being part of a step."""
+        """Enter a context for audits, in which models compute without being part of a step."""
         self._checking = True
         try:
             yield
@@ -337,10 +341,11 @@ class BatchWeights(BatchTracker):
             self._checking = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
-        """Return the batch that a wrapped model computes now, which decides its gradients' weight.
+        """Return the batch that a wrapped model computes now, which determines gradient weights.
 
-        None if no weight is needed. If no batch is known, raises RequestError, or returns it if the
-        model isn't in training mode and may have no backward pass.
+        Return None if no weight is needed. If the batch is unknown, a RequestError is raised if the
+        model is in training mode. Otherwise the error is returned, because there may be no backward
+        pass.
         """
         if self._checking:
             return None
@@ -361,8 +366,8 @@ class BatchWeights(BatchTracker):
         except RequestError as error:
             if model.training:
                 raise
-            # a model that only predicts has no backward pass to be refused; a traceback would keep
-            # the model alive
+            # a model that only predicts has no backward pass, so the error may never be raised; its
+            # traceback is removed because it would keep the model alive
             return error.with_traceback(None)
 
     def _identify(self, data: Any, training: bool, match: Match) -> TakenBatch:
@@ -379,9 +384,9 @@ class BatchWeights(BatchTracker):
         return batch
 
     def scale(self, loss: Any) -> Any:
-        """Return this rank's mean loss, weighted so that the mean over ranks is exact.
+        """Return this rank's mean loss times its weight and the number of ranks.
 
-        The mean over ranks is then the mean over the whole batch.
+        The mean of these losses over the ranks is the mean loss over the whole batch.
         """
         if self.current is not None and not self.current.used:
             self.find((), True, match_addresses)  # raises RequestError if several are in use
@@ -391,7 +396,10 @@ class BatchWeights(BatchTracker):
         return scaled
 
     def weigh_backward(self, losses: Sequence[Any], gradients: Sequence[Any]) -> list[Any]:
-        """Return the initial gradients of these losses' backward pass, weighted like `scale`."""
+        """Return the initial gradients of a backward pass from losses, weighted as by `scale`.
+
+        `gradients` has the unweighted ones; None stands for ones.
+        """
         weight = self.shares.world * self.weight
         made = []
         for loss, given in zip(losses, gradients, strict=True):

@@ -1,4 +1,4 @@
-"""Models under a plan: their checks, and the wrapper whose Exchange sums their gradients."""
+"""Check models under a plan, and wrap them so that an Exchange sums their gradients."""
 
 from __future__ import annotations
 
@@ -30,9 +30,9 @@ from ..sums.exchange import Exchange
 
 
 def model_digest(model: Any) -> str:
-    """Return 16 hexadecimal digits of the shapes and types of a module's parameters and buffers.
+    """Return a digest of the shapes and dtypes of a module's parameters and buffers.
 
-    Names don't count.
+    It has 16 hexadecimal digits. The names of parameters and buffers don't affect it.
     """
     parameters = [
         f"{tuple(each.shape)}:{each.dtype}:{each.requires_grad}" for each in model.parameters()
@@ -82,7 +82,7 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
 
     @contextmanager
     def no_sync(self) -> Iterator[None]:
-        """Enter a context whose forward passes leave their gradients for a later sum."""
+        """Enter a context in which gradients are accumulated, to be summed over the ranks later."""
         before, self.require_backward_grad_sync = self.require_backward_grad_sync, False
         try:
             yield
@@ -100,10 +100,10 @@ def take_on(
     options: dict[str, Any],
     by_loss: bool,
 ) -> tuple[Any, Exchange | None]:
-    """Return the model, wrapped if it wasn't, and the exchange that sums its gradients.
+    """Wrap a model if it isn't wrapped; return it and the exchange that sums its gradients.
 
-    `forward` is as in `watch`. A model in DistributedDataParallel is returned itself; its exchange
-    is None if `take_over` returns None.
+    `forward` is passed to `watch`. A model in DistributedDataParallel isn't wrapped again; its
+    exchange is None if `take_over` returns None.
     """
     found = find_wrapper(model)
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model
@@ -121,9 +121,10 @@ def wrap_module(
     options: dict[str, Any] | None = None,
     forward: Callable[[Any, Any], Any] = lambda *_: None,
 ) -> Exchanged:
-    """Move the module to its device and return it wrapped, with an exchange.
+    """Move a module to `device`, and return it in a wrapper with an exchange.
 
-    Raises RequestError for an option that an exchange doesn't have.
+    Raises RequestError if DistributedDataParallel has no such option, or only one that has no
+    equivalent here.
     """
     given = options or {}
     if unknown := sorted(set(given) - _OPTIONS):
@@ -146,12 +147,12 @@ def wrap_module(
 
 
 def take_over(model: Any, by_loss: bool) -> Exchange | None:
-    """Replace a DistributedDataParallel's own sum of gradients by an exchange.
+    """Replace the all-reduce of a DistributedDataParallel with an exchange, and return it.
 
-    Returns the exchange. The model's own sums can't be weighted or repeated after a failure. The
-    model stays a DistributedDataParallel, and its `no_sync` and `module` still work. With a
-    communication hook, mixed_precision or sparse gradients it needs its own sums; then the result
-    is None if losses are weighted (`by_loss`), and RequestError is raised otherwise.
+    The wrapper's own all-reduce can't be weighted or repeated after a failure. The model stays a
+    DistributedDataParallel, and its `no_sync` and `module` still work. A model with a communication
+    hook, mixed_precision or sparse gradients needs its own all-reduce. For such a model the result
+    is None if losses are weighted (`by_loss`); otherwise RequestError is raised.
     """
     sparse = any(getattr(module, "sparse", False) is True for module in model.modules())
     if needs_own_sums(model) or (by_loss and sparse):
@@ -178,8 +179,8 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
 def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]) -> None:
     """Call `forward` with the model and its inputs before each forward pass.
 
-    The model's exchange is given the outputs, with the batch that `forward` returned. Inputs are
-    moved to `device` unless it is None.
+    After the forward pass, the outputs and the batch that `forward` has returned are passed to the
+    model's exchange. Inputs are moved to `device` unless it is None.
     """
     hook = _hooks.get(model)
     if hook is None:
@@ -244,9 +245,10 @@ _frozen_hooks: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameter -> handl
 
 
 def find_wrapper(model: Any) -> Any:
-    """Return the DistributedDataParallel or Exchanged that `model` is, or None.
+    """Return `model` if it is a DistributedDataParallel or Exchanged, else None.
 
-    The model may be compiled. Raises RequestError if a part of the model is wrapped already.
+    If the model is compiled, the model inside is returned. Raises RequestError if only a part of
+    the model is wrapped.
     """
     inner = unwrap_compiled(model)  # of torch.compile
     if isinstance(inner, DistributedDataParallel | Exchanged):
@@ -272,8 +274,8 @@ def is_sharded(model: Any) -> bool:
 def has_own_work(model: Any, rebalances: bool) -> bool:
     """True if no rank waits for another within a pass, so that its compute time can be measured.
 
-    Ranks do wait in FSDP2's layers and in normalization over ranks. Raises RequestError if they do
-    and shares are to be rebalanced.
+    Ranks wait for each other in FSDP2's layers and in SyncBatchNorm. Raises RequestError if they do
+    although shares are to be rebalanced.
     """
     if not (
         is_sharded(model)
@@ -290,7 +292,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise RequestError if another library exchanges gradients, or splits rows over ranks."""
+    """Raise RequestError if another library reduces gradients or splits rows over ranks."""
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
@@ -315,7 +317,7 @@ def _class_names(model: Any) -> set[str]:
 
 
 def check_not_inside_ddp() -> None:
-    """Raise RequestError if a wrapped model is computed inside another DistributedDataParallel."""
+    """Raise RequestError if a wrapped model is inside another DistributedDataParallel."""
     if is_in_ddp_forward():
         raise RequestError(
             "A model from split.wrap is inside another DistributedDataParallel, which "
@@ -329,9 +331,9 @@ def check_not_inside_ddp() -> None:
 def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int] = ()) -> None:
     """Warn if BatchNorm normalizes over one device's rows, or over the rows of one pass.
 
-    Raises RequestError if SyncBatchNorm would mix the ranks' gradients before they are weighted, or
-    if ranks with SyncBatchNorm compute several passes. `passes` are the rows of each pass of a full
-    batch, of all ranks.
+    `passes` has the number of rows in each pass of a full batch, for all ranks. Raises RequestError
+    if SyncBatchNorm would mix the ranks' gradients before they are weighted, or if the model has
+    SyncBatchNorm and ranks run several passes.
     """
     kinds = [
         type(module)
@@ -362,7 +364,7 @@ def check_normalization(model: Any, weigh: str, world: int, passes: Iterable[int
 
 
 def _warn_of_single_rows(rows: Sequence[int]) -> None:
-    """Warn if a pass has a single row; `rows` are those of each pass of a full batch."""
+    """Warn if a pass has a single row; `rows` has the number of rows in each pass."""
     if min(rows, default=2) < 2:
         warnings.warn(
             "Each batch has a pass of a single row, of which BatchNorm1d takes no statistics, "
@@ -384,9 +386,9 @@ def _warn_of_own_rows(kind: str) -> None:
 
 
 def check_passes(model: Any) -> None:
-    """Raise RequestError for a model whose ranks meet in each forward pass.
+    """Raise RequestError if a model has SyncBatchNorm, which synchronizes ranks in each pass.
 
-    Ranks have different numbers of passes, so they would wait for each other forever.
+    Ranks run different numbers of passes, so they would wait for each other forever.
     """
     if any(isinstance(module, torch.nn.SyncBatchNorm) for module in model.modules()):
         raise RequestError(
@@ -400,9 +402,10 @@ def check_passes(model: Any) -> None:
 
 
 def watch_frozen(model: Any) -> None:
-    """Make the first gradient of a parameter that is frozen now raise RequestError.
+    """Raise RequestError as soon as a parameter that is frozen now gets a gradient.
 
-    It would not be exchanged, as the parameter was frozen when the model was wrapped.
+    Such a gradient wouldn't be summed, because an exchange includes only parameters that are
+    trained when the model is wrapped.
     """
     for parameter in model.parameters():
         handle = _frozen_hooks.pop(parameter, None)

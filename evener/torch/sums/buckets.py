@@ -1,4 +1,4 @@
-"""Flat buckets of gradients, and earlier passes' gradients while a pass may be repeated."""
+"""Flat buckets of gradients, and the gradients that are saved while a pass may be repeated."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from ...errors import RequestError
 from ..members import Members
 from ..private import add_each, copy_each, gradient_hooks
 
-FIRST_BYTES = 1 << 20  # the first bucket is small, so that it goes early
+FIRST_BYTES = 1 << 20  # the first bucket is small, so that it is sent early
 FUSED = {
     "cpu": 1 << 12,
     "cuda": 1 << 21,
-}  # mean numbers in a gradient from which weighting during the copy is faster
+}  # mean size of a gradient, in values, from which weighting during the copy is faster
 MOST_PATTERNS = 64  # patterns of flags that a bucket caches
-MOST_KEPT = 64 << 20  # bytes of buffers that are compared with a copy
-SAMPLED = 8  # weights that ranks compare at a time
+MOST_KEPT = 64 << 20  # the most bytes of buffers that are compared with a copy
+SAMPLED = 8  # number of weights that ranks compare at a time
 TAIL = 3 + SAMPLED  # numbers at the end of a bucket, after the flags
-# a difference between ranks' weights, in units of rounding; unlike devices reach 4 in 600 steps
+# the allowed difference between ranks' weights, in units of the dtype's rounding; devices of
+# different kinds reach 4 units in 600 steps
 APART = 1e4
-MOST_APART = 0.1  # a limit of that difference, relative to the weights, for 16-bit types
+MOST_APART = 0.1  # the same, relative to the weights; it applies to 16-bit dtypes
 
 GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
@@ -35,10 +36,10 @@ GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 class Bucket:
     """A flat buffer with the gradients of some parameters, a flag for each gradient, and a tail.
 
-    A flag says whether there is a gradient. `last` is the parameter whose gradient is
-    expected last. The tail says whether a rank's buffers have changed; it has the number of
-    the batch, by which ranks check that they sum the same batch, and how far the ranks'
-    weights have drifted apart.
+    A flag is 1 if the parameter has a gradient. `last` is the parameter whose gradient is expected
+    last. The tail has a flag for changes of a rank's buffers; the number of the batch, with which
+    ranks check that they sum gradients of the same batch; and some weights, with which they check
+    that the weights are the same on all ranks.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -55,7 +56,8 @@ class Bucket:
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # cached flags and tails
         self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
         self._held_views: list[torch.Tensor] = []
-        self._absent: list[int] = []  # places without a gradient when the bucket was gathered
+        # indices of parameters without a gradient in the last `gather`
+        self._absent: list[int] = []
         mean = self.gradients.numel() / len(sizes)
         self._fuses = mean > FUSED.get(
             self.flat.device.type, math.inf
@@ -64,9 +66,10 @@ class Bucket:
         self._version = 0  # version of the gradients when they were sent
 
     def has_come(self, came: set[int] | None) -> bool:
-        """True if all gradients of the bucket are there: the ids of the parameters are in `came`.
+        """True if all gradients of the bucket are computed.
 
-        If `came` is None, each parameter's gradient must not be None.
+        `came` has the ids of the parameters whose gradients are computed. If it is None, a gradient
+        is taken as computed if it isn't None.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
@@ -82,7 +85,10 @@ class Bucket:
             )
 
     def gather(self) -> None:
-        """Make the gradients views of the bucket, also after zero_grad set them to None."""
+        """Copy gradients into the bucket, and replace each `.grad` with a view of the bucket.
+
+        This is needed again after zero_grad has set gradients to None.
+        """
         gradients = list(map(GRADIENT, self._parameters))
         self._absent = [place for place, each in enumerate(gradients) if each is None]
         pairs = enumerate(zip(gradients, self._views, strict=True))
@@ -94,9 +100,9 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Gather and multiply gradients that are all new, and write the flags.
+        """Gather and multiply gradients, and write the flags, if all gradients are new tensors.
 
-        It takes as few calls as possible.
+        It makes as few calls of PyTorch as possible.
         """
         if self._fuses and weight not in (0.0, 1.0):
             self._copy(self._views, gradients, weight)
@@ -109,8 +115,8 @@ class Bucket:
     def _copy(self, views: list[torch.Tensor], gradients: list[Any], weight: float = 1.0) -> None:
         """Copy gradients, multiplied by the weight, into views of the bucket.
 
-        Raises RequestError for gradients that can't be summed: sparse, of another
-        type, or differentiable.
+        Raises RequestError if gradients can't be summed, because they are sparse, of another dtype
+        or differentiable.
         """
         if torch.is_grad_enabled() and any(each.requires_grad for each in gradients):
             raise RequestError(
@@ -148,7 +154,7 @@ class Bucket:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Apply this weight to the gradients so far, as later gradients have another weight."""
+        """Multiply the gradients so far by a weight, because later ones have another weight."""
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)
@@ -170,21 +176,20 @@ class Bucket:
         self._add_held()
 
     def _add_held(self) -> None:
-        """Add the gradients that were weighted earlier, if any."""
+        """Add the gradients that `fold` has weighted, if any."""
         if self._hold is not None:
             self.flat.add_(self._hold)
             self._hold, self._held_views = None, []
 
     def send(self, group: Any) -> None:
-        """Begin the sum over the ranks of the group."""
+        """Start the all-reduce over the ranks of the group."""
         self._version = self._views[0]._version
         self._work = group.allreduce(self._sent)  # dist.all_reduce takes longer to start it
 
     def receive(self) -> None:
-        """Wait for the sum.
+        """Wait for the all-reduce, and set the gradients of parameters that only other ranks used.
 
-        A parameter that only other ranks used then has a gradient too; one that no rank
-        used has none.
+        Parameters that no rank used get no gradient.
         """
         self._work.wait()
         self._work = None
@@ -195,14 +200,14 @@ class Bucket:
                     self._parameters[place].grad = self._views[place]
 
     def _forget(self, place: int) -> None:
-        """Drop what was kept of a gradient that the loop has discarded."""
+        """Clear the earlier, weighted part of a gradient that the loop has cleared."""
         if self._hold is not None:
             self._held_views[place].zero_()
 
     def _pattern(self, number: int, counts: bool) -> torch.Tensor:
-        """Return the flags and the tail.
+        """Return the flags and the tail, which has the batch's `number`.
 
-        A flag is 1 if its gradient is there and `counts` is True, else 0.
+        A flag is 1 if its parameter has a gradient and `counts` is True, else 0.
         """
         key = (number, counts, *self._absent)
         if key not in self._patterns:
@@ -219,9 +224,10 @@ class Bucket:
 
 
 def make_buckets(parameters: Sequence[Any], most_bytes: int) -> list[Bucket]:
-    """Return buckets of one type and device each, in the order in which they fill up.
+    """Return buckets of up to about `most_bytes`, in the order in which they fill up.
 
-    `parameters` are in the order in which their gradients come.
+    All parameters in a bucket have the same dtype and device. `parameters` are in the order in
+    which their gradients are computed.
     """
     made: list[Bucket] = []
     open_: dict[Any, list[Any]] = {}
@@ -255,9 +261,9 @@ _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
-    """Warn of hooks on gradients other than evener's `own`.
+    """Warn if parameters have gradient hooks beside evener's, whose handle ids are in `own`.
 
-    They get this rank's gradient, which isn't the whole batch's yet.
+    Such hooks get the gradient of this rank's rows instead of the whole batch's.
     """
     if any(set(gradient_hooks(each)) - own for each in parameters):
         warnings.warn(
@@ -269,7 +275,7 @@ def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
 
 
 class HostCopy:
-    """A copy of values from a device to the host, for which the host doesn't wait."""
+    """An asynchronous copy of values from a device to the host."""
 
     def __init__(self, figures: torch.Tensor) -> None:
         self._figures = figures.to("cpu", non_blocking=True, copy=True)  # into pinned memory
@@ -278,21 +284,21 @@ class HostCopy:
             self._event.record()
 
     def is_there(self) -> bool:
-        """True if the values can be read without waiting."""
+        """True if the copy is complete, so that `read` doesn't wait."""
         return self._event is None or bool(self._event.query())
 
     def read(self) -> list[Any]:
-        """Return the values; waits until they have arrived."""
+        """Return the values; waits until the copy is complete."""
         if self._event is not None:
             self._event.synchronize()
         return list(self._figures.tolist())
 
 
 class Tails:
-    """Reads the tails of summed buckets.
+    """Reads the tails of summed buckets, and checks them.
 
-    On a GPU, all but the first are read one step late, so that the host doesn't wait
-    for the device.
+    On a GPU, all tails but the first are read one step late, so that the host doesn't wait for the
+    device.
     """
 
     def __init__(self) -> None:
@@ -300,7 +306,7 @@ class Tails:
         self._expected = 0  # the batch number in the copy
 
     def read(self, tail: torch.Tensor, expected: int) -> bool:
-        """Return True if a rank's buffers have changed.
+        """Return True if the buffers of any rank have changed.
 
         Raises RequestError if ranks have summed different batches, or if their weights differ.
         """
@@ -345,12 +351,12 @@ class Buffers:
         ] = []  # for each device: the bytes, and the kept copy
 
     def all(self) -> list[torch.Tensor]:
-        """Return every buffer once."""
+        """Return the buffers, each only once."""
         every = self._members.buffers()
         return list({id(each): each for name, each in every if name not in self._ignored}.values())
 
     def keep(self) -> bool:
-        """Keep a copy of the values for `add_changes`; return False if they are too large."""
+        """Copy the values for `add_changes`; return False without a copy if they are too large."""
         self._kept_at = self._members.buffers_at()
         self._places = self._find_places()
         self._known = []
@@ -363,9 +369,9 @@ class Buffers:
         return True
 
     def add_changes(self, flag: torch.Tensor) -> None:
-        """Add 1 to the flag if values differ from the kept copy; doesn't wait for a GPU.
+        """Add 1 to the flag if values differ from the copy made by `keep`; doesn't wait for a GPU.
 
-        Values are compared, as PyTorch's version counter misses changes by `buffer.data`
+        Values are compared because PyTorch's version counter misses changes through `buffer.data`
         and by BatchNorm.
         """
         # else there are no buffers
@@ -393,24 +399,24 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class Held:
-    """Gradients of earlier passes, kept while a pass runs that may have to be computed again.
+    """Saves the gradients of earlier passes while a pass runs that may have to be computed again.
 
-    If rows depend on random draws or on one another (`late`), nothing of a failed pass may stay.
-    Otherwise each gradient that is there is complete for the whole pass, and final: a second try
-    leaves it unchanged.
+    If the results of rows depend on random draws or on one another (`late`), all gradients of a
+    failed pass are dropped. Otherwise the gradients that a failed pass has computed are complete
+    and final: a second try leaves them unchanged.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
         self._parameters = parameters
         # ids of parameters whose gradients of a failed pass are complete
         self.final: set[int] | None = None
-        self._kept: list[Any] | None = None  # gradients from before the pass
+        self._kept: list[Any] | None = None  # gradients from before the pass, set aside
         self.opened = self.late = self.apart = False
 
     def open(self, dependent: bool) -> None:
         """Prepare for the backward pass.
 
-        `dependent` is True if rows depend on random draws, or on one another.
+        `dependent` is True if the results of rows depend on random draws, or on one another.
         """
         self.opened, self.late = True, dependent or self.final is not None
         self.apart = self.late and (
@@ -422,7 +428,7 @@ class Held:
                 each.grad = None
 
     def merge(self) -> None:
-        """Add the pass's gradients, except final ones, to those that were kept."""
+        """Add the pass's gradients, except final ones, to the gradients that `open` set aside."""
         if self._kept is None:
             return
         kept = [
@@ -445,11 +451,14 @@ class Held:
         self.opened = self.late = self.apart = False
 
     def settle(self) -> None:
-        """Forget a failed pass, all of whose rows are computed now."""
+        """Forget a failed pass, because all its rows have been computed again."""
         self.final = None
 
     def fail(self, came: set[int]) -> None:
-        """Undo the pass, or remember which of its gradients are final."""
+        """Drop the gradients of a failed pass, or record which of them are final.
+
+        `came` has the ids of the parameters whose gradients were computed.
+        """
         if self._kept is not None:
             for parameter, kept in zip(self._parameters, self._kept, strict=True):
                 parameter.grad = kept

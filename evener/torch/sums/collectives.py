@@ -1,7 +1,7 @@
 """Collectives other than the sum of gradients: rows of a batch, and sums of metrics.
 
 A rank that computes a pass in pieces would call the program's own collectives more often than other
-ranks do. So collectives that others than evener begin are counted.
+ranks do. To detect this, collectives that evener doesn't start itself are counted.
 """
 
 from __future__ import annotations
@@ -18,16 +18,16 @@ from ...errors import RequestError
 from ...shares.whole_rows import bounds, gradient_weight
 from ..private import broadcast_each, count_collectives
 
-_own = 0  # collectives that evener has begun
+_own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return how many collectives among several ranks the program, not evener, has begun."""
+    """Return how many collectives among several ranks the program, not evener, has started."""
     return sum(count_exchanges().values()) - _own
 
 
 def note_own() -> None:
-    """Count a collective that evener begins."""
+    """Count a collective that evener starts."""
     global _own
     _own += 1
 
@@ -55,9 +55,9 @@ MEETS_REMEDY = "Exchange what is only logged after the step, or train it with it
 
 
 def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Return `compute` with a check that it begins no collective with other ranks.
+    """Wrap `compute`, so that it raises MeetingError after a call that started a collective.
 
-    The result raises MeetingError after a call that began one, as one rank calls it alone.
+    The other ranks may not call `compute`, so they wouldn't take part in the collective.
     """
 
     def checked(*arguments: Any) -> Any:
@@ -74,9 +74,9 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def count_exchanges() -> dict[str, int]:
-    """Return the number of collectives among several ranks that this process has begun.
+    """Return how many collectives among several ranks this process has started.
 
-    There is a number for each process group and device.
+    The result has one number for each process group and device.
     """
     if not (dist.is_available() and dist.is_initialized()):
         return {}
@@ -88,12 +88,13 @@ def gather_rows(
 ) -> torch.Tensor:
     """Gather rows of every rank, (n_i, ...), into (N, ...) in the batch's order.
 
-    `sizes` are the n_i; a rank with 0 may give any row. The gradient of a rank's own rows comes
-    from the losses of all ranks, each weighted by that rank's rows. So it is exact both if every
-    rank computes the whole batch's loss and if each computes the mean over its own rows. `by_loss`
-    is True if losses are weighted already, False if the model's gradients will be. The `timer`
-    doesn't count the exchange as compute time (own work). Raises RequestError if the number of
-    rows, or their shape or type, doesn't fit.
+    `sizes` has the n_i; a rank with 0 rows may pass any row. The gradient of a rank's rows is the
+    sum of the gradients from all ranks' losses, each weighted by the number of rows on its rank. It
+    is exact if every rank computes the whole batch's loss, and if each rank computes the mean over
+    its own rows. `by_loss` is True if losses are weighted already, and False if the model's
+    gradients are weighted later. The `timer` doesn't count the collectives as compute time (own
+    work). Raises RequestError if the number of rows is wrong, or if shapes or dtypes differ between
+    ranks.
     """
     if len(rows) not in {sizes[rank], max(1, sizes[rank])}:
         raise RequestError(
@@ -112,7 +113,7 @@ def gather_rows(
 def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Tensor:
     """Return the sum of a value over the ranks.
 
-    It is in int64 for a tensor of whole numbers with dimensions, else in float64.
+    The result is int64 for an integer tensor with at least one dimension, else float64.
     """
     figure = torch.as_tensor(value).detach()
     whole = figure.ndim and not figure.is_floating_point()
@@ -124,9 +125,10 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 
 
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
-    """Return the mean over all rows of a value that each rank has for its own rows.
+    """Return the mean over all rows in a batch, from the mean over the rows of each rank.
 
-    If it is equal on all ranks, the value itself is returned, without rounding.
+    `value` is this rank's mean, and `sizes` has the number of rows on each rank. If the values are
+    equal on all ranks, `value` itself is returned, without rounding.
     """
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]
@@ -147,7 +149,7 @@ def is_equal_everywhere(value: int, device: torch.device | None, group: Any = No
 
 
 def spread(tensors: Sequence[torch.Tensor], group: Any = None, source: int = 0) -> None:
-    """Copy the values of a group's rank, by default the first one, to every rank of the group."""
+    """Broadcast tensors from one rank of a group, by default the first one, to all its ranks."""
     for device in {each.device for each in tensors}:
         own = [each.detach() for each in tensors if each.device == device]
         broadcast_each(own, group, 250 << 20, source)
@@ -178,9 +180,10 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
     @staticmethod
     @torch.autograd.function.once_differentiable  # type: ignore[untyped-decorator]
     def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None, None, None, None]:
-        """Sum the ranks' gradients, each weighted, and return this rank's rows of the sum.
+        """Sum the ranks' weighted gradients, and return this rank's rows of the sum.
 
-        They are divided by this rank's weight, as the model's gradients are weighted afterwards.
+        The rows are divided by this rank's weight, because the model's gradients are multiplied by
+        it afterwards.
         """
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
         with ctx.timer.meeting():

@@ -1,10 +1,10 @@
-"""The sum of a model's gradients over the ranks, each rank's times its weight in the batch.
+"""Sum a model's gradients over the ranks, weighted by each rank's fraction of the batch.
 
 With n_i of N rows on rank i, the mean over the batch is sum_i (n_i / N) * mean_i; a plain mean over
-ranks differs from it unless all n_i are equal. Gradients lie in flat buckets, in the same order on
-all ranks. A bucket is sent as soon as it has its gradients of all passes; the remaining buckets are
+ranks differs from it unless all n_i are equal. Gradients are in flat buckets, in the same order on
+all ranks. A bucket is sent as soon as it has the gradients of all passes; the remaining buckets are
 sent at the end of the backward pass. Gradients that were sent are final, so a rank that runs out of
-memory computes only the others again.
+memory only computes the other gradients again.
 
 An exchange has these states; the attribute that shows a state is in brackets:
 
@@ -18,8 +18,8 @@ An exchange has these states; the attribute that shows a state is in brackets:
     collecting ── memory runs out: `fail` ──► waiting; what was sent stays [held.final]
     collecting ── another error, with buckets sent ──► broken for good [_broken]
 
-The first sum shows the order in which gradients come (`_learn_order`). Only after it are buckets
-sent before the backward pass ends.
+In the first sum, the order in which gradients are computed is recorded (`_learn_order`). After it,
+buckets are sent before the backward pass ends.
 """
 
 from __future__ import annotations
@@ -48,9 +48,9 @@ from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_bucke
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
-BUCKETS = 6  # about as many; each costs the host the same, and more hide little more communication
-MOST_ARRIVED = 1 << 20  # more than the gradients of any pass
-EVERY = 4  # in one of so many sums, some of the ranks' weights are compared
+BUCKETS = 6  # approximate number; more would cost the host time and hide little more communication
+MOST_ARRIVED = 1 << 20  # more than the number of gradients in any pass
+EVERY = 4  # ranks compare some of their weights in one of this many sums
 
 
 def _find_normalizers(module: Any) -> list[Any]:
@@ -69,15 +69,16 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 
 
 class Exchange:
-    """Sums the gradients of `module` over `group`, this rank's times `weight`.
+    """Sums the gradients of `module` over `group`, with this rank's gradients times `weight`.
 
-    A `group` of None is all processes. With `alone`, there is a single rank: nothing is summed, but
-    the gradients of a failed pass can be undone. A backward pass through the outputs that `watch`
-    was given ends in a sum if its `sync` is True.
+    If `group` is None, all processes take part. With `alone`, there is a single rank: nothing is
+    summed, but the gradients of a failed pass can be undone. A backward pass through outputs that
+    were passed to `watch` ends in a sum if `sync` was True.
 
-    These callbacks are called: `begun` as a backward pass reaches such outputs, with their batch
-    and the batch of the outputs before them in this pass; `ready` when the last gradient is there;
-    `sent` when all gradients are on their way; `done` when the sums are there.
+    The attributes `begun`, `ready`, `sent` and `done` are callbacks. `begun` is called when a
+    backward pass reaches such outputs, with their batch and the batch of the outputs before them
+    in this backward pass; `ready` when the last gradient is computed; `sent` when all buckets have
+    been sent; `done` when the sums are complete.
     """
 
     def __init__(
@@ -108,36 +109,37 @@ class Exchange:
         self.noise: Any = None  # a RankNoise that samples the sums
 
         self.number = 0  # the number of the batch in its epoch
-        self.resting = False  # what is computed now isn't part of a step
+        self.resting = False  # computations are an audit's, not part of a step
         self.waits = False  # a forward pass was watched since the last sum
         self.sums = 0  # sums that have been made
         self.ran = False
         self.unsummed = False  # gradients are of this rank's rows alone
-        self._unsent = False  # gradients may be there that weren't summed
+        self._unsent = False  # there may be gradients that weren't summed
 
         # The order of gradients in the first pass; None once ranks have agreed on it.
         self._order: list[int] | None = None if alone else []
         self._early = False  # buckets may be sent before the backward pass ends
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
-        self._begins: list[Any] = []  # hooks that notice the backward pass of hidden outputs
+        self._begins: list[Any] = []  # hooks that detect the backward pass of hidden outputs
         self._hidden_task = -1  # the number of that pass
         self._broken = False  # a backward pass failed after some of its gradients were sent
-        self._hooks: list[Any] = []  # that record whose gradients have come
-        self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)  # those parameters
-        self._came: set[int] = set()  # ids of those recorded in this backward pass
-        self._repeats = False  # a parameter's gradient came in parts
+        self._hooks: list[Any] = []  # hooks that add parameters to `_arrived`
+        # parameters whose gradients were computed
+        self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)
+        self._came: set[int] = set()  # ids of such parameters in this backward pass
+        self._repeats = False  # a parameter got several gradients in a backward pass
         self._listen()
 
         self.held, self._tails = Held(self.parameters), Tails()
         self.buffers, self._common = Buffers(module), Buffers(module, ignored)
         shares_buffers = broadcast_buffers and not alone
-        # Until buffers change, ranks compare them; then they take the first rank's after each sum.
+        # Until buffers change, ranks compare them; then the first rank's are copied after each sum.
         self._compares = shares_buffers and self._common.keep()
         self._spreads = shares_buffers and not self._compares
         self._bytes = _choose_bytes(self.parameters) if bucket_bytes is None else bucket_bytes
         self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
-        self._sent = 0  # number of buckets that are on their way
+        self._sent = 0  # number of buckets that were sent and not received
         for hooks in (self._hooks, self._begins):
             weakref.finalize(self, _remove, hooks)
         EXCHANGES.add(self)
@@ -160,9 +162,9 @@ class Exchange:
             spread(tensors, self.group)
 
     def weigh(self, weight: float) -> None:
-        """Set the weight of gradients that come from now on.
+        """Set the weight of gradients that are computed from now on.
 
-        Gradients that wait for their sum keep their own weight.
+        Gradients that still wait for a sum keep the earlier weight.
         """
         if weight != self.weight and self._unsent:
             for bucket in self._buckets:
@@ -172,7 +174,7 @@ class Exchange:
     # ------------------------------------------------------------------ a backward pass
 
     def watch(self, outputs: Sequence[torch.Tensor], sync: bool, batch: Any = None) -> None:
-        """Watch for backward passes through these outputs; with `sync`, they end in a sum."""
+        """Detect backward passes through these outputs; with `sync`, they end in a sum."""
         if self.resting:
             return
         _forget_failed_passes()
@@ -192,9 +194,9 @@ class Exchange:
             self._watch_parameters(sync, batch)
 
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
-        """Watch the parameters instead, if the outputs are in an object that hides its tensors.
+        """Detect backward passes by the parameters' gradients, if outputs hide their tensors.
 
-        The backward pass then begins with the first gradient.
+        The backward pass is then taken to start with the first gradient.
         """
         reference = weakref.ref(self)
 
@@ -220,15 +222,16 @@ class Exchange:
         own_hooks.update(each.id for each in self._begins)
 
     def _listen(self) -> None:
-        """Register hooks that record when gradients come, if they are needed.
+        """Register hooks that record the order of gradients, if they are needed.
 
-        They aren't if no parameter has a gradient yet: then a gradient that isn't None has come.
+        They aren't needed if the order is known and no parameter has a gradient yet, because then a
+        gradient that isn't None was computed in this backward pass.
         """
         if not self._hooks and (self._order is not None or self.has_gradients()):
             self._hooks += (_hook(each, self._arrived.append) for each in self.parameters)
 
     def arm(self, sync: bool, batch: Any) -> None:
-        """Note that a backward pass begins, or reaches more outputs."""
+        """Prepare for a backward pass that starts, or that reaches more outputs."""
         task = backward_number()
         begins = _open.get(self) != task
         self.begun(batch, batch if begins else self._batch)
@@ -251,9 +254,10 @@ class Exchange:
         self._sync |= sync
 
     def _note_arrived(self) -> None:
-        """Note the parameters whose gradients have come, and whether any came in several parts.
+        """Record the parameters whose gradients were computed, and whether any got several.
 
-        That happens in a layer that reentrant checkpoints share.
+        A parameter gets several gradients in a backward pass if reentrant checkpoints share its
+        layer.
         """
         if not self._hooks:
             self._came = {id(each) for each in self.parameters if each.grad is not None}
@@ -267,7 +271,7 @@ class Exchange:
         self._repeats |= len(self._came) < count
 
     def _look(self, bucket: Bucket) -> None:
-        """Send complete buckets when the gradient that is expected last in this bucket has come."""
+        """Send complete buckets; called when the last expected gradient in a bucket is computed."""
         if not self._armed or self.held.apart:
             return
         if self._early and self._sync and not self.held.late:
@@ -280,7 +284,7 @@ class Exchange:
     def _send_complete(self) -> None:
         """Send complete buckets in order.
 
-        If an earlier model in the backward pass still has buckets to send, wait for it.
+        If an earlier model in the backward pass still has buckets to send, send none now.
         """
         for other in _open:
             if other is self:
@@ -307,9 +311,10 @@ class Exchange:
             self.noise.send(self.group)
 
     def _write_tail(self, tail: torch.Tensor) -> None:
-        """Write the tail: whether buffers have changed, and in turn some weights and their size.
+        """Write the tail: whether buffers have changed, and in some sums a few weights.
 
-        The weights are signed so that equal ones add up to 0 over the ranks.
+        The first rank multiplies its weights by the number of other ranks, and the others by -1, so
+        equal weights add up to 0 over the ranks. The tail also has the sum of their magnitudes.
         """
         if self._compares:
             self._common.add_changes(tail[:1])
@@ -324,7 +329,7 @@ class Exchange:
         tail[-1:].copy_(own.abs().sum())
 
     def _finish_pass(self) -> None:
-        """Send the remaining buckets when the backward pass has no more gradients."""
+        """Send the remaining buckets at the end of the backward pass."""
         if self._hooks:
             self._note_arrived()
         came = self._came if self._hooks else self.has_gradients()
@@ -339,7 +344,7 @@ class Exchange:
         self.held.close()
 
     def _wait(self) -> None:
-        """Wait for the sum, if one is under way."""
+        """Wait for the sum, if one was started, and check and broadcast buffers."""
         self._armed = False
         if not (self._sync and self._sent and self._sent == len(self._buckets)):
             return
@@ -363,9 +368,9 @@ class Exchange:
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Arrange the buckets by the first rank's order of gradients.
+        """Make new buckets, in the order in which the first rank's gradients were computed.
 
-        From now on buckets are sent early, unless a gradient came in parts.
+        From now on buckets are sent early, unless a parameter got several gradients.
         """
         place_of = {id(each): place for place, each in enumerate(self.parameters)}
         places = list(
@@ -398,14 +403,14 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """Prepare for a backward pass; `dependent` is as in Held."""
+        """Prepare for the backward pass of a part; `dependent` is passed to `Held.open`."""
         self._arrived.clear()
         self._armed, self._came = self.alone, set()
         self.held.open(dependent)
         self._listen()
 
     def close(self) -> None:
-        """Finish after the backward pass."""
+        """Finish the backward pass of a part."""
         if self.alone:
             self._armed = False
             self.held.merge()
@@ -416,7 +421,7 @@ class Exchange:
         return not all(map(is_, map(GRADIENT, self.parameters), repeat(None)))
 
     def fail(self) -> None:
-        """End a pass that failed: undo its gradients, except those that are final."""
+        """End a pass that failed: undo its gradients, except final ones."""
         _open.pop(self, None)
         self._note_arrived()
         self.held.fail(self._came)
@@ -435,7 +440,7 @@ def _look_for(reference: weakref.ref[Exchange], bucket: Bucket, _: Any) -> None:
 
 
 def _end(task: int) -> None:
-    """End a backward pass: all models send their buckets before any waits for its sum."""
+    """End a backward pass: all models send their buckets before any model waits for its sum."""
     ended = [exchange for exchange, number in _open.items() if number == task]
     for exchange in ended:
         exchange._finish_pass()
@@ -445,12 +450,12 @@ def _end(task: int) -> None:
 
 
 def goes_through(task: int) -> bool:
-    """True if a wrapped model still has to make its sum at the end of this backward pass."""
+    """True if a wrapped model hasn't yet finished this backward pass."""
     return task in _open.values()
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of the parameters whose gradients are summed, with whether they ever were."""
+    """Return the ids of parameters whose gradients are summed, and if they have been summed yet."""
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     return {
         id(each): exchange.ran

@@ -1,6 +1,6 @@
-"""Measures the link between ranks by all-reduces of a small and a large tensor.
+"""Measure the link between ranks by all-reduces of a small and a large tensor.
 
-It also checks that what arrives is the sum of what was sent.
+The results of an all-reduce are also checked.
 """
 
 from __future__ import annotations
@@ -24,10 +24,11 @@ WHOLE_NUMBERS = 1009  # a prime, so that patterns repeat at no power of two
 
 
 class LinkSums(NamedTuple):
-    """The times of all-reduces between ranks; `wrong` says how the first sum differed, if it did.
+    """The latency and bandwidth of all-reduces between ranks.
 
     `bytes_per_second` counts the data that crosses a link: 2 (n - 1) / n times a tensor's bytes for
-    each sum over n ranks, as in nccl-tests.
+    each all-reduce over n ranks, as in nccl-tests. `wrong` describes how the result of an
+    all-reduce differed from the expected one, or is empty.
     """
 
     latency_seconds: float
@@ -36,14 +37,14 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """This process as a rank on one device, which measures links to other ranks."""
+    """A rank on one device, which measures links to other ranks."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank
         self._groups: dict[tuple[int, ...], Any] = {}
 
     def join(self, file: str, world: int, seconds: float) -> None:
-        """Join the process group of `world` ranks through this file; the timeout is in seconds."""
+        """Join the process group of `world` ranks through a file, with a timeout of `seconds`."""
         on_gpu = self._device.type == "cuda"
         if on_gpu:
             torch.cuda.set_device(self._device)
@@ -56,16 +57,16 @@ class LinkMember:
         )
 
     def measure(self, members: tuple[int, ...]) -> LinkSums:
-        """Measure the link between these ranks, of which this process is one."""
+        """Measure the link between the ranks in `members`, which include this process."""
         if members not in self._groups:
             self._groups[members] = dist.new_group(list(members), use_local_synchronization=True)
         return measure_sums(self._groups[members], self._rank, members, self._device)
 
 
 def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> LinkSums:
-    """Measure the link between the members of a group; all members call this at once.
+    """Measure the link between the members of a group; all members have to call this at once.
 
-    `rank` and `members` are ranks among all processes.
+    `rank` and `members` are global ranks, not ranks within the group.
     """
 
     def add_up(tensor: Any) -> None:
@@ -86,9 +87,9 @@ def measure_sums(group: Any, rank: int, members: Sequence[int], device: Any) -> 
 def find_wrong(
     add_up: Callable[[Any], None], size: int, rank: int, members: Sequence[int], device: Any
 ) -> str:
-    """Return how a sum of whole numbers differs from the expected one; empty if it doesn't.
+    """Return a message if an all-reduce of whole numbers has a wrong result, else "".
 
-    Each rank sends a different pattern; the sums are exact in float32.
+    Each rank sends a different pattern of `size` numbers; their sums are exact in float32.
     """
     numbers = torch.arange(size, device=device)
 
@@ -109,7 +110,7 @@ def find_wrong(
 
 
 def _time(call: Callable[[], None], times: int) -> float:
-    """Return the median seconds of a call."""
+    """Return the median duration of a call, in seconds, after WARM_UP calls."""
     for _ in range(WARM_UP):
         call()
     seconds = []

@@ -1,7 +1,7 @@
-"""Samples of a training's gradient noise scale, taken while ranks sum their gradients anyway.
+"""Measure the gradient noise scale of a training run while ranks sum their gradients anyway.
 
-In one of EVERY steps, each rank takes the squared norm of its own gradient and that of the
-sum, before clipping. Nothing waits for the device: a sample is read once it has arrived.
+In one of EVERY steps, each rank computes the squared norms of its own gradient and of the sum,
+before clipping. The host doesn't wait for the device: a sample is read once its copy is complete.
 Weights aren't changed.
 """
 
@@ -24,15 +24,16 @@ _Sample = tuple[tuple[int, ...], HostCopy]
 _WIDER = {
     torch.float16: torch.float32,
     torch.bfloat16: torch.float32,
-}  # types in which squares are summed
+}  # dtypes in which squares are summed
 
 
 class RankNoise:
     """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
 
-    The result is equal on all ranks. `begin` is called for each batch with the rows of each rank
-    (empty if unknown) and the number of weight updates so far. `note` is called with the batch of a
-    backward pass, if it is known, as a loop may fetch a batch before it has trained the one before.
+    The result is equal on all ranks. `begin` is called for each batch with the number of rows on
+    each rank (empty if unknown) and the number of weight updates so far. `note` is called with the
+    batch of a backward pass if that batch is known, because a loop may fetch a batch before it has
+    trained the previous one.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
@@ -61,17 +62,17 @@ class RankNoise:
         self._updates = updates
 
     def note(self, batch: Any) -> None:
-        """Note the batch that gradients belong to; its `sizes` are the rows of each rank."""
+        """Record the batch that gradients belong to; its `sizes` has each rank's number of rows."""
         if not any(each is batch for each in self._noted):
             self._noted.append(batch)
 
     def add_own(self, bucket: Bucket) -> None:
-        """Take the norm of this rank's weighted gradients as they are sent."""
+        """Compute the norm of this rank's weighted gradients in a bucket when it is sent."""
         if self._is_sampled():
             self._own.append(_norm(bucket.gradients))
 
     def send(self, group: Any) -> None:
-        """Begin to sum sum_i n_i |g_i|^2 over the ranks once all gradients are sent.
+        """Start the all-reduce for sum_i n_i |g_i|^2 once all gradients are sent.
 
         g_i is the mean gradient of rank i's n_i rows; rank i has sent n_i / N * g_i.
         """
@@ -84,7 +85,7 @@ class RankNoise:
             self._sum = dist.all_reduce(own, group=group, async_op=True), own
 
     def receive(self, buckets: Iterable[Bucket]) -> None:
-        """Take the norm of the summed gradients in `buckets`, which completes the sample."""
+        """Compute the norm of the summed gradients in `buckets`, which completes the sample."""
         # if this is another sum of the same batch, neither sum has the whole gradient
         self._sample = None
         if self._sum is not None:
@@ -101,14 +102,14 @@ class RankNoise:
         self.steps += 1
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale by the samples that have arrived; None until there are enough."""
+        """Return the noise scale from the samples read so far, or None until there are enough."""
         while self._pending and self._pending[0][1].is_there():
             sizes, figures = self._pending.popleft()
             self.window.add(separate(sizes, *figures.read()))
         return self.window.scale()
 
     def describe(self) -> str:
-        """Return a message that compares the noise scale with the last batch; "" if unknown."""
+        """Return a message that compares the noise scale with the last batch, or "" without one."""
         found = self.scale()
         return "" if found is None else describe(found, self._batch, self.steps)
 
@@ -126,11 +127,11 @@ class RankNoise:
         return len(set(batches)) == 1 and sum(size > 0 for size in batches[0]) > 1
 
     def _batches(self) -> list[tuple[int, ...]]:
-        """The rows of each rank in the batches that the gradients belong to."""
+        """Return each rank's number of rows, for all batches that the gradients belong to."""
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """The rows of each rank that the sum is a mean over."""
+        """Return the number of rows of each rank over which the summed gradient is a mean."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
@@ -138,23 +139,23 @@ class RankNoise:
 def _norm(gradients: torch.Tensor) -> torch.Tensor:
     """Return the norm, accumulated in float32 or wider, on the device.
 
-    It is one kernel, as steps may wait for the host.
+    It is computed in one kernel, because launching several might delay the step.
     """
     return torch.linalg.vector_norm(gradients, dtype=_WIDER.get(gradients.dtype))
 
 
 def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
-    """Return the sum of the squared norms, as a float64 tensor of one element.
-
-    It is on the first norm's device.
-    """
+    """Return the sum of squared norms, as a float64 tensor of one element on the first device."""
     if len({(each.device, each.dtype) for each in norms}) > 1:
         norms = [each.to(norms[0].device, torch.float64) for each in norms]
     return torch.stack(list(norms)).double().square().sum(0, keepdim=True)
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error for a library that sums the gradients itself, hiding each rank's own."""
+    """Return the error for a library that sums the gradients itself.
+
+    The gradients of each rank are then unknown.
+    """
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
         f"noise scale.",
