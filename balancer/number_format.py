@@ -20,7 +20,10 @@ def rate(samples_per_second: float) -> str:
 
 
 def factor(times: float) -> str:
-    """Format a factor with two digits, or as an integer from 10: 0.83, 2.7, 140."""
+    """Format a factor, such as 0.83, 2.7 or 140.
+
+    It has two digits; from 10 on, it is an integer.
+    """
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
 

@@ -486,7 +486,7 @@ def _speeds(points: tuple[tuple[int, float], ...]) -> tuple[tuple[int, float], .
 
 
 def seconds_left(state: SessionState) -> float | None:
-    """Return the seconds left of the budget; None without a budget, 0 when it is used up."""
+    """Return the rest of the budget in seconds; None without a budget, 0 if it is used up."""
     if state.budget_seconds is None or state.finished is not None or state.ended:
         return None
     return max(0.0, state.budget_seconds - state.at_seconds)

@@ -253,7 +253,10 @@ class KeptBatch(msgspec.Struct, frozen=True):
 
 
 class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
-    """A layout that ran: the seconds per synchronised optimizer step, with their 95 % interval."""
+    """A layout that ran: the time of an optimizer step in seconds, with its 95 % interval.
+
+    Steps are synchronized over the devices.
+    """
 
     probe: Probe
     step_seconds: Annotated[float, Meta(gt=0, le=10**15)]

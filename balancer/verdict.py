@@ -147,7 +147,7 @@ class Rival(msgspec.Struct, frozen=True):
 class SplitLoss(msgspec.Struct, frozen=True):
     """Why the best split is slower than one device.
 
-    Times are seconds of one step, None if unknown.
+    Times are in seconds per step; None if unknown.
     """
 
     cause: Literal["longest_part", "exchange", "unexplained"]
@@ -160,9 +160,8 @@ class SplitLoss(msgspec.Struct, frozen=True):
 class SumLoss(msgspec.Struct, frozen=True):
     """Why several devices reach much less than the sum of each device alone.
 
-    Times are seconds of one step.
-
-    `lost_seconds`: how much longer a step takes than a step at the sum's speed.
+    Times are in seconds per step. `lost_seconds` is how much longer a step takes than a step at
+    the sum's speed.
     """
 
     # both: the two causes together explain it, and neither does alone

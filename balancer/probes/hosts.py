@@ -1,4 +1,4 @@
-"""The hosts of a session's devices behind one interface: this machine, and other hosts through Ray.
+"""The hosts of a session's devices behind one interface: this machine, and hosts through Ray.
 
 A `RemoteHost` talks to a `HostService` in evener's actor on a host of the cluster. A thread
 receives the messages of the children there, and delivers them as those of local children.
@@ -108,10 +108,10 @@ class LocalHost:
         return self._starter.submit(start).result()
 
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
-        """Return a running fork server for children with this environment, or start one.
+        """Return a running fork server for children with this environment, or start a new server.
 
-        The variables that affect the framework's import must be equal, since the server has
-        imported it.
+        The variables that affect the framework's import must be equal, since the server
+        has imported it.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {

@@ -160,11 +160,9 @@ class Measurement:
     ) -> Timed:
         """Time the probe.
 
-        If `warm_up_share` isn't 0, another step runs first, with half of each share but at
-        most `warm_up_share` rows.
-
-        `started` is when the probe began, by the monotonic clock; `short_bytes` has the memory that
-        other processes held then, by position.
+        If `warm_up_share` isn't 0, another step runs first, with half of each share but at most
+        `warm_up_share` rows. `started` is the monotonic clock's time when the probe began;
+        `short_bytes` has the memory that other processes held then, by position.
         """
         self._progress.enter("warming up")
         command = prepare_command(self._probe.layout, self._ranks)

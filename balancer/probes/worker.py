@@ -274,7 +274,10 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run steps until the devices have finished them. Returns the seconds spent spinning."""
+        """Run steps until the devices have finished them; return the time spent spinning.
+
+        The time is in seconds.
+        """
         if build.compute < 1:
             return sum(self._slow_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -283,12 +286,12 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to imitate a slower device, then take a step. Returns the seconds spent spinning.
+        """Spin to imitate a slower device, then run a step; return the time spent spinning.
 
-        It spins before the step, because the other ranks of a group then wait for this rank
-        as for a slow device. The time depends on the previous step: on its wall time for a
-        lone process, but in a group only on its compute time (own work), because waiting for
-        other ranks isn't slowness.
+        The time is in seconds. The process spins before the step, because the other ranks of a
+        group then wait for this rank as they would for a slow device. The time depends on the
+        previous step: on its wall time for a lone process, but in a group only on its compute time
+        (own work), because waiting for other ranks isn't slowness.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()

@@ -96,7 +96,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
         return None if self.candidate.layout.knobs else self.candidate.family
 
     def gain_of(self, chosen: Result) -> float:
-        """Return the chosen layout's gain, by the two printed rates or as measured alternately."""
+        """Return the chosen layout's gain, from the two printed rates or as measured in turns."""
         return (
             self.gain
             if self.paired

@@ -497,7 +497,7 @@ def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Explain the seconds that a step loses, as far as the cause is known."""
+    """Explain the time that a step loses, if the cause is known."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)

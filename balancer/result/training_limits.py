@@ -131,10 +131,11 @@ class _Measured:
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return the seconds of a step in which a device's kernels waited for other processes'.
+        """Return how long a device's kernels wait for other processes per step, in seconds.
 
-        They wait while they are enqueued and don't run. That is at least as long as they run, as
-        the processes get time slices in turn, if the others compute for that long.
+        A kernel waits while it is enqueued and doesn't run. The GPU gives the processes time slices
+        in turn, so the kernels wait at least as long as they run, if the other processes compute
+        for that long.
         """
         parts = [part for _, part in self.parts_of(position)]
         others = fmean([part.neighbour for part in parts]) if parts else 0.0

@@ -19,7 +19,7 @@ WHY_SOLO = (
 def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     """Return a message about the purpose of a probe.
 
-    `split_before` tells whether a split was measured already, and `running` is how many layouts
+    `split_before` is True if a split was already measured; `running` is the number of layouts that
     take part in the race.
     """
     layout, devices = probe.layout, len(probe.layout.active)

@@ -140,7 +140,7 @@ class DeviceModel:
     def trusted_alone_rows(self) -> int:
         """The largest batch for the next round of devices alone.
 
-        It exceeds what ran only by a limited factor.
+        It exceeds the largest batch that ran only by a limited factor.
         """
         if self.solo_curve is None:
             return 0

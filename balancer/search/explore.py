@@ -1,4 +1,4 @@
-"""Exploration's next measurement, by the model of the machine and its predictions."""
+"""Exploration's next measurement, based on the model of the machine and its predictions."""
 
 from __future__ import annotations
 

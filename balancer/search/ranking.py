@@ -72,9 +72,9 @@ class Difference(msgspec.Struct, frozen=True):
 class RankedLayout(msgspec.Struct, frozen=True):
     """A layout's place in the ranking.
 
-    `against` is the layout's samples/s divided by the winner's, less 1; None for the winner itself.
-    `tie` is True if this difference is below 1 %, or if it may be 0 while the intervals of the two
-    layouts' samples/s overlap.
+    `against` is the layout's samples/s divided by the winner's, minus 1; None for the winner
+    itself. `tie` is True if this difference is below 1 %, or if it may be 0 while the intervals of
+    the two layouts' samples/s overlap.
     """
 
     candidate: Candidate

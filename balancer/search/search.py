@@ -78,9 +78,9 @@ class Search:
         return self._evaluation.ended()
 
     def why_stopped(self) -> str | None:
-        """Return the message that tells why the search is over.
+        """Return the message that explains why the search is over.
 
-        Returns None if there are more probes to run.
+        Return None if there are more probes to run.
         """
         end = self.ended()
         return None if end is None else end.words

@@ -131,7 +131,7 @@ class SoloStage:
         return {one: due[one] for one in kept}
 
     def _optimistic_round(self) -> tuple[Probe, ...]:
-        """Return a round of those of the optimistic layout's batches that show something new.
+        """Return a round of the optimistic layout's batches that would show something new.
 
         If their gain isn't worth their time, return a cheap round instead.
         """

@@ -30,7 +30,7 @@ PASS_SECONDS = 2.0
 
 
 class TextStage:
-    """Chooses passes, then batches and splits, by the observed cost of rows."""
+    """Chooses passes, then batches and splits, based on the observed cost of rows."""
 
     def __init__(self, machine: TextModel, budget: Budget, splits: bool) -> None:
         self._machine = machine
@@ -113,8 +113,8 @@ class TextStage:
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """True if larger passes are worth a measurement.
 
-        That is so if no pass has shown yet what tokens cost, and larger ones may fit and be used in
-        training.
+        This is the case if no pass has shown yet what tokens cost, and if larger passes may fit and
+        be used in training.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:

@@ -34,7 +34,7 @@ class TextPolicy:
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return empty curves, since plans have the costs of rows instead."""
+        """Return empty curves, because plans then have the costs of rows instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates

@@ -91,7 +91,7 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunDifference:
-    """Compare two trainings by the windows of their steps.
+    """Compare two trainings, based on the windows of their steps.
 
     Raises RequestError if a training has too few windows.
     """
@@ -227,7 +227,10 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the mean own work of a step divided by the time of a quick step; at least 1."""
+    """Return the ratio of a step's mean compute time (own work) to a quick step's time.
+
+    It is at least 1.
+    """
 
     def work(window: StepsEntry) -> float:
         sums: StepSums = window.sums
@@ -279,7 +282,7 @@ def _find_likeness(blocks: Sequence[float]) -> float:
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the parts of a step that either training has, as far as their ranks report them."""
+    """Return the parts of a step that either training has, if their ranks report them."""
     known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
     if not all(known):
         return []

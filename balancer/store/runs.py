@@ -123,12 +123,12 @@ _training_decoder: msgspec.json.Decoder[TrainingEntry] = msgspec.json.Decoder(Tr
 
 
 def run_folder(run: str) -> Path:
-    """Return the folder of a run, by the run's whole id."""
+    """Return the folder of the run with this whole id."""
     return runs_folder() / run
 
 
 def journal_path(run: str) -> Path:
-    """Return the path of a run's journal, by the run's whole id."""
+    """Return the path of the journal of the run with this whole id."""
     return run_folder(run) / JOURNAL
 
 

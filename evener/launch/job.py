@@ -73,9 +73,9 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file that all ranks of a program except the first wait for.
+        """The file for which all ranks of a program except the first wait.
 
-        It is None if all ranks start at once.
+        It is None if all ranks start immediately.
         """
         several = self.executable and len(self.processes) > 1
         return self.folder / f"released-{self.attempt}" if several else None

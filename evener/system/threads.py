@@ -12,10 +12,11 @@ _LOOK_SECONDS = 0.001
 
 
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
-    """Wait until all threads with this name sleep, and return True; at once if there are none.
+    """Wait until all threads with this name sleep, and return True.
 
-    Return False if one still works after `seconds`. Only Linux reports what threads do; elsewhere
-    this waits for 50 ms. Other threads may run Python meanwhile.
+    Return immediately if there are no such threads. Return False if one of them is still working
+    after `seconds`. Only Linux reports what threads do; elsewhere this waits for 50 ms. Other
+    threads may run Python code meanwhile.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)

@@ -209,7 +209,8 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
 def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
     """Return the factor by which the device's steps now take longer; 1 if it isn't held back.
 
-    It counts as held back if it was so in its last check or, before any check, in all measurements.
+    It counts as held back if it was held back in its last check or, before any check,
+    in all measurements.
     """
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
