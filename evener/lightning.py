@@ -70,7 +70,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def take_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
-        """Set the training by shares, and reset the strategy's state.
+        """Set the PlannedTraining and its options, and reset the strategy's state.
 
         `__init__` calls this method. Code that makes a strategy without `__init__` calls it, too.
         """
@@ -101,7 +101,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def planned(self) -> PlannedTraining:
-        """The training by shares."""
+        """The PlannedTraining of this strategy."""
         return self._planned
 
     @property

@@ -73,7 +73,10 @@ class TrainerAudit:
 
 
 class TrainerWays:
-    """The ways to compute a trainer's own loss of a few rows."""
+    """Makes the ways to compute a trainer's own loss for a few rows.
+
+    A way is a list of weighted loss functions, one for each pass.
+    """
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer

@@ -44,7 +44,7 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     sums: torch.Tensor  # each value, summed over the pieces of a pass
 
     def sum(self, *args: Any, **kwargs: Any) -> torch.Tensor:
-        """Return the sum over all pieces."""
+        """Return the sum of `sums`, over all ranks, passes and pieces."""
         return self.sums.sum(*args, **kwargs)
 
     def mean(self, *args: Any, **kwargs: Any) -> torch.Tensor:

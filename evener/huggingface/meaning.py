@@ -86,7 +86,7 @@ def find_loss(
                 return LossFinder(trainer, ways, masked, meets).find()
             except (ArithmeticError, IndexError, RuntimeError):
                 if masked is few:
-                    raise  # else the loss may not know ignored labels
+                    raise  # otherwise the loss may not support ignored labels
         return LossFinder(trainer, ways, few, meets).find()
 
     if in_parts:

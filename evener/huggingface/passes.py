@@ -112,7 +112,7 @@ class TrainerPasses:
         self._model: Any = None  # model of the newest pass
         self._exchanges: list[
             Exchange
-        ] = []  # of the model's gradients; empty if something else sums them
+        ] = []  # of the model's gradients; empty if a library sums them
         self._backward = trainer.accelerator.backward
         trainer.accelerator.backward = self.backward
 

@@ -106,7 +106,7 @@ def keep_no_casts(accelerator: Any) -> None:
 
 
 def _note_device(model: Any, device: torch.device) -> None:
-    """Tell accelerate the device of a model that was loaded with a `device_map`."""
+    """Set the device that accelerate assumes for a model loaded with a `device_map`."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model
     if getattr(base, "hf_device_map", None):
         base.hf_device_map = {"": device}

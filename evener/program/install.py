@@ -20,7 +20,7 @@ from ..system.threads import wait_until_asleep
 from ..training.ending import end_process, end_when_stuck
 from ..training.launched import PROGRAM, launched_device
 
-# collectives that evener.program.exchanges handles; those missing from this version of PyTorch
+# collectives that evener.program.exchanges handles; collectives missing from this PyTorch
 # are skipped
 _EXCHANGES = (
     *("all_reduce", "reduce", "broadcast", "all_gather", "all_gather_into_tensor"),

@@ -388,7 +388,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """Handle the end of a loop; if it trained by shares, compare what the ranks have seen."""
+        """Handle the end of a loop; if it trained by shares, compare the ranks' views."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -465,7 +465,7 @@ class Program:
             )
 
     def _compare(self, loop: Any) -> None:
-        """Compare what the ranks have seen since the last comparison.
+        """Compare the ranks' views of the steps since the last comparison.
 
         Raises RequestError if their row orders or learning rates differ. If another difference or a
         fault was found, the training returns to even shares.
@@ -484,7 +484,7 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Return to even shares permanently."""
+        """Return to even shares permanently, because of a fault in a step by shares."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
@@ -619,7 +619,7 @@ class Program:
         )
 
     def _view(self, loop: Any) -> RankView:
-        """Return what this rank has seen in the steps since the ranks last compared.
+        """Return this rank's view of the steps since the ranks last compared their views.
 
         The view has a fault, digests of the row order and of the optimizers' settings, and the
         numbers in the loss.
@@ -677,7 +677,7 @@ class Program:
             self._others -= 1
 
     def stay(self, why: str) -> None:
-        """Leave the program as it is, and report why.
+        """Leave the program unchanged, and report why shares stay even.
 
         Raises RequestError if the program was started with `--strict`.
         """
@@ -720,7 +720,7 @@ def share_state(trainer: Any, kind: type[Any]) -> Any:
 def stays_if_refused(trainer: Any) -> Iterator[None]:
     """Return a context that prepares a trainer to train by shares.
 
-    If an EvenerError is raised, the trainer's state is restored and the program stays as it is.
+    If an EvenerError is raised, the trainer's state is restored and the program trains unchanged.
     """
     before = dict(vars(trainer))
     try:

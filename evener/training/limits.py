@@ -1,4 +1,4 @@
-"""What limits a training: each limit with its part of a step, a remedy and the expected gain. Pure.
+"""The limits of a training: each limit's part of a step, a remedy and the expected gain. Pure.
 
 A search and a training run measure the parts of a step differently, and both use this module.
 Measured parts may overlap: a host that is starved of cores also delays input. Overlaps are removed,
@@ -168,7 +168,7 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     return tuple(sorted(limits, key=lambda limit: (-limit.gain, -limit.share, limit.kind)))
 
 
-# kinds measured as time in which nothing else happens, so that they overlap with no other part
+# kinds measured as time in which nothing else happens, so they overlap with no other part
 APART = frozenset({LimitKind.EXCHANGE, LimitKind.OWN_CODE})
 SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 

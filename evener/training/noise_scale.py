@@ -16,7 +16,7 @@ from typing import Annotated, NamedTuple
 
 import msgspec
 
-EVERY = 8  # one of this many steps is measured: two norms cost about 1 % of a step
+EVERY = 8  # every 8th step is measured: two norms cost about 1 % of a step
 BLOCK = 8  # samples whose mean is one value for the interval
 FEWEST_BLOCKS = 6  # for an interval
 KEPT = 0.97  # factor of a block's weight for each later block: about 33 blocks count

@@ -70,7 +70,7 @@ class Advice(msgspec.Struct, frozen=True):
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
-    # own work follows the plan's curves; else it is taken to be in proportion to rows
+    # own work follows the plan's curves; if False, it is assumed to be proportional to rows
     by_curves: bool = False
     error: float = 0.0  # two standard errors of the gain, from the variation of own work
 
@@ -123,7 +123,8 @@ class Rebalancer:
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)
-        self._drifts: list[float] = []  # of each rank's windows, relative; none seen yet
+        # relative standard deviation of each rank's windows; empty until measured
+        self._drifts: list[float] = []
         self._patience = FEWEST_WINDOWS  # the fewest windows that a change needs
         self._last: tuple[int, ...] = ()  # shares before the last change
         self._reversed = False  # the last change undid the one before

@@ -96,7 +96,7 @@ class StepRecord:
         if self._first is None:
             self._first = now
         elif now is self._first and len(now.clear) == KEPT_STEPS:
-            self._now = _Stretch(shares, now.steps)  # the first steps stay as they are
+            self._now = _Stretch(shares, now.steps)  # the first stretch isn't extended any further
 
     @property
     def first(self) -> StepFigures | None:
