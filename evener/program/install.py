@@ -94,7 +94,8 @@ def install() -> None:
 class _First:
     """An import finder that finds no module, but registers the hooks.
 
-    It does so when a library is first imported, because wrapt takes a while to import.
+    The hooks are registered when a library is first imported, because importing wrapt
+    takes a while.
     """
 
     def find_spec(self, name: str, *_: Any) -> Any:

@@ -160,8 +160,8 @@ class SharedBatches:
     def of(cls, loader: Any) -> SharedBatches:
         """Return the loader's SharedBatches, installing it on first use.
 
-        If rows can't be split, the loader keeps its own sampler and the
-        result only carries the fault.
+        If rows can't be split, the loader keeps its own sampler, and only `fault` of the
+        result is used.
         """
         given = loader.batch_sampler
         if isinstance(given, SharedBatches):

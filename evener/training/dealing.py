@@ -367,9 +367,9 @@ def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move a row to each rank that has none, from a rank that has several rows.
+    """Move a row to each rank that has none from a rank that has several rows.
 
-    The row is the giver's shortest.
+    The row is the shortest row of all ranks with several rows.
     """
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]

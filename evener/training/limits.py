@@ -246,7 +246,7 @@ class _Left(NamedTuple):
 
 
 def _find_left(step_s: float, part: StepPart) -> _Left:
-    """Return the duration of a step after the remedy: measured if known, otherwise estimated."""
+    """Return the duration of a step after the remedy: `without_s` or, without it, an estimate."""
     if part.without_s is not None:
         error_s = part.without_error_s
         return _Left(part.without_s, part.without_s - error_s, part.without_s + error_s)

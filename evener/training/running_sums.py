@@ -62,7 +62,7 @@ class RunningSums:
         return steps[int(QUICK_PART * len(steps))] if steps else 0.0
 
     def recent(self) -> StepSums:
-        """Return the sums over the recent steps."""
+        """Return the sums over recent steps."""
         return self.whole.minus(self._ends[0])
 
     def errors(self) -> StepSums:

@@ -18,7 +18,7 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 
 
 class StepSums(msgspec.Struct, frozen=True):
-    """A rank's time over a number of steps, in seconds, divided by its use.
+    """A rank's time over a number of steps, in seconds, by activity.
 
     The parts, from `input_s` to `between_s`, don't overlap. The other durations are included
     in these parts.
