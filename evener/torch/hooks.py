@@ -50,7 +50,7 @@ class ProcessHooks:
         self._remove_unneeded()
 
     def _remove_unneeded(self) -> None:
-        """Remove the hooks if nobody needs them any more.
+        """Remove the hooks if no holder needs them any more.
 
         If PyTorch is calling hooks right now, they stay, and a later call removes them.
         """
@@ -67,8 +67,8 @@ _EVERY: list[ProcessHooks] = []
 class Replacement:
     """A function of another library that is replaced in its owner until `remove` is called.
 
-    It is a handle that ProcessHooks can register.
-    `make` gets the function and returns the one in its place.
+    ProcessHooks can use it as a handle. `make` is called with the original function and returns
+    its replacement.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:
@@ -78,7 +78,7 @@ class Replacement:
         setattr(owner, name, self._made)
 
     def remove(self) -> None:
-        """Put the function back, unless it has been replaced by others since."""
+        """Restore the original function, unless other code has replaced it since."""
         if getattr(self._owner, self._name) is self._made:
             setattr(self._owner, self._name, self._own)
 

@@ -1,9 +1,9 @@
-"""Batches that some ranks leave out, as their own rows have a NaN or are easy: their loss is 0.
+"""Detect batches that only some ranks leave out, for example because their rows have a NaN.
 
-One device would leave out the whole batch or none of it. No audit computes such a step again, as
-the loss is a usual one in other steps. But the operations that make it are others there
-(`loss * 0`), and the loss is 0: each rank notes the steps in which that is so, and the ranks
-compare their notes through the store of their process group.
+One device would leave out the whole batch or none of it. Audits don't detect this, because the loss
+is computed as usual in most steps. In a step that a rank leaves out, the loss is 0 and comes from
+other operations (`loss * 0`). Each rank records these steps, and the ranks compare their records
+through the store of their process group.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ READ_AFTER = 2  # steps: no rank gets as far before all have written
 
 
 class LeftOutBatches:
-    """Notes the batches that this rank leaves out, and finds those that not all ranks leave out.
+    """Records the steps that this rank leaves out, and finds steps that only some ranks leave out.
 
     `place` is the prefix of keys in the store, the same on every rank.
     """
@@ -37,9 +37,10 @@ class LeftOutBatches:
         self._left: list[int] = []  # steps that the other ranks don't know of
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
-        """Note a loss before its backward pass, and the operations that made it.
+        """Record whether a loss is left out, from its value and the operations that made it.
 
-        Its value is read once for each kind of operations, and each time while it is 0.
+        Called before the backward pass. The value is only read until the same operations have once
+        led to a loss other than 0.
         """
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
 
@@ -54,10 +55,11 @@ class LeftOutBatches:
         return bool(self._usual)
 
     def begin(self, step: int, shares: Sequence[int]) -> tuple[int, list[int]] | None:
-        """Begin a step; return the first one that only some ranks have left out, and those ranks.
+        """Begin a step; return the first step that only some ranks have left out, and these ranks.
 
-        Return None if there is none. All ranks call this for the same steps and get the same
-        result. `shares` are the ranks' rows; ranks without rows leave nothing out.
+        Return None if there is no such step. All ranks call this method for the same steps and get
+        the same result. `shares` has the number of rows of each rank; ranks without rows are
+        ignored.
         """
         if self._learns is False:
             self._left.append(step - 1)
@@ -95,7 +97,7 @@ def _meets_in(step: int) -> bool:
 def _find_uneven(
     ranks: dict[int, list[int]], every: Collection[int]
 ) -> tuple[int, list[int]] | None:
-    """Return the first step that not every rank has left out, with the ranks that have."""
+    """Return the first step that only some ranks have left out, and these ranks."""
     for step in sorted(ranks):
         if not set(every) <= set(ranks[step]):
             return step, ranks[step]

@@ -1,4 +1,4 @@
-"""The parameters and buffers of a model, listed anew only after something was registered.
+"""The parameters and buffers of a model, listed again only after one of them was registered.
 
 PyTorch's own `parameters()` and `buffers()` walk through every module of the model. In each step,
 that would take longer than a small model's forward pass.
@@ -19,7 +19,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class _Registered:
-    """How often a module, a parameter or a buffer was registered in this process."""
+    """Counts how often modules, parameters and buffers were registered in this process."""
 
     def __init__(self) -> None:
         self.parameters = self.buffers = 0
@@ -50,7 +50,7 @@ _HOOKS = ProcessHooks(_register)
 
 
 class Members:
-    """A model's parameters and buffers; the model itself is referred to weakly."""
+    """Lists the parameters and buffers of a model, to which it has only a weak reference."""
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)
@@ -71,7 +71,7 @@ class Members:
         return self._ids, tuple(map(_REQUIRES_GRAD, self._parameters))
 
     def buffers(self) -> list[tuple[str, Any]]:
-        """Return the names and tensors of all buffers; a buffer of two modules comes twice."""
+        """Return the names and tensors of all buffers; a buffer of two modules is listed twice."""
         if self._owners_at != _registered.buffers:
             model = self._model()
             named = [] if model is None else model.named_modules()

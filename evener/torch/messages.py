@@ -19,7 +19,8 @@ Told = TypeVar("Told")
 def gather_messages(own: Told, kind: Any = Any) -> list[Told]:
     """Return the values of all ranks, in rank order, each of type `kind`.
 
-    Every rank has to call it. Raises msgspec.ValidationError if a value has another type.
+    Every rank has to call this function. Raises msgspec.ValidationError if a value has another
+    type.
     """
     sent = _encode(own)
     sizes = [_number(0) for _ in range(dist.get_world_size())]
@@ -32,7 +33,7 @@ def gather_messages(own: Told, kind: Any = Any) -> list[Told]:
 
 
 def tell_all(own: Told, kind: Any = Any) -> Told:
-    """Return the value of rank 0, which has type `kind`; every rank has to call it."""
+    """Return rank 0's value, which has type `kind`; every rank has to call this function."""
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
     dist.broadcast(size, 0)
@@ -48,9 +49,9 @@ def _number(value: int) -> torch.Tensor:
 
 
 def _encode(value: Any) -> torch.Tensor:
-    """Return the value's JSON text as a tensor of bytes, on the device that ranks exchange.
+    """Return the value's JSON text as a tensor of bytes, on the device for collectives.
 
-    Python's json writes it, because that can represent infinity and NaN.
+    Python's json module writes the text, because it can represent infinity and NaN.
     """
     text = json.dumps(msgspec.to_builtins(value)).encode()
     return torch.frombuffer(bytearray(text), dtype=torch.uint8).to(_choose_device())
@@ -61,7 +62,7 @@ def _decode(text: torch.Tensor, kind: Any) -> Any:
 
 
 def _choose_device() -> torch.device:
-    """Return the CPU if the default group can exchange CPU tensors, else this process's GPU."""
+    """Return the CPU if the default group has a backend for it, else this process's GPU."""
     exchanged = [each.partition(":")[0] for each in dist.get_backend_config().split(",")]
     if "cpu" in exchanged:
         return torch.device("cpu")

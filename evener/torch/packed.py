@@ -21,7 +21,7 @@ def is_packed(tensor: Any) -> bool:
 
 
 def explain_unusable(tensor: Any) -> str:
-    """Return why a model can't be trained with this packed parameter; empty if it can."""
+    """Return why a model with this packed parameter can't be trained, or "" if it can."""
     if tensor.requires_grad:
         return "Its 4-bit weights are trained, and bytes have no gradients."
     if tensor.bnb_quantized and not hasattr(tensor.quant_state, "to"):
@@ -43,7 +43,7 @@ def pack_weights(model: Any, device: torch.device) -> None:
 
 
 def list_statistics(tensors: Iterable[Any]) -> list[torch.Tensor]:
-    """Return the tensors by which the packed parameters among these are unpacked."""
+    """Return the statistics of the packed parameters among `tensors`, as tensors."""
     found: list[torch.Tensor] = []
     states = [each.quant_state for each in tensors if is_packed(each) and each.bnb_quantized]
     while states:

@@ -1,4 +1,4 @@
-"""One rank's training by a plan, the base of the adapters to every trainer."""
+"""A training run with a plan on one rank, the base of the adapters to every trainer."""
 
 from __future__ import annotations
 
@@ -40,15 +40,16 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """One rank's training by a plan, the base of the adapters to every trainer.
+    """A training run with a plan on one rank, the base of the adapters to every trainer.
 
-    It sets up this process for its device. It has the samplers of rows, the check of the loss, the
-    weighted sum of gradients, passes that survive running out of memory, the step times and their
-    report, and shares that follow each rank's compute time (own work). `weigh` says what weights a
-    batch by its rows: with "gradients" the sum of gradients does, with "loss" a call of `scale`,
-    and with "trainer" an adapter, which multiplies each pass's loss by (its fraction of the global
-    batch * the number of ranks). An adapter calls `begin` for each global batch and `report` once
-    the batch is trained. Every rank has to call every method.
+    It sets up this process for its device. It has the samplers of rows, the audits of the loss, the
+    weighted sum of gradients, passes that can run out of memory without ending the run, the step
+    times and their reports, and shares that follow each rank's compute time (own work). `weigh`
+    selects where a rank's weight is applied: with "gradients" when gradients are summed, with
+    "loss" by a call of `scale`, and with "trainer" by an adapter, which multiplies the loss of each
+    pass by (the pass's fraction of the global batch * the number of ranks). An adapter calls
+    `begin` for each global batch and `report` once the batch is trained. Every rank has to call
+    every method.
     """
 
     def __init__(
@@ -104,7 +105,7 @@ class PlannedTraining:
 
     @property
     def ranks(self) -> RankShares:
-        """The shares of all ranks that are in force, by the plan or by the last rebalancing."""
+        """The current shares of all ranks, from the plan or the last rebalancing."""
         return self.weights.shares
 
     @ranks.setter
@@ -112,7 +113,7 @@ class PlannedTraining:
         self.weights.shares = self.reporter.shares = now
 
     def close(self) -> None:
-        """Stop reporting, and remove the process-wide hooks that this training has registered."""
+        """Stop reporting, and remove the process-wide hooks that this run has registered."""
         self.reporter.close()
         self.timer.release()
         self.audits.release()
@@ -125,9 +126,9 @@ class PlannedTraining:
     ) -> UnevenBatchSampler:
         """Return a sampler of this rank's row numbers in each global batch.
 
-        `rows` is the number of rows in the data set. With `lengths`, the number of tokens of each
-        row, rows are assigned so that ranks finish together. `shares` replaces the shares in force,
-        for a validation; `options` are those of UnevenBatchSampler.
+        `rows` is the number of rows in the data set. With `lengths`, the number of tokens in each
+        row, rows are distributed so that ranks finish together. `shares` replaces the current
+        shares, for validation. `options` are passed to UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -139,16 +140,19 @@ class PlannedTraining:
         return LengthSampler(rows, chosen, self.rank, lengths=lengths, dealer=dealer, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
-        """Change this sampler's shares whenever the shares of the training change.
+        """Change this sampler's shares whenever the shares of the training run change.
 
-        The sampler draws at most `ahead` batches before their turn.
+        `ahead` is the maximum number of batches that the sampler draws before they are trained.
         """
         sampler.changes |= self.rebalancing is not None
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change to these shares after the `ahead` batches that have been drawn already."""
+        """Change to `shares` after the `ahead` batches that have been drawn already.
+
+        `micros` has the maximum number of rows of each rank in one pass.
+        """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for each in self._samplers:
             each.change_shares(shares, ahead)
@@ -156,7 +160,7 @@ class PlannedTraining:
     def stay_even(self) -> None:
         """Give each rank an equal number of rows from now on, and stop rebalancing.
 
-        In every loop, the change comes once the batches drawn ahead have been trained.
+        In every loop, the change takes effect once the batches drawn ahead have been trained.
         """
         if self.rebalancing is not None:
             self.rebalancing.stop()
@@ -170,10 +174,10 @@ class PlannedTraining:
         """Wrap a model on this process's device so that its gradients are summed over the ranks.
 
         Returns the wrapped model; on one device, the model itself. Each rank's gradients are
-        weighted by its rows. `options` are those of DistributedDataParallel, of which only
-        `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect. A model that is in
-        DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), isn't wrapped
-        again: the model itself is returned.
+        weighted by its number of rows. `options` are options of DistributedDataParallel, of which
+        only `bucket_cap_mb`, `broadcast_buffers` and `process_group` have an effect. A model that
+        is in DistributedDataParallel already, or that FSDP shards (with `weigh="loss"`), isn't
+        wrapped again: the model itself is returned.
 
         Raises RequestError if the model's gradients can't be weighted.
         """
@@ -242,16 +246,16 @@ class PlannedTraining:
     # ------------------------------------------------------------------ a global batch
 
     def begin(self, sizes: Sequence[int]) -> None:
-        """Begin a global batch, and end the one before; `sizes` are the rows of each rank.
+        """End the previous global batch, and begin one with `sizes` rows on the ranks.
 
-        It is for adapters: a Split's loader begins its batches without it.
+        This method is for adapters: the loader of a Split begins its batches itself.
         """
         self.end()
         self.timer.begin(tuple(sizes))
         self.weights.begin(sizes)
 
     def end(self) -> None:
-        """End a global batch; if it was trained, call `listeners` with its sizes.
+        """End a global batch; if it was trained, call `listeners` with each rank's number of rows.
 
         A listener may change the shares.
         """
@@ -260,23 +264,24 @@ class PlannedTraining:
                 each(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report to the monitor that a step on this rank's rows is done.
+        """Report a finished step of this rank to the monitor.
 
-        A Split's loader calls it itself. `rows` are by default this rank's rows in the current
-        batch. `tokens` are the numbers of tokens in these rows, without and with padding.
+        The loader of a Split calls this method itself. `rows` is the number of rows, by default
+        that of this rank in the current batch. `tokens` has the numbers of tokens in these rows,
+        without and with padding.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Compute forward and backward of a batch in the plan's passes.
+        """Run the forward and backward passes of a batch, in as many passes as the plan has.
 
-        Returns this rank's mean loss, to give to `Split.mean`. `compute(part)` returns the mean
-        loss of part.batch, over rows or over what `count(part)` counts: `split.step(batch, lambda
-        part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients are exchanged once. A pass
-        that runs out of memory is computed again in smaller ones. Every rank has to call it for
-        every batch. `check=False` skips the audits.
+        Returns this rank's mean loss, which can be passed to `Split.mean`. `compute(part)` returns
+        the mean loss of part.batch, over rows or over the items that `count(part)` counts:
+        `split.step(batch, lambda part: criterion(model(part.batch[0]), part.batch[1]))`. Gradients
+        are all-reduced once. A pass that runs out of memory is computed again in smaller passes.
+        Every rank has to call this method for every batch. `check=False` skips the audits.
         """
         total = train_batch(self, batch, compute, count)
         if check:
@@ -286,13 +291,13 @@ class PlannedTraining:
     def parts(
         self, batch: Any, count: OfPart | None = None, models: Sequence[Any] | None = None
     ) -> Iterator[Part]:
-        """Yield this rank's batch in the plan's passes.
+        """Yield the parts of this rank's batch, one for each pass of the plan.
 
-        Compute the loss of each part.batch, and call part.backward(loss). The last pass exchanges
-        the gradients of `models`, by default of all wrapped models. `count(part)` is the divisor of
-        a mean that isn't over rows, such as the number of tokens that aren't ignored. If the loop's
-        body is in `with part:`, a part that runs out of memory comes again in smaller ones. Every
-        rank has to call it for every batch.
+        Compute the loss of each part.batch, and call part.backward(loss). In the last pass, the
+        gradients of `models`, by default of all wrapped models, are all-reduced. `count(part)` is
+        the divisor of a mean that isn't over rows, such as the number of tokens that aren't
+        ignored. If the loop's body is in `with part:`, a part that runs out of memory is yielded
+        again in smaller parts. Every rank has to call this method for every batch.
         """
         parts = take_parts(self, batch, count, models)
         try:

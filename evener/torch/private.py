@@ -1,8 +1,9 @@
 """The private parts of PyTorch that evener uses, each with its purpose.
 
-All other files ask this one. tests/evener/test_torch_private.py tries each name, so it fails first
-if a new version of PyTorch has changed one. Those of Lightning are in evener/lightning_private.py,
-those of transformers and accelerate in evener/huggingface/private.py.
+All other files use them through this module. tests/evener/test_torch_private.py tries each name, so
+it fails first if a new version of PyTorch has changed one. The private parts of Lightning are in
+evener/lightning_private.py, and those of transformers and accelerate in
+evener/huggingface/private.py.
 """
 
 from __future__ import annotations
@@ -57,10 +58,10 @@ def leave_uncompiled(function: Any) -> None:
 
 
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
-    """Return what is in nested outputs, also of transformers' classes, and a function that puts
-    such a list together in the same way.
+    """Return a flat list of the items in nested outputs, and a function that nests such lists.
 
-    Objects that PyTorch doesn't know how to take apart are items of the list.
+    Outputs may be of transformers' classes. Objects that PyTorch can't flatten are items of the
+    list. The function returns an object with the same nesting as `outputs`.
     """
     leaves, spec = pytree.tree_flatten(outputs)
     return leaves, lambda items: pytree.tree_unflatten(items, spec)
@@ -124,7 +125,7 @@ def joins_unevenly(ddp: Any) -> bool:
 
 
 def ignored_names(module: Any) -> set[str]:
-    """Return the parameter and buffer names that DistributedDataParallel was told to ignore."""
+    """Return the names of parameters and buffers that DistributedDataParallel has to ignore."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -134,8 +135,8 @@ def ignored_names(module: Any) -> set[str]:
 def free_gathered(models: Iterable[Any]) -> None:
     """Free the weights that FSDP has gathered for forward passes without a backward pass.
 
-    Both FSDP1 and FSDP2 keep those of the outermost module until a backward pass ends, and would
-    compute with them after an optimizer's step, too.
+    Both FSDP1 and FSDP2 hold the gathered weights of the outermost module until a backward pass
+    ends, and would still use them after an optimizer's step.
     """
     if "torch.distributed.fsdp" not in sys.modules:
         return
@@ -150,7 +151,7 @@ def free_gathered(models: Iterable[Any]) -> None:
 
 
 def ignores_parameters(model: Any) -> bool:
-    """True if FSDP1 was told to leave out some of a model's parameters."""
+    """True if FSDP1 has to ignore some of a model's parameters."""
     return any(bool(getattr(part, "_ignored_params", ())) for part in model.modules())
 
 
@@ -158,17 +159,17 @@ def ignores_parameters(model: Any) -> bool:
 
 
 def default_store() -> Any:
-    """Return the store through which the ranks of the default process group found each other."""
+    """Return the rendezvous store of the default process group."""
     return dist.distributed_c10d._get_default_store()
 
 
 def backend_name(group: Any, device: torch.device) -> str:
-    """Return the name of the backend by which a group moves tensors of a device."""
+    """Return the name of the backend that a group uses for tensors on a device."""
     return str(group._get_backend(device).name())
 
 
 def rendezvous_handlers() -> dict[str, Any]:
-    """Return the functions by which processes meet, by a URL's scheme."""
+    """Return PyTorch's rendezvous handlers by URL scheme."""
     found: dict[str, Any] = sys.modules["torch.distributed.rendezvous"]._rendezvous_handlers
     return found
 
@@ -186,9 +187,9 @@ LEAVING = {
 
 
 def count_collectives() -> dict[str, int]:
-    """Return the number of collectives among several ranks that this process has begun.
+    """Return how many collectives among several ranks this process has started.
 
-    There is a number for each process group and device.
+    The result has one number for each process group and device.
     """
     groups = [group for group in list(dist.distributed_c10d._world.pg_map) if group.size() > 1]
     every = {
@@ -206,6 +207,6 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Copy one rank's values of tensors on one device to every rank, in few collectives."""
+    """Broadcast tensors on one device from one rank to all ranks, in few collectives."""
     chosen = dist.group.WORLD if group is None else group
     dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)

@@ -1,8 +1,8 @@
 """Rebalancing in PyTorch: shares that follow the compute time (own work) of each rank.
 
-This is the exchange of the measurements between ranks, and the change of shares. The rule by
-which shares change is `Rebalancer` in evener/training/rebalance.py, the same on every rank and
-for every framework.
+This module gathers the measurements of all ranks and changes the shares. The rule for changing
+them is `Rebalancer` in evener/training/rebalance.py. It is the same on every rank and for every
+framework.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise RequestError, as rows that are assigned by length have no shares."""
+    """Raise RequestError, because rows that are distributed by length have no shares."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -48,7 +48,7 @@ def raise_no_shares() -> NoReturn:
 class Rebalancing:
     """Changes the shares of this rank's samplers, at the same step on every rank.
 
-    Every rank has to make one.
+    Every rank has to create one.
     """
 
     def __init__(self, training: Any) -> None:  # a PlannedTraining
@@ -82,7 +82,10 @@ class Rebalancing:
         )
 
     def describe_pending(self) -> PendingShares | None:
-        """Return how close the next change of shares is; None if own work isn't the bottleneck."""
+        """Return how close the next change of shares is, or None if there will be none.
+
+        There is none if the ranks' compute time (own work) isn't the bottleneck.
+        """
         if self._rule is None:
             return PendingShares(0, FEWEST_WINDOWS)
         if not self._fewest:
@@ -91,15 +94,16 @@ class Rebalancing:
         return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
-        """Change no more shares, after waiting for an exchange that is under way."""
+        """Stop changing shares, after waiting for an all-reduce that is under way."""
         if self._exchange is not None:
             self._exchange[0].wait()
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
-        """Count a trained batch with these rows of each rank; every rank has to call it.
+        """Count a trained batch; `sizes` has the number of rows of each rank in it.
 
-        Every few calls, the ranks exchange their measurements and decide on shares.
+        Every rank has to call this method. Every few calls, the ranks gather their measurements and
+        decide on shares.
         """
         self._step += 1
         if self._exchange is not None:
@@ -115,7 +119,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(figures)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the shares in force, and the plan's shares to recognize the plan by."""
+        """Return the current shares, and the plan's shares, by which the plan is recognized."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
@@ -126,11 +130,11 @@ class Rebalancing:
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
     def _summarize(self) -> RankFigures:
-        """Return the medians of this rank's steps in the window, without disturbed steps.
+        """Return the medians of this rank's step times in the window, without disturbed steps.
 
-        Own work is 0, which the rule ignores, if none was computed. It is also 0 for some windows
-        after memory ran out, as the allocator's cache is empty then and steps take far longer than
-        later ones, and in a window in which passes became larger again.
+        Own work is 0, which the rule ignores, if no step has a known own work. It is also 0 in a
+        window in which passes became larger again, and in a few windows after memory ran out,
+        because the allocator's cache is then empty and steps take far longer than later.
         """
         retreats = self._training.reporter.retreats
         limit = self._training.passes.recovery.limit.most or 0
@@ -160,10 +164,10 @@ class Rebalancing:
         )
 
     def _rows_that_fit(self) -> int:
-        """Return the rows of a share that this rank's memory is predicted to hold; 0 if unknown.
+        """Return the largest share, in rows, predicted to fit this rank's memory; 0 if unknown.
 
-        A pass that runs out of memory can be computed again in smaller ones, except in a loop that
-        computes a batch at once.
+        More memory is left free if a loop computes a batch at once, because a pass that runs out of
+        memory then can't be computed again in smaller passes.
         """
         training = self._training
         rank, shares = training.rank, training.ranks
@@ -173,11 +177,11 @@ class Rebalancing:
         return rows * passes
 
     def _begin_exchange(self, figures: RankFigures) -> tuple[Any, torch.Tensor]:
-        """Begin to exchange this rank's measurements with those of the other ranks.
+        """Start the all-reduce that gathers the measurements of all ranks.
 
         They are the own work and the pass limit of each window, the metrics of the last window, the
-        rows that memory holds, and the batches drawn ahead. An all-reduce gathers them: each rank
-        has zeros in the places of the others.
+        rows that fit into memory, and the number of batches drawn ahead. Each rank sends zeros in
+        the positions of the other ranks.
         """
         own = [
             *(figure for window in self._windows.values() for figure in window),
@@ -219,9 +223,9 @@ class Rebalancing:
     def _decide(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide on shares by a window that ended at step `end`; return True if they change.
+        """Decide on shares from a window that ended at step `end`; return True if they change.
 
-        The change applies `batches` batches later.
+        The change takes effect `batches` batches later.
         """
         before = self._training.ranks.batches
         if self._rule is None:
@@ -267,5 +271,5 @@ class Rebalancing:
 
 
 def _read_figures(exchanged: Sequence[float]) -> RankFigures:
-    """Return a rank's metrics, with NaN for those that were sent as UNKNOWN."""
+    """Return a rank's metrics, with NaN for values that were sent as UNKNOWN."""
     return RankFigures(*(math.nan if each == UNKNOWN else each for each in exchanged))

@@ -43,7 +43,7 @@ Model = TypeVar("Model")
 
 
 def _check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if rows can't be assigned by length in this loader."""
+    """Raise RequestError if rows can't be distributed by length in this loader."""
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -69,17 +69,17 @@ class Split(PlannedTraining):
 
     `rank` is this process's rank, `world` the number of ranks, and `device` this process's device.
     `plan` is a Plan or the path of its file; under evener launch it can be left out. Without a
-    plan, `ratios` and `global_batch` say how to split. With `weigh="gradients"`, the sum of
-    gradients weights them, so the loop stays as it was. `weigh="loss"` needs
+    plan, `ratios` and `global_batch` specify the split. With `weigh="gradients"`, each rank's
+    gradients are weighted when they are summed, so the loop needs no change. `weigh="loss"` needs
     `split.scale(loss).backward()`, and leaves the model's communication hook free. With
     `rebalance`, shares follow the compute time (own work) of each rank during training; the global
-    batch keeps its size. With `noise`, `noise_scale` is measured during training: what a larger
-    batch would cost (docs/learning.md). With `journal`, `evener runs` lists the training's steps/s,
-    share changes and restarts.
+    batch keeps its size. With `noise`, `noise_scale` is measured during training: it shows what a
+    larger batch would cost (docs/learning.md). With `journal`, `evener runs` lists the steps per
+    second, share changes and restarts of the training run.
 
     Raises PlanError, RequestError or DeviceError before anything starts if the plan can't be
-    applied here. If it was measured on other devices or with another model, PlanError is raised
-    with `strict`; without `strict`, there is a warning.
+    applied here. If the plan was measured on other devices or with another model, PlanError is
+    raised if `strict` is True; otherwise a warning is printed.
     """
 
     def __init__(
@@ -121,25 +121,25 @@ class Split(PlannedTraining):
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each rank in a full step, by the plan or by the last rebalancing."""
+        """The number of rows of each rank in a full step, from the plan or the last rebalancing."""
         return self.ranks.batches
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """The most rows that each rank computes in one pass."""
+        """The maximum number of rows that each rank computes in one pass."""
         return self.ranks.micros
 
     @property
     def global_batch(self) -> int:
-        """The samples of a full optimizer step, summed over all ranks."""
+        """The number of rows in a full optimizer step, summed over all ranks."""
         return sum(self.shares)
 
     @property
     def rows(self) -> int:
         """The number of this rank's rows in the current batch that count in the gradient.
 
-        0 if this rank's only row is a filler that keeps it in step. Raises RequestError outside a
-        loop over a loader.
+        It is 0 if this rank's only row is a filler row. Raises RequestError outside of a loop over
+        a loader.
         """
         batch = self.weights.current
         if batch is None:
@@ -153,7 +153,7 @@ class Split(PlannedTraining):
     def noise_scale(self) -> NoiseScale | None:
         """The gradient noise scale measured so far, in rows, with its confidence interval.
 
-        None until enough steps have been measured, and without `noise`.
+        It is None until enough steps have been measured, and if `noise` is False.
         """
         return None if self.noise is None else self.noise.scale()
 
@@ -164,12 +164,12 @@ class Split(PlannedTraining):
 
     @property
     def ending(self) -> bool:
-        """True once SIGTERM has told any rank that its machine is about to be taken away.
+        """True once any rank has received SIGTERM, as before its machine is taken away.
 
-        Read it on every rank after each step; all ranks get the same answer. When it is True,
-        save a checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the
-        process. After a signal, `ending` is True from the end of the step on; if steps are shorter
-        than a quarter of a second, up to a quarter of a second later.
+        Read it on every rank after each step; all ranks get the same value. When it is True, save a
+        checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the process.
+        After a signal, `ending` becomes True at the end of the step, or up to a quarter of a second
+        later if steps are shorter than that.
         """
         if self._notice is None:
             self._notice = Notice(self.world)
@@ -190,17 +190,17 @@ class Split(PlannedTraining):
     ) -> Loader:
         """Return a loader that yields this rank's rows of each global batch of `dataset`.
 
-        Each row comes once per epoch, on one rank. `options` are passed to DataLoader. `order`
-        replaces `shuffle`: a sampler of rows, a list of row numbers, or a function of the epoch
-        that returns such a list. On a GPU, `prefetch` batches (2 by default) are fetched ahead and
-        arrive on the device; under a plan with several passes they stay in pinned memory, and
+        Each row is computed once per epoch, on one rank. `options` are passed to DataLoader.
+        `order` replaces `shuffle`: a sampler of rows, a list of row numbers, or a function of the
+        epoch that returns such a list. On a GPU, `prefetch` batches (2 by default) are prefetched
+        and sent to the device. Under a plan with several passes they stay in pinned memory, and
         `parts` sends each part. With `training=False` (validation), steps aren't reported to the
-        monitor, and a last batch too short to give each rank a row joins the batch before it. With
-        `lengths`, the number of tokens of each row, rows are assigned so that ranks finish
+        monitor, and a last batch that has fewer rows than ranks is joined to the batch before it.
+        With `lengths`, the number of tokens in each row, rows are distributed so that ranks finish
         together; the loop then has to use `parts`.
 
-        Raises RequestError if the data set has no length, if an option is one that the plan
-        decides, or if `lengths` don't fit the data set.
+        Raises RequestError if the data set has no length, if the plan determines one of the
+        options, or if `lengths` don't fit the data set.
         """
         check_options(options)
         rows = count_rows(dataset)
@@ -225,7 +225,7 @@ class Split(PlannedTraining):
             return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
         on_host = training and (
             now.in_passes or sampler.is_dealt
-        )  # each part is sent when its turn comes
+        )  # each part is sent when it is computed
         steps = LoaderSteps(self, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
         if not training:
@@ -236,14 +236,14 @@ class Split(PlannedTraining):
     def state_dict(self) -> dict[str, Any]:
         """Return the split's checkpoint state: each training loader's position after this batch.
 
-        With `rebalance`, it also has the shares in force. It is the same on every rank and
+        With `rebalance`, the state also has the current shares. It is the same on every rank and
         JSON-serializable.
         """
         state, rebalancing = self.loaders.state_dict(), self.rebalancing
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the training loaders from `state`, in the order in which they are made.
+        """Resume the training loaders from `state`, in the order in which they are created.
 
         The plan may differ from the plan that was in use when the state was saved.
         """
@@ -254,10 +254,10 @@ class Split(PlannedTraining):
     def strategy(self, count: OfPart | None = None, check: bool = True, **options: Any) -> Any:
         """Return a strategy for `lightning.Trainer`: DistributedDataParallel with these shares.
 
-        `options` are those of DDPStrategy. Call this before the training's `split.loader`.
-        `count(part)` is as in `parts`. Before the first step, RequestError is raised unless
-        the loss of a few rows is a mean over rows, or over what `count` counts; `check=False`
-        skips that check.
+        `options` are passed to DDPStrategy. Call this method before the `split.loader` for
+        training. `count(part)` has the same meaning as in `parts`. Before the first step,
+        RequestError is raised unless the loss of a few rows is a mean over rows, or over the items
+        that `count` counts; `check=False` skips that check.
         """
         self.check_whole()
         kind = import_module("evener.lightning").PlanStrategy  # which builds on this module
@@ -276,32 +276,32 @@ class Split(PlannedTraining):
     ) -> Model:
         """Shard a model's parameters, gradients and optimizer state over the ranks.
 
-        Use it in place of `wrap`; it returns the model itself. With `shard="state"`, each rank
-        keeps only its part of the optimizer state, and has parameters and gradients whole while a
-        batch is computed: they are gathered and summed once per batch, also with several passes and
-        with accumulation under `split.no_sync`. With `shard="all"`, a unit's parameters are
-        gathered before it computes and freed afterwards. Units are the blocks of ModuleLists, or
-        the classes or modules in `units`. `state` is the fraction that each rank holds; the default
-        is the plan's, or what its GPU has room for. With `dtype`, such as torch.bfloat16, the model
-        computes in that type and shards keep theirs.
+        Use this method instead of `wrap`; it returns the model itself. With `shard="state"`, each
+        rank holds only its part of the optimizer state, and holds parameters and gradients whole
+        while a batch is computed. They are gathered and reduced once per batch, even with several
+        passes or gradient accumulation under `split.no_sync`. With `shard="all"`, the parameters of
+        a unit are gathered before it computes and freed afterwards. Units are the blocks of
+        ModuleLists, or the classes or modules in `units`. `state` has the part that each rank
+        holds; by default it comes from the plan or from the memory of each rank's GPU. With
+        `dtype`, such as torch.bfloat16, the model computes in that dtype, and shards keep theirs.
 
-        Make the optimizer after this call. Raises RequestError if the model can't be sharded.
+        Create the optimizer after this call. Raises RequestError if the model can't be sharded.
         """
         made = import_module("evener.torch.shards.make")  # which builds on this package
         return cast(Model, made.shard(self, model, shard, units, state, dtype))
 
     def model_state(self, model: Any) -> dict[str, torch.Tensor]:
-        """Return a sharded model's whole parameters and buffers on the host of rank 0.
+        """Return a sharded model's whole parameters and buffers in host memory on rank 0.
 
-        They are named as in `state_dict`; other ranks get {}. Every rank has to call it. On
-        a device, it needs memory for one unit at a time.
+        The names are the same as in `state_dict`; other ranks get {}. Every rank has to call this
+        method. It needs device memory for one unit at a time.
         """
         return cast("dict[str, torch.Tensor]", _checkpoints().model_state(model))
 
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
 
-        The other ranks get {}.
+        The other ranks get {}. Every rank has to call this method.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
@@ -310,24 +310,24 @@ class Split(PlannedTraining):
     ) -> None:
         """Write a sharded model, its optimizer and `extra` (JSON-serializable) to a folder.
 
-        Every rank has to call it. It writes one unit at a time, as safetensors that transformers'
-        from_pretrained can read too. Raises RequestError on every rank if writing fails. An older
-        checkpoint in the folder stays complete until the new one is.
+        Every rank has to call this method. It writes one unit at a time, as safetensors that
+        transformers' from_pretrained can also read. Raises RequestError on every rank if writing
+        fails. An older checkpoint in the folder stays whole until the new checkpoint is complete.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
-        """Load what `save` wrote into a sharded model and its optimizer, and return its `extra`.
+        """Load a checkpoint from `save` into a sharded model and its optimizer; return its `extra`.
 
-        The shares may differ from those at the time of saving. Rank 0 reads the files, and every
-        rank has to call it. Raises RequestError if the checkpoint is of another model.
+        The shares may differ from the shares at the time of saving. Every rank has to call this
+        method; rank 0 reads the files. Raises RequestError if the checkpoint is of another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 
     def scale(self, loss: Any) -> Any:
         """Return this rank's mean loss, scaled so that DDP's mean over ranks is exact.
 
-        Only for `weigh="loss"`.
+        Raises RequestError unless `weigh` is "loss".
         """
         self.weights.refuse_in_parts("scale")
         if self.weights.weigh != "loss":
@@ -338,13 +338,13 @@ class Split(PlannedTraining):
         return self.weights.scale(loss)
 
     def loss(self, total: Any, count: Any) -> Any:
-        """Return this rank's loss for training on a mean that isn't over rows.
+        """Return this rank's loss if the whole batch's loss is a mean that isn't over rows.
 
-        Every rank has to call it. `total` is this rank's sum of losses. `count` is this rank's part
-        of the divisor, such as the number of tokens that aren't ignored, or the sum of class
-        weights. The result is `total`, divided by the sum of `count` over the ranks and by this
-        rank's fraction of the batch. So `loss.backward()`, `scale` and `mean`, which multiply by
-        that fraction, work as with a mean over rows.
+        Every rank has to call this method. `total` is this rank's sum of losses. `count` is this
+        rank's part of the divisor, such as the number of tokens that aren't ignored, or the sum of
+        class weights. The result is `total`, divided by the sum of `count` over the ranks and by
+        this rank's fraction of the batch. So `loss.backward()`, `scale` and `mean`, which multiply
+        by that fraction, work in the same way as with a mean over rows.
         """
         self.weights.refuse_in_parts("loss")
         if not self.weights.sizes[self.rank]:
@@ -355,11 +355,11 @@ class Split(PlannedTraining):
         )
 
     def gather(self, rows: torch.Tensor) -> torch.Tensor:
-        """Gather all ranks' rows of the current batch, in its order.
+        """Gather all ranks' rows of the current batch, in the batch's order.
 
-        Every rank has to call it; shapes (n_i, ...) of the ranks become (N, ...). Filler rows that
-        only keep a rank in step are left out. Gradients flow back to the rank that computed a row,
-        so a loss over the whole batch is exact: every rank computes that loss and calls backward().
+        Every rank has to call this method. Tensors of shape (n_i, ...) on the ranks become one of
+        shape (N, ...), without filler rows. Gradients flow back to the rank that computed a row. So
+        a loss over the whole batch is exact if every rank computes it and calls backward().
         """
         self.weights.refuse_in_parts("gather")
         if self.world == 1:
@@ -369,7 +369,7 @@ class Split(PlannedTraining):
     def no_sync(self, model: Any) -> AbstractContextManager[None]:
         """Return the model's `no_sync` context, for all but the last step of gradient accumulation.
 
-        If the model has none, as with a single rank, the context does nothing.
+        If the model has no `no_sync`, as with a single rank, the context does nothing.
         """
         return cast(
             AbstractContextManager[None],
@@ -379,7 +379,7 @@ class Split(PlannedTraining):
     def mean(self, value: Any) -> float:
         """Return the mean of a metric over the current global batch.
 
-        `value` is this rank's mean over its own rows. Every rank has to call it.
+        `value` is the mean over this rank's rows. Every rank has to call this method.
         """
         self.weights.refuse_in_parts("mean")
         return float(self.total(value * self.weight if self.weights.sizes[self.rank] else 0.0))
@@ -389,16 +389,16 @@ class Split(PlannedTraining):
     @overload
     def total(self, value: torch.Tensor) -> Any: ...
     def total(self, value: Any) -> Any:
-        """Return the sum of a value over the ranks; every rank has to call it.
+        """Return the sum of a value over the ranks; every rank has to call this method.
 
-        A tensor with dimensions gives a tensor; anything else gives a float.
+        The result is a tensor if the value is a tensor with dimensions, and a float otherwise.
         """
         self.weights.refuse_in_parts("total")
         figure = self.add_up(value)
         return figure if figure.ndim else float(figure)
 
     def close(self) -> None:
-        """Stop reporting and leave the process group; both happen at exit without this call."""
+        """Stop reporting and leave the process group; without this call, both happen at exit."""
         super().close()
         if self._notice is not None:
             self._notice.close()

@@ -36,10 +36,10 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 
 
 def open_file_store(path: str) -> Any:
-    """Return a store in a file that several processes of this host have open.
+    """Return a store in a file, for several processes on this host.
 
-    No process removes the file when it leaves, as happens with a store for a fixed
-    number of members.
+    Processes don't delete the file when they exit, as they would with a store for a fixed number of
+    members.
     """
     return dist.FileStore(path, -1)
 
@@ -77,10 +77,10 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
 
 
 def _let_others_meet() -> None:
-    """Let the launcher start the other ranks, as all ranks meet through this store.
+    """Signal the launcher to start the other ranks, because this store exists now.
 
-    Does nothing for an elastic agent that the program itself has started: it may have been given
-    the same address.
+    Do nothing in an elastic agent that the program itself has started, which may use the same
+    address.
     """
     frame = inspect.currentframe()
     while frame is not None:
@@ -92,7 +92,7 @@ def _let_others_meet() -> None:
 
 
 def _read_address(url: str) -> str:
-    """Return the HOST:PORT of a rendezvous; for env:// it is in the environment."""
+    """Return the HOST:PORT of a rendezvous; for env:// it is read from environment variables."""
     if urlsplit(url).scheme == "env":
         return f"{os.environ.get('MASTER_ADDR')}:{os.environ.get('MASTER_PORT')}"
     return urlsplit(url).netloc

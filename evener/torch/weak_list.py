@@ -1,4 +1,4 @@
-"""Objects that are held weakly, and gone through in every step."""
+"""A list of weak references that is fast to iterate over."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ _IS_THERE: Any = partial(is_not, None)
 class WeakList(Generic[T]):
     """Objects in the order in which they were added, each once, until they are garbage-collected.
 
-    It is for a few objects: `add` compares with all of them. Going through a WeakSet or
+    It is for a few objects, because `add` compares with all of them. Iterating over a WeakSet or
     WeakKeyDictionary takes several times as long.
     """
 

@@ -1,7 +1,7 @@
-"""Times the steps of one rank: its compute time (own work), waiting for other ranks, and for data.
+"""Time the steps of one rank: its compute time (own work), waiting for other ranks, and for data.
 
-The sum of gradients makes every rank's backward pass equally long. Ranks differ in the time until
-their last gradient is ready, as the exchange of all gradients can't end before that on any rank.
+Because of the all-reduce of gradients, the backward pass ends at the same time on every rank. So
+the compute time of a rank is the time until its last gradient is ready.
 """
 
 from __future__ import annotations
@@ -52,16 +52,18 @@ from ..sums.noise import RankNoise
 from .ranks import RankShares
 from .timed_batches import ON_CPU, ON_GPU, TimedBatches
 
-KEPT_STEPS = 25  # steps that medians are taken over
+KEPT_STEPS = 25  # number of steps over which medians are computed
 KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
-TIMED_AT_ONCE = 16  # steps; timing one at a time would find a cold CPU cache
-WARM_STEPS = 3  # warm-up steps that no sum counts: kernels are chosen, memory is allocated
-# Batches from one whose CPU times are measured to the next, as each measurement takes microseconds.
-# The sum is a prime, so that every place in a cycle of batches, such as those of one update, is
-# measured equally often. A window of rebalancing has at least one such batch.
+TIMED_AT_ONCE = 16  # number of steps; timing them one by one would find a cold CPU cache
+WARM_STEPS = 3  # warm-up steps, which no sum includes: kernels are chosen, memory is allocated
+# Distances between batches whose CPU times are measured; not all are, as each measurement takes
+# microseconds. The sum of the distances is a prime, so that every position in a cycle of batches,
+# such as the batches of one update, is measured equally often. A window of rebalancing has at least
+# one measured batch.
 STRIDES = (3, 5, 4, 2, 5, 4)
-LEAST_FILE_SECONDS = 1e-3  # between two steps, for them to count as time for files
-LEAST_FILE_BYTES = 64 << 10  # written between two steps, for the same
+# the time between two steps counts as time for files from this duration and these bytes written
+LEAST_FILE_SECONDS = 1e-3
+LEAST_FILE_BYTES = 64 << 10
 Phase = Literal[Doing, "validation", "files", "before the update"]
 OWN: Doing = "own work"
 SUM: Doing = "sum"
@@ -81,39 +83,39 @@ PARTS_END = (
 
 
 class HostClock:
-    """The clock of a CPU, which computes at once; its marks are points of time in seconds."""
+    """The clock of a CPU, which computes synchronously; its marks are times in seconds."""
 
     mark = staticmethod(time.perf_counter)
-    computed = staticmethod(time.thread_time)  # seconds that the CPU has computed for this thread
+    computed = staticmethod(time.thread_time)  # CPU time of this thread, in seconds
     computed_by_all = staticmethod(time.process_time)  # the same, for all threads of the process
 
     def is_past(self, mark: float) -> bool:
-        """True for every mark, as a CPU has computed everything before it."""
+        """Return True, because a CPU has computed everything before a mark."""
         return True
 
     def seconds(self, start: float, end: float) -> float:
-        """Return the seconds between two marks."""
+        """Return the time between two marks, in seconds."""
         return end - start
 
     def reuse(self, marks: Sequence[float]) -> None:
-        """Do nothing, as marks of a CPU are plain numbers."""
+        """Do nothing, because a CPU's marks are plain numbers."""
 
 
 class GpuClock:
-    """The clock of a GPU, which computes later than the loop runs; its marks are CUDA events."""
+    """The clock of a GPU, which computes asynchronously; its marks are CUDA events."""
 
     def __init__(self, make_event: Callable[..., Any] = torch.cuda.Event) -> None:
         self._make_event = make_event
         self._free: list[Any] = []
 
     def mark(self) -> Any:
-        """Record and return an event after all work that is enqueued now, on the current stream."""
+        """Record an event on the current stream, after all work enqueued so far, and return it."""
         event = self._free.pop() if self._free else self._make_event(enable_timing=True)
         event.record()
         return event
 
     def computed(self) -> float:
-        """Return NaN, as it isn't known whether a GPU computes all the time."""
+        """Return NaN, because it isn't known how much of the time a GPU computes."""
         return math.nan
 
     computed_by_all = computed
@@ -123,45 +125,45 @@ class GpuClock:
         return bool(mark.query())
 
     def seconds(self, start: Any, end: Any) -> float:
-        """Return the GPU's seconds between two marks."""
+        """Return the time between two marks on the GPU, in seconds."""
         return float(start.elapsed_time(end)) / 1e3
 
     def reuse(self, marks: Sequence[Any]) -> None:
-        """Take back events to record them again, which is faster than making new ones."""
+        """Save events to record them again later, which is faster than creating new ones."""
         self._free.extend(marks)
 
 
 class TimedStep(NamedTuple):
-    """The seconds of one step; NaN for a time that isn't known."""
+    """The times of one step, in seconds; an unknown time is NaN."""
 
     sizes: tuple[int, ...]  # rows of each rank
     own_work_s: float  # from the batch's arrival until the last gradient is ready
     waiting_s: float  # from there until the backward pass ends
     input_s: float  # until the batch arrives
     step_s: float
-    # from the backward pass until the next batch is asked for, without the optimizer's step
+    # from the backward pass until the next batch is requested, without the optimizer's step
     between_s: float
     number: int = 0  # of the batch
     disturbed: bool = False  # evener looked at the loss, or memory ran out
     behind: float = math.nan  # 1 if the GPU was behind its host when gradients were sent, else 0
-    computing: float = math.nan  # the part of own work in which the CPU computed for the loop
+    computing: float = math.nan  # the fraction of own work in which the CPU computed for the loop
     idle_input_s: float = (
         math.nan
     )  # part of input_s in which the loop's thread waited for others to fetch rows
-    # all of the step's time, and that since the last loop, in the order of StepSums
+    # the step's times, including the time since the last loop, in the order of StepSums
     sums: tuple[float, ...] = ()
 
 
 class _CpuTimes:
-    """The CPU times of one batch; `idle_s` is the thread's idle time when it asked for the batch.
+    """The CPU times of one batch, in seconds; times are NaN until they are known.
 
-    Times are NaN until they are known.
+    `idle_s` is the result of `_idle_seconds` when the thread requested the batch.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
-        self.stands_for = stands_for  # batches that were timed since the last such measurement
+        self.stands_for = stands_for  # number of batches timed since the last measurement
         self._clock = clock
-        self._thread = get_ident()  # in which own work began
+        self._thread = get_ident()  # the thread in which own work began
         self._all_began_s = clock.computed_by_all()
         self._began_s = clock.computed()
         self.idle_input_s = _idle_seconds() - idle_s
@@ -169,14 +171,14 @@ class _CpuTimes:
         self.all_own_s = math.nan  # of all threads in own work
 
     def note_gradients(self) -> None:
-        """Note that gradients are ready; own work so far counts."""
+        """Measure the CPU times of own work so far, because gradients are ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
 
 
 class _Marked(NamedTuple):
-    """A step that is over, with its marks, before it is timed."""
+    """A finished step with its marks, whose times aren't computed yet."""
 
     sizes: tuple[int, ...]
     asked: Any  # mark when this batch was requested; None if a loop began with it
@@ -193,10 +195,10 @@ class _Marked(NamedTuple):
 
 
 class _Untimed(NamedTuple):
-    """Batches whose parts weren't timed; seconds are the host's."""
+    """Batches whose parts weren't timed; their seconds are measured by the host."""
 
     batches: int = 0
-    steps: int = 0  # of these, with gradients
+    steps: int = 0  # number of these batches with gradients
     files_s: float = 0.0
     validation_s: float = 0.0
 
@@ -205,7 +207,7 @@ _NOTHING = _Untimed()
 
 
 class _Spent(NamedTuple):
-    """The seconds that a step took."""
+    """The times of a step, in seconds."""
 
     spans: Mapping[Phase, float]  # from the batch's arrival until the next one is requested
     last_s: float  # after the last mark
@@ -215,11 +217,11 @@ class _Spent(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of one rank's training; `alone` is True if there is only one rank.
+    """Times the steps of a training run on one rank; `alone` is True if there is only one rank.
 
     A step without gradients, such as the first of two accumulated batches, isn't counted as a step,
-    but its time is in the sums. If steps are short, only some batches are timed, and stand for the
-    others in the sums; files and validation are timed in all batches, by the host.
+    but the sums include its time. If steps are short, only some batches are timed, and represent
+    the others in the sums. Files and validation are timed in all batches, by the host.
     """
 
     def __init__(self, clock: Any, alone: bool) -> None:
@@ -265,7 +267,7 @@ class StepTimer:
         )  # call it to stop being told of optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch; `sizes` are the rows of each rank in it."""
+        """Begin a batch; `sizes` has the number of rows of each rank in it."""
         self.sizes = sizes
         self._before = ()
         if self._apart:
@@ -286,11 +288,11 @@ class StepTimer:
         self.begun(sizes, self._updates)
 
     def time_all(self) -> None:
-        """Time every batch from now on, as its times decide on shares."""
+        """Time every batch from now on, because shares are rebalanced by these times."""
         self._choice = None
 
     def _mark(self) -> Any:
-        """Return a mark of now: of the batch's clock, or the host's seconds if it isn't timed."""
+        """Return a mark of the clock, or the host's time in seconds if the batch isn't timed."""
         return self._clock.mark() if self._timed else time.perf_counter()
 
     def disturb(self) -> None:
@@ -306,14 +308,14 @@ class StepTimer:
                 self._begin_between()
 
     def _begin_between(self) -> None:
-        """Begin the time between two steps, in which files may be written."""
+        """Record the start of the time between two steps, in which files may be written."""
         self._between_at = time.perf_counter()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """Attribute the time between two steps, which ends now, to files if any were written.
 
-        Bytes are counted only from the first time that was long enough to matter. As counting takes
-        microseconds, those of the last steps count too.
+        The bytes written are counted only if that time is long enough to matter, because counting
+        takes microseconds. So they may include bytes written in earlier steps.
         """
         if not marks or marks[-1][0] != BETWEEN:
             return
@@ -324,7 +326,7 @@ class StepTimer:
             self._wrote = True
 
     def _count_written(self) -> int:
-        """Return the bytes that this thread has written since the last call; 0 at the first one."""
+        """Return the bytes that this thread has written since the last call, or 0 at first."""
         if self._writes is None:
             self._writes = ThreadWrites()
             self._written = self._writes.count_bytes()
@@ -333,7 +335,7 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """Note that the last gradient of a pass is ready; only that of the last pass counts."""
+        """End own work, because a pass's last gradient is ready; the last pass's call counts."""
         if not (self.has_own_work or self._alone):
             return
         self._computed = True
@@ -347,9 +349,9 @@ class StepTimer:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Note that the host has enqueued the sum of all gradients.
+        """Check if the GPU is behind its host, when the host has enqueued the last all-reduce.
 
-        If the GPU hasn't computed the last gradient by now, it is behind its host.
+        That is the case if the GPU hasn't computed the last gradient yet.
         """
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
@@ -357,11 +359,11 @@ class StepTimer:
             self._behind = float(not self._clock.is_past(self._marks[-1][1]))
 
     def note_backward(self) -> None:
-        """Note that the backward pass has ended, and with it the waiting for other ranks."""
+        """End the waiting for other ranks, because the backward pass has ended."""
         self._enter(BETWEEN, SUM)
 
     def note_update(self) -> None:
-        """Note that an optimizer's step begins."""
+        """Begin the phase of an optimizer's step."""
         marks = self._marks
         if not (self.has_own_work or self._alone):
             if marks and marks[-1][0] == BETWEEN:  # another backward pass, before this update
@@ -380,16 +382,16 @@ class StepTimer:
         self._enter(UPDATE, SUM, BETWEEN, FILES, PREPARATION)
 
     def note_updated(self) -> None:
-        """Note that an optimizer's step has ended."""
+        """End the phase of an optimizer's step."""
         self._enter(BETWEEN, UPDATE)
 
     def note_validation(self) -> None:
-        """Note that a batch of a validation begins; does nothing while a training step computes."""
+        """Begin a validation batch; does nothing while a training step computes."""
         marks = self._marks or self._apart
         if not marks or marks[-1][0] not in (BETWEEN, VALIDATION):
             return
         if self._validates and marks[-1][0] == BETWEEN:
-            _, mark = marks.pop()  # the validation goes on
+            _, mark = marks.pop()  # the validation continues
             if self._timed:
                 self._clock.reuse([mark])
         phase = BETWEEN if marks[-1][0] == VALIDATION else VALIDATION
@@ -401,8 +403,8 @@ class StepTimer:
 
     @contextmanager
     def meeting(self) -> Iterator[None]:
-        """Enter a context in which evener waits for other ranks, which isn't own work."""
-        if self._validates:  # which goes on
+        """Enter a context in which this rank waits for others, whose time isn't own work."""
+        if self._validates:  # the validation continues
             with own_collectives():
                 yield
             return
@@ -414,9 +416,9 @@ class StepTimer:
             self._enter(before, SUM)
 
     def begin_wait(self) -> bool:
-        """Begin to wait for other ranks within a pass.
+        """Begin to wait for other ranks within a pass; return True if this interrupts own work.
 
-        Outside own work, do nothing and return False.
+        Outside of own work, do nothing and return False.
         """
         if not self._marks or self._marks[-1][0] != OWN:
             return False
@@ -428,19 +430,19 @@ class StepTimer:
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
-        """Return the number of batches begun, and what the loop does now; a GPU may be behind."""
+        """Return the number of batches begun, and the loop's current phase on the host."""
         if not self._marks:
             return self._batches, BETWEEN if self._asked is None else INPUT
         doing = self._marks[-1][0]
         return self._batches, _SHOWN.get(doing, BETWEEN)
 
     def finish(self) -> bool:
-        """End a step as the loop asks for its next batch.
+        """End a step when the loop requests its next batch.
 
-        Returns True if its gradients were computed and exchanged.
+        Returns True if the step's gradients were computed and all-reduced.
         """
         if not self._marks and self._asked is not None:
-            return False  # the loop has asked already
+            return False  # the loop has requested it already
         self._next_timed = self._choice is None or self._choice.is_timed(self._batches + 1)
         is_marked = self._timed or self._next_timed
         done = self._clock.mark() if is_marked else time.perf_counter()
@@ -458,7 +460,7 @@ class StepTimer:
         return computed
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
-        """Keep the marks of a batch; `counts` is False if it has no gradients."""
+        """Save the marks of a batch; `counts` is False if it has no gradients."""
         step = _Marked(
             self.sizes,
             self._asked,
@@ -489,7 +491,7 @@ class StepTimer:
         self._untimed = _Untimed(batches + 1, steps + counts, files_s, validation_s)
 
     def pause(self) -> None:
-        """End a loop; the time until the next batch belongs to no step, but is in the sums."""
+        """End a loop; the time until the next batch is in the sums, but in no step's time."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -505,7 +507,7 @@ class StepTimer:
         self._computed = self._applied = self._validates = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
-        """Return those of the last `count` steps that the device has computed."""
+        """Return the last `count` steps, without those that the device hasn't finished."""
         self._time_past()
         missing = sum(each.counts for each in self._marked)
         if count <= missing:
@@ -513,7 +515,7 @@ class StepTimer:
         return [self._describe(*each) for each in list(self._steps)[-(count - missing) :]]
 
     def _time_past(self) -> None:
-        """Time the steps that the device has computed since the last call."""
+        """Compute the times of steps that the device has finished since the last call."""
         while self._marked and self._clock.is_past(self._marked[0].done):
             marked = self._marked.popleft()
             spent = self._time(marked)
@@ -526,7 +528,10 @@ class StepTimer:
                 self._clock.reuse(_list_marks(marked))
 
     def _add_to_sums(self, marked: _Marked, spent: _Spent) -> None:
-        """Add a timed batch, which stands for those since the last one in all but rare parts."""
+        """Add a timed batch to the sums, weighted by the number of batches that it represents.
+
+        Time for files and validation isn't weighted, because it is measured in every batch.
+        """
         untimed = marked.untimed
         seconds = sum(spent.sums[1:PARTS_END])
         if not untimed.batches:
@@ -539,7 +544,7 @@ class StepTimer:
         self.sums.add(weighted, sum(weighted[1:PARTS_END]), seconds)
 
     def last_steps(self) -> tuple[LastStep, ...]:
-        """Return the last steps, oldest first, each divided into its parts."""
+        """Return the times of the last steps by part, oldest first."""
         return tuple(
             LastStep(step.number, *_join_parts(step.sums)) for step in self.last(MOST_STEPS)
         )
@@ -550,9 +555,9 @@ class StepTimer:
         return sum(known) / len(known) if known else -1.0
 
     def medians(self) -> tuple[DeviceTimes, Details]:
-        """Return the medians of the last steps: this device's times, and the whole step's.
+        """Return the median times of the last steps: of this device, and of the whole step.
 
-        A time that isn't known is 0.
+        An unknown time is 0.
         """
         steps = self.last()
         own, waiting, inputs, times, between = (
@@ -568,7 +573,7 @@ class StepTimer:
         )
 
     def _time(self, marked: _Marked) -> _Spent:
-        """Return the seconds of a step that the device has computed."""
+        """Return the times of a step that the device has finished."""
         asked, marks = marked.asked, marked.marks
         spans, last_s = _add_spans(self._clock.seconds, marks, marked.done)
         if asked is None:
@@ -579,7 +584,7 @@ class StepTimer:
         return _Spent(spans, last_s, input_s, step_s, self._sum_up(marked, spans, input_s))
 
     def _describe(self, marked: _Marked, spent: _Spent) -> TimedStep:
-        """Return what is known of a step that was timed."""
+        """Return the times of a step as a TimedStep, with NaN for unknown times."""
         spans, last = dict(spent.spans), marked.marks[-1][0]
         if last in (OWN, SUM, UPDATE):  # nothing says when these end
             spans[last] -= spent.last_s
@@ -607,9 +612,9 @@ class StepTimer:
     def _sum_up(
         self, marked: _Marked, spans: Mapping[Phase, float], input_s: float
     ) -> tuple[float, ...]:
-        """Return a step's seconds in the order of StepSums.
+        """Return the times of a step, in seconds, in the order of the fields of StepSums.
 
-        If a loop began with the step, the time since the loop before it is included.
+        If a loop began with the step, the time since the previous loop is included.
         """
         own_s, meeting_s, undivided_s = spans.get(OWN, 0.0), spans.get(SUM, 0.0), 0.0
         files_s, validation_s = spans.get(FILES, 0.0), spans.get(VALIDATION, 0.0)
@@ -641,7 +646,10 @@ class StepTimer:
 
 
 def _list_marks(marked: _Marked) -> list[Any]:
-    """Return the marks that only this step has, each once, as two phases may begin at one."""
+    """Return the marks that belong to this step, without the one that the next step shares.
+
+    Each is returned once, although two phases may begin at the same mark.
+    """
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
         if not marks or mark is not marks[-1]:
@@ -650,21 +658,21 @@ def _list_marks(marked: _Marked) -> list[Any]:
 
 
 def _least(one: float, other: float) -> float:
-    """Return the lesser of two seconds; NaN if one of them is."""
+    """Return the smaller of two durations in seconds, or NaN if one of them is NaN."""
     return math.nan if math.isnan(one) or math.isnan(other) else min(one, other)
 
 
 def _positive(seconds: float) -> float:
-    """Return the seconds, and 0 for a negative or an unknown time."""
+    """Return a duration in seconds, or 0 if it is negative or NaN."""
     return seconds if seconds > 0 else 0.0
 
 
 def _add_spans(
     seconds: Callable[[Any, Any], float], marks: Sequence[tuple[Phase, Any]], end: Any
 ) -> tuple[dict[Phase, float], float]:
-    """Return the seconds of each phase from the first mark to `end`.
+    """Return the duration of each phase from the first mark to `end`, in seconds.
 
-    Also returns the seconds after the last mark. `seconds` returns those between two marks.
+    Also returns the duration after the last mark. `seconds` returns the time between two marks.
     """
     took_s = 0.0
     spans: dict[Phase, float] = {}
@@ -686,13 +694,16 @@ def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
 
 
 def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
-    """Return a step's input, own work, meeting and between-steps seconds, from its StepSums."""
+    """Return a step's times for input, own work, waiting for ranks and between steps, in seconds.
+
+    `sums` are the step's times in the order of StepSums.
+    """
     step = StepSums(0, *sums[1:])
     return step.input_s, step.own_work_s + step.undivided_s, step.meeting_s, step.all_between_s
 
 
 def _idle_seconds() -> float:
-    """Return the seconds in which this thread hasn't computed, counted from an arbitrary time."""
+    """Return how long this thread hasn't computed since an arbitrary time, in seconds."""
     return time.perf_counter() - time.thread_time()
 
 
@@ -702,14 +713,14 @@ def make_timer(device: torch.device, alone: bool) -> StepTimer:
 
 
 MEMORY_SECONDS = 5.0  # between two readings of memory
-RETREATS = "evener/retreats"  # key of the lines that other ranks leave for rank 0's journal
+RETREATS = "evener/retreats"  # key of the lines that other ranks write for rank 0's journal
 
 
 class StepReporter:
-    """Reports the steps of one rank to the monitor, and keeps the training's journal.
+    """Reports the steps of one rank to the monitor, and writes the journal of the training run.
 
-    Rank 0 keeps the journal if `journal` is True or evener launched the training. `shares` are the
-    shares in force, and `timer` has the times of the steps.
+    Rank 0 writes the journal if `journal` is True or evener launched the training run. `shares` has
+    the current shares, and `timer` has the times of the steps.
     """
 
     def __init__(
@@ -732,10 +743,11 @@ class StepReporter:
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
         self._script = os.path.basename(sys.argv[0])
-        self._described: RankShares | None = None  # the shares that the next two describe
+        # the shares described by `_devices` and `_workload`
+        self._described: RankShares | None = None
         self._devices: tuple[Share, ...] = ()
         self._workload = ""
-        self._lines = 0  # lines of other ranks that the journal has
+        self._lines = 0  # number of other ranks' lines in the journal
         self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
             self._describe,
@@ -746,9 +758,9 @@ class StepReporter:
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report that a step on this rank's rows is done.
+        """Report a finished step, with the number of this rank's rows in it.
 
-        `tokens` are the numbers of tokens in these rows, without and with padding.
+        `tokens` has the numbers of tokens in these rows, without and with padding.
         """
         if self.shares is not self._described:
             self._described = self.shares
@@ -763,16 +775,16 @@ class StepReporter:
         )
 
     def note_change(self, change: ShareChange) -> None:
-        """Note a change of shares, for the monitor and the journal.
+        """Record a change of shares for the monitor and the journal.
 
-        The journal is written at once, as the training may end before its next regular entry.
+        The journal is written at once, because the run may end before its next regular entry.
         """
         self.changes.append(change)
         if self._journal is not None:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print and note that a pass ran out of memory and smaller ones follow."""
+        """Print and record that a pass ran out of memory and smaller passes follow."""
         line = retreat.describe(self.shares.share.name or self.shares.share.device)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
@@ -796,9 +808,9 @@ class StepReporter:
                 self._lines = len(lines)
 
     def _read_memory(self) -> tuple[int, int]:
-        """Return the most bytes of its device that this process has held, and the device's bytes.
+        """Return this process's peak memory on its device, and the device's memory, in bytes.
 
-        They are read again every MEMORY_SECONDS.
+        Both are read again every MEMORY_SECONDS.
         """
         now = time.monotonic()
         if now >= self._memory_at + MEMORY_SECONDS:
@@ -806,7 +818,7 @@ class StepReporter:
         return self._memory
 
     def close(self) -> None:
-        """Stop reporting, so that the monitor removes this training."""
+        """Stop reporting, so that the monitor removes this training run."""
         self._collect_retreats()
         self._memory_at = -math.inf
         self._reporter.close()
@@ -840,9 +852,9 @@ class StepReporter:
 
 
 def _read_memory(device: torch.device) -> tuple[int, int]:
-    """Return the most bytes of its device that this process has held, and the device's bytes.
+    """Return this process's peak memory on its device, and the device's memory, in bytes.
 
-    The device's bytes are 0 if unknown.
+    On a CPU, the second number is 0.
     """
     if device.type == "cuda":
         total = torch.cuda.get_device_properties(device).total_memory
@@ -869,10 +881,10 @@ def _note_updated(*_: Any) -> None:
 
 
 def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -> Any:
-    """Tell timers that an optimizer's step begins.
+    """Notify timers that an optimizer's step begins.
 
-    If the step has a closure, as Lightning's has, they are told once the closure has computed the
-    gradients. The first of the arguments is the optimizer itself.
+    If the step has a closure, as in Lightning, timers are notified once the closure has computed
+    the gradients. The first element of `arguments` is the optimizer itself.
     """
     closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
     if closure is None or not _timers:
