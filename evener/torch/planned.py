@@ -266,9 +266,9 @@ class PlannedTraining:
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:
         """Report a finished step of this rank to the monitor.
 
-        The loader of a Split calls this method itself. `rows` is the number of rows, by default
-        that of this rank in the current batch. `tokens` has the numbers of tokens in these rows,
-        without and with padding.
+        The loader of a Split calls this method itself. `rows` is the number of rows in the step, by
+        default this rank's number of rows in the current batch. `tokens` has the numbers of tokens
+        in these rows, without and with padding.
         """
         self.reporter.report(self.weights.sizes[self.rank] if rows is None else rows, tokens)
 

@@ -105,7 +105,7 @@ class RankVerdict(msgspec.Struct):
     message: str = ""  # describes a difference, if any
     remedy: str = ""
     relative: float = 0.0
-    fine: bool = False  # both ways agree
+    fine: bool = False  # the audit found no difference
     certain: bool = True  # a difference can't come from a number that counts rows
     rows: int = 0  # a digest of the rows that were computed
     sketch: Sketch | None = None  # of the reference gradient
@@ -317,8 +317,8 @@ class TrainingAudits:
     ) -> None:
         """Check that a pass which ran out of memory can be divided into parts of up to `rows` rows.
 
-        Raises RequestError on this rank unless the gradients of the parts add up to that of the
-        whole pass. `make_bench` makes the bench if a library's trainer computes the pass.
+        Raises RequestError on this rank unless the gradients of the parts add up to the gradient of
+        the whole pass. `make_bench` makes the bench if a library's trainer computes the pass.
         """
         most = min(rows, part.rows)
         few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
@@ -647,8 +647,8 @@ class TrainingAudits:
     ) -> None:
         """Send this rank's result to the other ranks without waiting for them, and act on it.
 
-        If both ways agree and `survives` is True, a pass that runs out of memory may be computed
-        again in smaller passes.
+        If the audit found no difference and `survives` is True, a pass that runs out of memory may
+        be computed again in smaller passes without another check.
         """
         own = RankVerdict() if found.audited is None else self._judge(found.audited)
         own.numbers, own.certain = numbers, found.certain
@@ -715,8 +715,8 @@ class TrainingAudits:
     def _hear(self) -> None:
         """Read and compare the results of earlier audits that all ranks have written.
 
-        All results of an audit are there HEAR_AFTER steps later, because no rank completes the
-        all-reduce of the step in between before every rank has written its result.
+        All ranks have written their results HEAR_AFTER steps after an audit, because no rank
+        completes the all-reduce of the step in between earlier.
         """
         for step, keys in list(self._told.items()):
             if self.judge.step < step + HEAR_AFTER:
@@ -746,7 +746,7 @@ class TrainingAudits:
         self._follow(Action.REFUSE if strict else Action.WARN, worst)
 
     def _tell_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if a difference may come only from a number that counts rows."""
+        """Warn if the differences found may be due to a number that is a count of rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._say(NOT_AUDITED.format(MAY_COUNT) + self.question)
@@ -888,8 +888,8 @@ def weigh_gradients(ways: Ways, scale: float) -> Ways:
     """Return the ways with gradients that are weighted after the backward pass, not before it.
 
     The program's own loops compute gradients in this order. `scale` is the number of audited rows
-    divided by that of the batch, so that a row has the same weight in a backward pass as in the
-    training run.
+    divided by the number of rows in the batch, so that a row has the same weight in a backward pass
+    as in the training run.
     """
 
     def weigh(way: Way) -> Way:

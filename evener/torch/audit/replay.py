@@ -1,4 +1,4 @@
-"""The audit of a recorded loss: its calls are repeated for a few rows in both ways."""
+"""Audit a recorded loss by repeating its calls for a few rows, whole and in parts."""
 
 from __future__ import annotations
 
@@ -49,8 +49,9 @@ def audit_record(
     """Audit a loss with the first element of `rows` for which the loss can be computed.
 
     Some numbers in the record may be counts of its rows. The interpretations in `counts` are tried
-    in turn until both ways agree. `bench` makes a bench for each audit, and `ways` returns both
-    ways to compute rows. Raises RequestError if the loss synchronizes with other ranks.
+    in turn until an audit finds no difference. `bench` makes a bench for each audit, and `ways`
+    returns the reference way and the training run's way to compute rows. Raises RequestError if the
+    loss synchronizes with other ranks.
     """
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()

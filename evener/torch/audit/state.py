@@ -49,8 +49,8 @@ def keep_with_frozen(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], N
     """Save the attributes of all holders, and return a function that restores them in place.
 
     Examples are counters, lists of values, buffers and metrics. Objects in `apart` are left out.
-    Trained parameters aren't copied. Frozen ones are, unless most weights are frozen, because a
-    model may update them itself, such as those of a momentum encoder. The returned function may be
+    Trained parameters aren't copied. Frozen parameters are, unless most weights are frozen, because
+    a model may update them itself, such as a momentum encoder's. The returned function may be
     called several times.
     """
     restore_attributes = keep_attributes(*holders, apart=apart)

@@ -64,7 +64,7 @@ class Ways(msgspec.Struct, frozen=True, eq=False):
 
 
 class Audited(msgspec.Struct, frozen=True):
-    """The result of an audit: a difference and its cause, or None and "" if both ways agree.
+    """The result of an audit: a difference and its cause, or None and "" without a difference.
 
     `fault` is the reason why the audit is inconclusive, as a part of a message. The audit is also
     inconclusive if the reference isn't `finite`. `rows` is a digest of the rows, and `sizes` has
@@ -87,10 +87,10 @@ class Audited(msgspec.Struct, frozen=True):
 
 
 def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
-    """Compute a few rows both ways and compare the gradients; `moves` is passed to `Bench.open`.
+    """Compute a few rows in the reference way and the training run's way; compare the gradients.
 
-    If gradients can't be computed, only the losses are compared. Reentrant checkpoints, for
-    example, don't support torch.autograd.grad.
+    `moves` is passed to `Bench.open`. If gradients can't be computed, only the losses are compared.
+    Reentrant checkpoints, for example, don't support torch.autograd.grad.
     """
     try:
         found = _agree_quickly(bench, ways, moves) or _audit(bench, ways, moves)
@@ -121,7 +121,7 @@ def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
 
 
 class _Comparison:
-    """Compares the gradients of both ways, inside the context of `Bench.open`."""
+    """Compares the gradients of two ways to compute rows, inside the context of `Bench.open`."""
 
     def __init__(self, bench: Bench, ways: Ways) -> None:
         self._bench = bench
@@ -207,10 +207,10 @@ def _report(bench: Bench, ways: Ways, reference: Sketch) -> Audited:
 
 
 def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] | None:
-    """Return the difference between the losses of both ways and its likeliest cause.
+    """Compare the losses of the reference way and the trained way, instead of their gradients.
 
-    Return None if there is no difference. Each piece is computed only once, so rounding isn't
-    measured.
+    Return the difference and its likeliest cause, or None if there is no difference. Each piece is
+    computed only once, so rounding isn't measured.
     """
     with bench.open():
         reference = [bench.sketch([each]) for each in ways.reference]

@@ -198,7 +198,7 @@ def meet(
     """Exchange values of all ranks through a store, and return them in rank order.
 
     `place` is the prefix of the keys, which must not have been used before. If `seconds` isn't 0,
-    it is a timeout: the result is empty on all ranks if a rank comes later.
+    it is a timeout: the result is empty on all ranks if a rank calls later.
     """
     keys = [f"{place}/{each}" for each in range(world)]
     store.set(keys[rank], own)

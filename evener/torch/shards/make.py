@@ -1,8 +1,8 @@
 """Shard a model over ranks, and make clipping, loss scaling and optimizers work with its shards.
 
 Clipping and loss scaling include the gradients of all ranks. An optimizer trains only this rank's
-pieces of the parameters. The result equals that of one process if the optimizer updates each
-element from that element's own gradient and state.
+pieces of the parameters. The result is the same as in one process if the optimizer updates
+each element from the element's own gradient and state.
 """
 
 from __future__ import annotations

@@ -128,7 +128,7 @@ class WholeParameters:
                 self._views[slot] = part.view(slot.shape)
 
     def keep(self) -> None:
-        """End a backward pass whose gradients are all-reduced later, with those of the next pass.
+        """End a backward pass whose gradients are all-reduced later, after the next pass.
 
         Set the `.grad` of each parameter meanwhile, so that zero_grad() is detected.
         """

@@ -160,7 +160,7 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce after those of the wrapped models in this backward pass.
+        """Schedule the all-reduce after all wrapped models have finished theirs in a backward pass.
 
         Thus the order of collectives is the same on every rank.
         """

@@ -1,8 +1,8 @@
 """One optimizer step of a rank, from the loader's batch to the sum of gradients over the ranks.
 Read this file first.
 
-A step trains one global batch of N rows, of which rank i computes n_i. Its gradient is that of the
-mean loss over all N rows:
+A step trains one global batch of N rows, of which rank i computes n_i. Its gradient is the gradient
+of the mean loss over all N rows:
 
     sum over the ranks of  (n_i / N) * (the gradient of the mean over rank i's rows)
 
@@ -22,7 +22,7 @@ A rank's rows pass through these stages, in this order:
       |
     gradients    are the global batch's on every rank; the loop's optimizer steps
       |
-    loader       is asked for the next batch: shares may change            `LoaderSteps.done`
+    loader       when the loop requests a batch, shares may change         `LoaderSteps.done`
 
 A loop that uses `split.step(batch, loss)` or `split.parts(batch)` runs all these stages, and passes
 the batch that it computes. The adapters for transformers' Trainer and Lightning make the parts and

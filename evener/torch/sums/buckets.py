@@ -68,8 +68,8 @@ class Bucket:
     def has_come(self, came: set[int] | None) -> bool:
         """True if all gradients of the bucket are computed.
 
-        `came` has the ids of the parameters whose gradients are computed. If it is None, a gradient
-        is taken as computed if it isn't None.
+        `came` has the ids of the parameters whose gradients are computed. If it is None, every
+        gradient that isn't None is assumed to be computed.
         """
         if came is None:
             return all(map(is_not, map(GRADIENT, self._parameters), repeat(None)))
