@@ -158,7 +158,11 @@ def describe_link(figures: Sequence[LinkMeasurement]) -> Check:
 
 
 def write_link(figure: LinkMeasurement) -> str:
-    """Format a measurement of a link with its transport, such as `as it is 6.1 GB/s, 28 µs`."""
+    """Format a link's measured speed and latency, after the name of the transport.
+
+    For the transport "as it is", the text is such as `as it is 6.1 GB/s, 28 µs`. For a measurement
+    that failed, the text says how.
+    """
     if figure.outcome == "ok":
         speed = f"{figure.bytes_per_second / 1e9:.3g} GB/s"
         return f"{figure.transport} {speed}, {figure.latency_seconds * 1e6:.3g} µs"

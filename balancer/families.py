@@ -202,7 +202,7 @@ def is_even(layout: Layout, quantum: int = 1) -> bool:
 
 
 class EvenFamily(Family):
-    """One training in which all devices have equal shares."""
+    """The even splits: layouts of one training in which all devices have equal shares."""
 
     name = "even"
     kind = "split"

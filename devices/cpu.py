@@ -112,7 +112,7 @@ class CpuSource:
         self._clocks: dict[str, tuple[Reading, Reading]] = {}
 
     def devices(self) -> tuple[Device, ...]:
-        """The slices, in order."""
+        """The CPU slices that this source samples, in order."""
         return self._devices
 
     def sample(self) -> Snapshot:

@@ -99,11 +99,11 @@ class ChildProber:
         stop: threading.Event,
         finished: tuple[Probe, ...] = (),
     ) -> Iterator[Observation]:
-        """Run all probes at the same time, and yield each probe's observation as it ends.
+        """Run all probes at the same time, and yield the observation of each probe as it ends.
 
-        Each probe is driven by its own thread. Once `stop` is set, `measure` ends early, without
-        observations for unfinished probes. `finished` are the probes of the same round that a
-        resumed run has measured before; their devices don't count as unused.
+        Each probe is driven by its own thread. Once `stop` is set, `measure` ends early and yields
+        nothing for unfinished probes. `finished` are probes of the same round that were measured
+        before the run was resumed; the devices of these probes don't count as unused.
         """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}

@@ -248,9 +248,10 @@ class LinkGroup:
         self._expect(Joined, everyone, JOIN_SECONDS, JOIN)
 
     def measure(self, members: tuple[int, ...]) -> Summed:
-        """Return the highest latency and lowest rate of an all-reduce between these ranks.
+        """Return the highest latency and lowest rate that these ranks measured in an all-reduce.
 
-        The first incorrect sum is included. Raises LinkError if a rank fails or doesn't answer.
+        The result's `wrong` describes the first incorrect sum, or is empty if there is none.
+        Raises LinkError if a rank fails or doesn't answer.
         """
         for rank in members:
             self._ranks[rank].send(Sum(members))

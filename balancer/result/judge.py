@@ -166,7 +166,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
 
 
 def find_kind(family: Family, layout: Layout) -> LayoutKind:
-    """Return the verdict's kind for a layout."""
+    """Return a layout's kind, by which the verdict describes the layout."""
     traits = layout.traits
     if traits.placed:
         return "placed"
@@ -365,9 +365,9 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Convert a rival to the verdict's form.
+    """Convert a rival, a layout that was compared with the plan, to the verdict's form.
 
-    `alone` are the single devices with their earlier samples/s.
+    `alone` are the single-device layouts with their earlier samples/s.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)

@@ -461,7 +461,10 @@ def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
 
 
 def _say_split_loss(verdict: Verdict) -> Iterator[str]:
-    """Yield why several devices are slower than one, or that the reason wasn't measured."""
+    """Yield sentences that say why several devices are slower than one.
+
+    If the reason wasn't measured, say so.
+    """
     loss = verdict.split_loss
     if verdict.split_unmeasured:
         yield f"No split over several devices was measured near {_samples(verdict)}."

@@ -132,9 +132,10 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 
 
 def is_no_larger(one: Layout, other: Layout) -> bool:
-    """True if `one` takes no more memory than `other` on the same devices, given its rows per pass.
+    """True if layout `one` takes no more memory than layout `other` on the same devices.
 
-    Layouts that depend on the lengths of rows must be equal.
+    The layouts are compared by their rows per pass. If either depends on the lengths of rows, the
+    two layouts must be equal.
     """
     if not (one.by_rows and other.by_rows):
         return one == other

@@ -120,13 +120,14 @@ def rank(
 
 
 def choose_winner(ran: Sequence[Candidate], turns: TurnsByLayout, problem: Problem) -> Candidate:
-    """Return the fastest layout, or the one that is preferred within the tolerance.
+    """Return the fastest layout, or one that is preferred although it may be slower.
 
-    If the global batch is free, that is the layout with the smallest batch within the tolerance of
-    the fastest. Otherwise, or if the fastest is a pack or a placement, it is the simplest layout
-    less than 1 % from the fastest, or less than the tolerance if that is smaller. For an objective
-    that trades speed, it is the layout with the best value of the objective among those at most
-    `max_slowdown` slower than the fastest.
+    - Objective that trades speed: the layout with the best value of the objective, among those at
+      most `max_slowdown` slower than the fastest.
+    - Otherwise, if the global batch is free, and the fastest is no pack or placement: the layout
+      with the smallest batch within the tolerance of the fastest.
+    - In all other cases: the simplest layout less than 1 % from the fastest, or less than the
+      tolerance if the tolerance is smaller than 1 %.
     """
     rates = {one.layout: throughput(turns[one.layout]).value for one in ran}
     leader = max(ran, key=lambda one: rates[one.layout])
@@ -207,9 +208,10 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
 
 
 def throughput(turns: Turns) -> Interval:
-    """Return the samples/s over all turns, computed from their mean step time.
+    """Return the interval of a layout's samples/s over all its turns.
 
-    For a single turn, the interval is the one measured in it.
+    The samples/s are computed from the mean step time of the turns. For a single turn, return the
+    interval that was measured in that turn.
     """
     figures = [seen.throughput for _, seen in sorted(turns.items())]
     if len(figures) == 1:

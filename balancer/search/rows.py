@@ -111,11 +111,11 @@ class RowPolicy:
         return [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        """Return the devices alone, the fastest first.
+        """Return the single-device layouts, the fastest first.
 
-        For a fixed batch, these are the devices in which it certainly fits, in one pass or in
-        several. For a free batch, these are all layouts that exploration measured and that still
-        fit.
+        - Fixed batch size: one layout for each device in which the batch certainly fits, in one
+          pass or in several.
+        - Free batch size: all single-device layouts that exploration measured and that still fit.
         """
         batch = self.problem.global_batch
         if batch is None:

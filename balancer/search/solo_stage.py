@@ -154,10 +154,14 @@ class SoloStage:
         return self._cheap_round()
 
     def _with_the_others(self, wanted: Batches) -> Batches:
-        """Return the round with batches for the other devices, so that all compute as in a split.
+        """Return the round's batch sizes, with those of other devices that can join the round.
 
-        A device is added if the round doesn't last longer because of it. For the even share, with
-        which every plan is compared, the round may last twice as long.
+        Other devices join so that all compute at the same time, as in a split. A device joins in
+        one of two cases:
+
+        - The round doesn't last longer because of the device.
+        - The device measures its even share, with which every plan is compared, and the round lasts
+          at most twice as long.
         """
         longest = max(self._seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
@@ -327,9 +331,10 @@ class SoloStage:
         return self._budget.least_seconds(self._predictions.layout(plan), plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
-        """Return the middle of the gap between two batches with the largest ratio.
+        """Return the middle of the widest gap between neighbors in a list of ascending batch sizes.
 
-        Returns 0 if that ratio is at most `wider`.
+        The widest gap is the one with the largest ratio of its two batch sizes. Returns 0 if that
+        ratio is at most `wider`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
         if high <= wider * low:

@@ -45,7 +45,7 @@ class Starts:
 
     @cached_property
     def alone(self) -> float:
-        """The longest start of a device alone in seconds; 0 if none is known."""
+        """The longest startup time of a single-device layout in seconds; 0 if none is known."""
         return max((seen.restart_seconds for seen in self._seen.timed(Stage.SOLO)), default=0.0)
 
     @cached_property

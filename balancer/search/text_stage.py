@@ -70,9 +70,9 @@ class TextStage:
     # ------------------------------------------------------------------ passes of one length
 
     def _next_passes(self, position: int) -> Layout | None:
-        """Return the next passes over rows of one length on a device.
+        """Return the layout of the next passes to measure on one device, over rows of one length.
 
-        Returns None when its cost is known.
+        Returns None when these passes have determined the device's cost.
         """
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._passes(position):

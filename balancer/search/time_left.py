@@ -70,9 +70,10 @@ class TimeLeft:
         return max(1.0, part * self._left_to_explore / (2 * step_seconds))
 
     def longest_step(self) -> float:
-        """Return the maximum duration in seconds of a step of a device alone or of a split.
+        """Return the longest time that a step may take in a probe, in seconds.
 
-        A probe with such steps leaves time for other probes.
+        The limit holds for a step of a single device and for a step of a split. A probe whose steps
+        take at most this long leaves time for other probes.
         """
         left = max(SHORTEST_PROBE_SECONDS, EXPLORES * self._left_to_explore - self.overhead_seconds)
         fewest = LONE_STEPS if self._lone_steps_save_time else FEWEST_STEPS

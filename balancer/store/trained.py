@@ -38,7 +38,10 @@ class Trained(msgspec.Struct, frozen=True):
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return why the training falls short, to end a sentence, or that the reason is unknown."""
+        """Return a clause that says why the training falls short, or that the reason is unknown.
+
+        The clause ends a sentence.
+        """
         return "; ".join(self.why) or "why isn't known from its journal"
 
 
@@ -79,9 +82,10 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 
 
 def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
-    """Yield the causes of a slow training.
+    """Yield the causes of a slow training, each as a clause.
 
-    They are parts of its steps that don't compute, and events while it ran.
+    - Time in the training's steps that isn't spent on computing.
+    - Events during the training: shares that changed, and passes that ran out of memory.
     """
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (

@@ -82,7 +82,7 @@ class HostActor:
         return attrgetter(method)(self._kept[name])(*arguments)
 
     def drop(self, name: str) -> None:
-        """Close the kept object with this name, if there is one."""
+        """Close and forget the object kept under this name, if there is one."""
         kept = self._kept.pop(name, None)
         if kept is not None:
             kept.close()

@@ -100,11 +100,11 @@ class TrainerWays:
         return bench
 
     def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Ways:
-        """Return the ways to compute a few rows' gradient: as the reference, and by shares.
+        """Return two ways to compute the gradient of a few rows: as the reference, and by shares.
 
-        The reference is one process's gradient or, with `follows_launcher`, the gradient of equal
-        parts as the program's own launcher computes it. Passes of the shares are weighted by what
-        the loss is a mean over.
+        - Reference: one process computes the gradient. With `follows_launcher`, the gradient is
+          that of equal parts, as the program's own launcher computes it.
+        - By shares: passes are weighted by what the loss is a mean over.
         """
         micro = FEW if max(self._trainer._shares.passes) > 1 else 0
         excess = follows_launcher and self._trainer.excess > 1

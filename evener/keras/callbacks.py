@@ -67,7 +67,7 @@ class EpochBegins(kinds.Callback):  # type: ignore[misc]
         self._call = call
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the function."""
+        """Call the function that the constructor was given."""
         self._call()
 
 

@@ -81,7 +81,7 @@ class Engine(Protocol):
         """Return a dataset of the arrays in the form that the engine's steps take."""
 
     def draw_seed(self) -> int:
-        """Draw a seed for the order of epochs; `keras.utils.set_random_seed` determines it."""
+        """Draw a seed for shuffling the epochs, determined by `keras.utils.set_random_seed`."""
 
     def begin_fit(self, callbacks: Any) -> Any:
         """Prepare for a `fit` and return its callbacks, adapted if they restore, save or stop."""
@@ -143,7 +143,7 @@ class OneProcess:
         return arrays.global_batches(endless)
 
     def draw_seed(self) -> int:
-        """Draw a seed for the order of epochs."""
+        """Draw a seed for shuffling the epochs."""
         return draw_number()
 
     def begin_fit(self, callbacks: Any) -> Any:

@@ -255,7 +255,10 @@ class Workers:
         return train_and_look
 
     def around_tests(self, run: Steps) -> Steps:
-        """Return a function that runs Keras' function once per batch."""
+        """Return a function that runs Keras' test function `run` once per batch.
+
+        TensorFlow can't tell apart the all-reduces of steps that are a loop in one graph.
+        """
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
@@ -483,15 +486,15 @@ class Workers:
 
 
 def _digest(data: Tensors) -> BatchDigests | None:
-    """Return the digests of a whole batch, which may differ between processes.
+    """Return the digests of a whole batch, to check that all processes have the same batch.
 
-    Return None for `OwnRows`, which come from a batch that is the same in all.
+    Return None for `OwnRows`, because they come from a batch that is the same in all processes.
     """
     return None if isinstance(data, OwnRows) else digest_batch(data)
 
 
 def _part(own: OwnRows) -> Any:
-    """Return the fraction of the batch's rows that are this process's, without a filler row."""
+    """Return this process's fraction of the global batch's rows; a filler row doesn't count."""
     return tf.cast(own.size, tf.float64) / tf.cast(own.rows, tf.float64)
 
 

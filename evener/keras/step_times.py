@@ -68,7 +68,11 @@ class StepTimes:
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Wrap Keras' train function, with evener's work before it, to record when steps begin."""
+        """Wrap the train function to record the time at which each of its calls begins.
+
+        `run` is Keras' train function, with evener's work before it. The time is recorded first, so
+        it is also before that work.
+        """
 
         def run_called(batches: Any) -> Any:
             self._called_s = time.time()

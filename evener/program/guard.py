@@ -305,7 +305,7 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
 
 
 def make_bench(models: Iterable[Any], losses_only: bool = False) -> Bench:
-    """Return a Bench that computes the gradients of these models alone.
+    """Return a Bench that computes the gradients of just these models.
 
     It is for a step that evener doesn't take part in.
     """

@@ -329,7 +329,10 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
-    """Run a loop in which one rank reads the rows of all ranks, and report why shares stay even."""
+    """Begin a loop in which one rank reads the rows of all ranks, and yield the loop's batches.
+
+    In a program that trains, report that this is why shares stay even.
+    """
     if PROGRAM.trains():
         PROGRAM.stay(DISPATCHED)
     with PROGRAM.left_alone():

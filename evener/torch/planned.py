@@ -40,16 +40,25 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """A training run with a plan on one rank, the base of the adapters to every trainer.
+    """Training by a plan on one rank: the base class of the adapters to every trainer.
 
-    It sets up this process for its device. It has the samplers of rows, the audits of the loss, the
-    weighted sum of gradients, passes that can run out of memory without ending the run, the step
-    times and their reports, and shares that follow each rank's compute time (own work). `weigh`
-    selects where a rank's weight is applied: with "gradients" when gradients are summed, with
-    "loss" by a call of `scale`, and with "trainer" by an adapter, which multiplies the loss of each
-    pass by (the pass's fraction of the global batch * the number of ranks). An adapter calls
-    `begin` for each global batch and `report` once the batch is trained. Every rank has to call
-    every method.
+    It sets up this process for its device, and provides:
+
+    - the samplers of rows and the audits of the loss;
+    - the weighted sum of gradients;
+    - passes that can run out of memory without ending the training run;
+    - the step times and their reports;
+    - shares that follow each rank's compute time (own work).
+
+    `weigh` selects where a rank's weight is applied:
+
+    - "gradients": when gradients are summed;
+    - "loss": by a call of `scale`;
+    - "trainer": by an adapter, which multiplies the loss of each pass by (the pass's fraction of
+      the global batch * the number of ranks).
+
+    An adapter calls `begin` for each global batch, and `report` once that batch is trained. Every
+    rank has to call every method.
     """
 
     def __init__(

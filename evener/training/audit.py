@@ -108,11 +108,11 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the difference that exceeds its allowed rounding most, or None if none exceeds it.
+    """Return the difference that most exceeds its allowed rounding, or None if no difference does.
 
-    Without `repeats`, the allowed rounding is the floor of the tensor's type. With them, it
-    is at least SAFETY times the rounding that the repeats show. Return None also if the
-    reference isn't finite.
+    - Without `repeats`, the allowed rounding is the floor of the tensor's type.
+    - With `repeats`, the allowed rounding is at least SAFETY times the rounding that they show.
+    - If the reference isn't finite, return None.
     """
     return _compare(reference, trained, find_noises(reference, repeats))
 
@@ -416,10 +416,12 @@ def describe(
     step: int = 1,
     reference: str = AT_ONCE,
 ) -> str:
-    """Return the message for a difference.
+    """Return the message that says how much a gradient or the loss differs, and its likely cause.
 
-    `rows` are the numbers of rows of the parts, or empty if ranks differ; `reference` describes how
-    the rows are computed correctly.
+    - `cause` is the likely cause, or its key in CAUSES.
+    - `rows` are the numbers of rows of the parts, or empty if two ranks differ.
+    - `step` is the number of the step in which the difference was found.
+    - `reference` describes how the rows are computed correctly.
     """
     likely = CAUSES[cause] if isinstance(cause, str) else cause
     tensor = LOSS if difference.name == LOSS else f"the gradient of {difference.name}"

@@ -228,6 +228,6 @@ def _best_series(
 
 
 def _best_text(state: SessionState, point: BestPoint) -> str:
-    """Return the read-out of the cursor at a point of the best throughput."""
+    """Return the text shown when the cursor is at a point of the best-throughput line."""
     layout = point.layout
     return f"{rate(point.samples_per_second)} samples/s: {name_layout(layout, state.devices)}"

@@ -139,8 +139,10 @@ def _count(number: float, scale: float, most: int) -> int:
 
 @lru_cache(maxsize=16384)
 def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
-    """Return the signs of one column of cells from the top down, for the heights of its two
-    columns of dots.
+    """Return the braille characters of one column of cells, from the top down.
+
+    `left` and `right` are the heights, in dots, of the two columns of dots in these cells. A cell
+    without dots is a space.
     """
     signs = []
     for row in range(rows - 1, -1, -1):

@@ -48,10 +48,12 @@ class PanelRows(NamedTuple):
 
 
 def arrange_trainings(height: int, frame: int, trainings: int, wanted: PanelRows) -> dict[str, int]:
-    """Return the rows of each panel, frames included: trainings in about a quarter of `height`,
-    every rank, sentences, the last steps, the shares so far, and graphs.
+    """Return each panel's height in rows, frame included.
 
-    Without a training there is one panel, which says how to start one.
+    - The panels from the top: trainings, every rank, sentences, the last steps, the shares so far,
+      graphs.
+    - The trainings take about a quarter of `height`.
+    - Without a training, there is one panel, which says how to start a training.
     """
     if not trainings:
         return {"#trainings": height, **dict.fromkeys(PANELS_OF_ONE, 0)}

@@ -30,11 +30,11 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
 class KerasSteps:
-    """Steps a model with a `Split`.
+    """Runs the training steps of a model with a `Split`.
 
-    Each set of devices has one `Split` with passes and one without, and each is traced once.
+    Each set of devices has one `Split` with passes and one without; each `Split` is traced once.
     `placed` is the train step of a workload that places its own parts on several devices. The
-    constructor starts TensorFlow. Raises RequestError if TensorFlow doesn't support the place.
+    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `place`.
     """
 
     def __init__(self, place: Place, placed: TrainStep | None = None) -> None:

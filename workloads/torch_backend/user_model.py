@@ -205,10 +205,11 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Do what the Trainer does before each optimizer step.
+        """Do the work that the Trainer does before each optimizer step.
 
-        It waits for the loss, counts the operations of each pass, which visits all parameters, and
-        clips the gradients.
+        - Wait for the loss.
+        - Count the operations of each pass, which visits all parameters.
+        - Clip the gradients.
         """
         trainer, loss = self._trainer, self._loss
         if trainer.args.logging_nan_inf_filter and loss is not None:

@@ -130,7 +130,10 @@ def _blames_passes(position: int, seen: Observation) -> bool:
 
 
 def _memory(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
-    """Return the device's memory use by batch, with the batches that ran and those that failed."""
+    """Return a device's memory use by batch size.
+
+    It includes the batch sizes that ran, and those that ran out of memory.
+    """
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
     ran: list[int] = []

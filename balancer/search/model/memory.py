@@ -113,12 +113,11 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return int(rows * self.limit_bytes / used) if used else None
 
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
-        """Return the largest batch worth trying, a multiple of `quantum` up to `cap`.
+        """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
-        Return 0 if nothing can fit.
-
-        With `optimistic`, return the largest batch that isn't ruled out, until two tries have run
-        out of memory.
+        Return 0 if no batch can fit. With `optimistic`, while fewer than two tries have run out of
+        memory and memory use predicts no smaller limit, return the largest batch size below the
+        smallest one that failed.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (

@@ -166,7 +166,7 @@ class _Draw(msgspec.Struct, frozen=True, eq=False):
         return [each.name for each in self.function._schema.arguments]
 
     def call(self) -> Any:
-        """Make the call."""
+        """Call the operation with its recorded arguments, and return the result."""
         return self.function(*self.arguments, **self.keywords)
 
 

@@ -268,9 +268,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     # ------------------------------------------------------------------ reading it
 
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return a record of the calls that led to a loss.
+        """Return a record of the calls that computed a loss.
 
-        If these calls are unknown, return the reason, as a part of a message.
+        If these calls are unknown, return the reason instead: text that is a part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):

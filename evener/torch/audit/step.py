@@ -38,9 +38,10 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """The way in which the training run computes, with one possible cause of differences removed.
+    """A variant of an audit's computations, with one possible cause of differences removed.
 
-    `reference` is the reference way with the same change, or None if it needs no change.
+    `trained` is how the training run computes, without that cause. `reference` is the reference
+    computation without that cause, or None if the reference needs no change.
     """
 
     trained: Way

@@ -335,7 +335,10 @@ class StepTimer:
         return self._written - before
 
     def note_gradients(self) -> None:
-        """End own work, because a pass's last gradient is ready; the last pass's call counts."""
+        """End this rank's own work, because the last gradient of a pass is ready.
+
+        It is called in each pass of a batch; the final pass's call wins.
+        """
         if not (self.has_own_work or self._alone):
             return
         self._computed = True

@@ -123,7 +123,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """Change to `shares` at the batch that begins `rows` rows after the newest batch's end."""
+        """From the batch that begins `rows` rows after the newest batch's end on, use `shares`."""
         self._changes.append((self.begun + rows, shares))
 
 

@@ -207,7 +207,12 @@ def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
 
 
 def _drop_computed(batches: list[TakenBatch]) -> None:
-    """Remove batches of an epoch that no forward pass will compute any more."""
+    """Remove from the list, in place, the batches that no forward pass will compute any more.
+
+    All `batches` are from one epoch. If the newest batch is used, all earlier ones are removed.
+    While there are more than two batches, the oldest is removed if the loop holds none of its
+    tensors any more.
+    """
     if batches and batches[-1].used:
         del batches[:-1]
     while len(batches) > 2 and not batches[0].is_alive():

@@ -190,12 +190,16 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield each part of a batch in turn, or smaller pieces of a part after memory ran out.
+        """Yield the parts of a batch in turn, each in smaller pieces if memory ran out.
 
-        The consumer computes a part in `with part:` and calls `part.backward`. The `models`
-        all-reduce their gradients only in the last part. If `exchanges` is empty, another library
-        sums the gradients, so no pass can be computed again. `begins` is True if these are the
-        first parts of a batch. With `move`, a part is moved to the device while it is computed.
+        A part is the rows of one pass. The caller computes it in `with part:` and calls
+        `part.backward`.
+
+        - `models` all-reduce their gradients only in the last part.
+        - If `exchanges` is empty, another library sums the gradients, so no pass can be computed
+          again.
+        - `begins` is True if `parts` are the first parts of a batch.
+        - With `move`, each part is moved to the device while the part is computed.
         """
         recovery = self.recovery
         self._exchanges = list(exchanges)

@@ -100,9 +100,10 @@ class Bucket:
             self._forget(place)
 
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
-        """Gather and multiply gradients, and write the flags, if all gradients are new tensors.
+        """Copy gradients into the bucket, multiply them by `weight`, and write the bucket's flags.
 
-        It makes as few calls of PyTorch as possible.
+        It is for gradients that are all new tensors, and makes as few calls of PyTorch as possible.
+        `flags` has a flag for each gradient, and the bucket's tail.
         """
         if self._fuses and weight not in (0.0, 1.0):
             self._copy(self._views, gradients, weight)

@@ -152,9 +152,9 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error for a library that sums the gradients itself.
+    """Return the error that refuses the noise scale for a library that sums gradients itself.
 
-    The gradients of each rank are then unknown.
+    The noise scale compares the gradients of ranks, and each rank's own gradients are unknown then.
     """
     return RequestError(
         f"{library} sums the gradients itself, so a rank's own can't be compared for the "
