@@ -18,7 +18,7 @@ format: ## format, and fix what the linter can fix
 	$(PYTHON) -m ruff check --fix .
 
 test: ## the whole suite
-	$(PYTHON) -m pytest -n 3 --dist loadfile
+	$(PYTHON) -m pytest -n 4 --dist loadfile
 
 mutants: ## do the tests notice 150 small faults in the pure code? (the better part of an hour)
 	$(PYTHON) -m benchmarks.mutants

@@ -15,7 +15,7 @@ skip_without("torch")
 pytestmark = pytest.mark.slow
 
 MOST_BY_CHANCE = 0.3  # of a plain training's step, on a machine that runs other tests
-MOST_STARVED = 0.25  # of the time without a core, beside which a cause can be seen
+MOST_STARVED = 0.12  # of the time without a core, beside which a cause can be seen
 
 
 def test_the_cause_is_named_first_and_plain_trainings_have_none(
