@@ -257,8 +257,8 @@ class Start:
         """True if that was said in the first few steps."""
         text = "\n".join(self._lines())
         said = text.find("evener: shares ")
-        told = text.find("observed: ")
-        return told < 0 or said < told
+        counted = text.find("observed: ")
+        return counted < 0 or said < counted
 
     def by_shares(self) -> bool:
         """True if rows were moved."""

@@ -38,8 +38,10 @@ LEAST_ERROR = 1e-3  # relative: clocks are no more precise
 # Relative, half of a 95 % interval: the pace of a training that nothing disturbs differs from one
 # start to the next, as its memory lies elsewhere and the machine's clocks are others.
 START_ERROR = 0.02
-# The median of the quickest windows counts: this part of them, and so many at least.
-QUICK_WINDOWS, FEWEST_QUICK = 0.3, 3
+# Only the quickest windows are compared, by their median: this fraction of all, but at least
+# FEWEST_QUICK.
+QUICK_WINDOWS = 0.3
+FEWEST_QUICK = 3
 MOST_DISTURBED = 2.0  # mean own work over a quick step, from which other parts' means say nothing
 
 # parts of which a step may have much more than another one

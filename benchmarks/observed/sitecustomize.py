@@ -23,7 +23,8 @@ from typing import Any
 
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
-TOLD = 8  # steps after which a line is printed: evener has to have said why shares stay even
+# after this many steps a line is printed; evener must have explained even shares before it
+LATEST_STEP = 8
 _before: list[list[Any]] = []
 _after: list[list[Any]] = []
 _places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
@@ -59,8 +60,8 @@ def _end_step(optimizer: Any, *_: Any) -> None:
     _after[place] = _copy(optimizer)
     if place == 0:
         _steps[0] += 1
-        if _steps[0] == TOLD:
-            sys.stderr.write(f"\nobserved: {TOLD} steps\n")
+        if _steps[0] == LATEST_STEP:
+            sys.stderr.write(f"\nobserved: {LATEST_STEP} steps\n")
 
 
 def _save() -> None:

@@ -79,7 +79,7 @@ class LastStep(msgspec.Struct, frozen=True, array_like=True):
 
     number: Count  # the number of the batch
     input_s: Seconds
-    own_work_s: Seconds  # includes `meeting_s` if the two can't be told apart
+    own_work_s: Seconds  # includes `meeting_s` where only their sum is known
     meeting_s: Seconds  # waiting for other ranks, and the exchange
     between_s: Seconds  # includes the optimizer and the time before the step
 

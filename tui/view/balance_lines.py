@@ -102,7 +102,7 @@ def _alone_words(state: SessionState) -> str:
 
 def shares_bar(shares: Sequence[int], width: int) -> Line:
     """Return the shares as one bar, each device in its colour. Each part but the last ends in a
-    half cell, so that parts can be told apart without colours.
+    half cell, so that parts are distinct without colours.
     """
     parts = apportion(width - 2, [float(share) for share in shares])
     last = max((device for device, part in enumerate(parts) if part), default=0)
@@ -173,11 +173,7 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     if not found:
         return (line(Span(" Nothing has been measured yet.", "dim")),)
     top = max(each.figure.high for each in found)
-    longest = max(len(each.name) for each in found)
-    name_cells = max(USUAL_NAME, min(longest, USUAL_NAME + width - _ROOMY_CELLS))
-    if width < _WHOLE_CELLS:
-        widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
-        name_cells = max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
+    name_cells = _count_name_cells(found, width)
     inline = width - _RIVAL_CELLS - name_cells
     lines: list[Line] = []
     for place, each in enumerate(found):
@@ -191,6 +187,15 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     if note and len(lines) < height:
         lines += text_lines(note, width, 1, "dim")
     return tuple(lines)
+
+
+def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
+    """Return the width of the column of names."""
+    if width < _WHOLE_CELLS:
+        widest_gain = max(len(write_gain_of(found[0], each)) for each in found)
+        return max(1, min(USUAL_NAME, width - _BRIEF_CELLS - widest_gain))
+    longest = max(len(each.name) for each in found)
+    return max(USUAL_NAME, min(longest, USUAL_NAME + width - _ROOMY_CELLS))
 
 
 def write_fastest(state: SessionState) -> str:

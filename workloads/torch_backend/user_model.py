@@ -80,6 +80,20 @@ def from_user(name: str, result: Any) -> Recipe:
     """
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
+    _check_trained(name, module, optimizer)
+    for key, each in (("loss", loss), ("sample_batch", sample)):
+        if each is not None and not callable(each):
+            raise RequestError(
+                f"{name} gives an object of type {type(each).__name__} as its {key}.",
+                "Return a function.",
+            )
+    return Recipe(
+        module, optimizer, loss, None if data is None else to_data(name, data), sample_batch=sample
+    )
+
+
+def _check_trained(name: str, module: Any, optimizer: Any) -> None:
+    """Raise RequestError unless the optimizer updates parameters of the module."""
     if not isinstance(module, torch.nn.Module):
         raise RequestError(
             f"{name} gives an object of type {type(module).__name__} as its module.",
@@ -100,15 +114,6 @@ def from_user(name: str, result: Any) -> Recipe:
             f"The optimizer of {name} updates nothing of its module.",
             "Make it over its parameters.",
         )
-    for key, each in (("loss", loss), ("sample_batch", sample)):
-        if each is not None and not callable(each):
-            raise RequestError(
-                f"{name} gives an object of type {type(each).__name__} as its {key}.",
-                "Return a function.",
-            )
-    return Recipe(
-        module, optimizer, loss, None if data is None else to_data(name, data), sample_batch=sample
-    )
 
 
 def to_data(name: str, given: Any) -> Data:

@@ -450,14 +450,18 @@ class _Reader:
                     "Load it where it fits.",
                 )
         if optimizer is not None:
-            for name in own["optimizer"]:
-                self._slice(name).get_shape()
-            missing = set(_names(sharded, optimizer)) ^ set(own["names"])
-            if missing or len(own["groups"]) != len(optimizer.param_groups):
-                raise RequestError(
-                    "its optimizer has other parameters or groups", "Make the same optimizer."
-                )
+            self._check_optimizer(own, sharded, optimizer)
         return own
+
+    def _check_optimizer(self, own: dict[str, Any], sharded: Sharded, optimizer: Any) -> None:
+        """Raise an error unless the checkpoint has the state of this very optimizer."""
+        for name in own["optimizer"]:
+            self._slice(name).get_shape()
+        missing = set(_names(sharded, optimizer)) ^ set(own["names"])
+        if missing or len(own["groups"]) != len(optimizer.param_groups):
+            raise RequestError(
+                "its optimizer has other parameters or groups", "Make the same optimizer."
+            )
 
     def _find(self, names: Sequence[str]) -> str:
         found = next((name for name in names if name in self._maps), None)
