@@ -43,9 +43,7 @@ def advise(optimizer: Any, loader: Any) -> str:
     names = {} if frame is None else _list_names(frame)
     models = _name_models(names, weights) or ["model"]
     name = next((name for name, each in names.items() if each is loader), "") or "loader"
-    gpu = torch.accelerator.current_accelerator(check_available=True)
-    devices = {each.device.type for group in optimizer.param_groups for each in group["params"]}
-    on_gpu = gpu is not None and gpu.type in devices
+    on_gpu = _trains_on_gpu(optimizer)
     device = "; torch.cuda.set_device(torch.distributed.get_node_local_rank())" if on_gpu else ""
     lines = [
         f"torch.distributed.init_process_group(){device}",
@@ -57,6 +55,13 @@ def advise(optimizer: Any, loader: Any) -> str:
     return f"To train on all of them, add {place}{first}:" + "".join(
         f"\n    {each}" for each in lines
     )
+
+
+def _trains_on_gpu(optimizer: Any) -> bool:
+    """True if a parameter of the optimizer is on a GPU."""
+    gpu = torch.accelerator.current_accelerator(check_available=True)
+    devices = {each.device.type for group in optimizer.param_groups for each in group["params"]}
+    return gpu is not None and gpu.type in devices
 
 
 def advise_lightning() -> str:
