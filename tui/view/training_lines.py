@@ -32,7 +32,7 @@ _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # rows
 MOST_TEXT = 8  # beside other panels
 LEGEND_ROWS = 1  # below the ranks
 LEAST_PART_S = 5e-6  # least seconds with a digit in ms
-MOST_GAIN = 9.0  # largest gain that can be told from a larger one
+MOST_GAIN = 9.0  # a larger gain isn't distinguished from this one
 PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
 
@@ -376,7 +376,7 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Format a gain, such as +43 %. A gain of `MOST_GAIN` or more, which can't be told from a
+    """Format a gain, such as +43 %. A gain of `MOST_GAIN` or more, which isn't distinguished from a
     larger one, is written as "over" it.
     """
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"

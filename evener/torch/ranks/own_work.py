@@ -262,9 +262,7 @@ class StepTimer:
         self._counted = 0  # steps so far
         self.sums = RunningSums()  # of all steps except warm-up
         _timers.append(weakref.ref(self, _timers.remove))
-        self.release = _OPTIMIZER_HOOKS.hold(
-            self
-        )  # call it to stop being told of optimizers' steps
+        self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
         """Begin a batch; `sizes` has the number of rows of each rank in it."""
