@@ -153,28 +153,42 @@ class Gathering:
         if self._rows is None:
             return self._gather_rows([tensor]) if tensor.ndim else self._gather(tensor)
         call, self._call = self._call, self._call + 1
-        if call < len(self._met):
-            gathered = self._met[call]
-        else:
-            self._pieces += [[] for _ in range(call + 1 - len(self._pieces))]
-            self._pieces[call].append((tensor.detach(), self._rows))
-            gathered = self._gather_pieces(self._pieces[call])
+        gathered = self._gather_call(call, tensor, self._rows)
         if not self._ends:
             return gathered
+        return self._join_earlier(call, gathered, is_scalar=tensor.ndim == 0)
+
+    def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
+        """Return the values of one gather call of a pass, for which `tensor` is the next piece.
+
+        `call` counts the gather calls of a pass, and the piece was computed from `rows` rows.
+        """
+        if call < len(self._met):
+            return self._met[call]
+        missing = call + 1 - len(self._pieces)
+        self._pieces += [[] for _ in range(missing)]
+        self._pieces[call].append((tensor.detach(), rows))
+        return self._gather_pieces(self._pieces[call])
+
+    def _join_earlier(self, call: int, gathered: Any, is_scalar: bool) -> Any:
+        """Return a gather call's values, joined with those of the batch's earlier passes.
+
+        Scalars are averaged by the rows of each pass. Values whose shapes differ between passes
+        can't be joined, so only those of the last pass are returned.
+        """
         if call == len(self._earlier):
             self._earlier.append([])
         every = self._earlier[call]
         every.append(gathered)
-        if len(every) == 1 or len({each.shape[1:] for each in every}) > 1:
+        shapes = {each.shape[1:] for each in every}
+        if len(every) == 1 or len(shapes) > 1:
             return gathered
         joined = torch.cat(every)
-        if tensor.ndim:
+        if not is_scalar:
             return joined
-        return _weighted(
-            joined,
-            torch.cat([each.sums for each in every]),
-            torch.cat([each.rows for each in every]),
-        )
+        sums = torch.cat([each.sums for each in every])
+        rows = torch.cat([each.rows for each in every])
+        return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
         """Return the values of the pass so far.

@@ -144,15 +144,14 @@ class Exchanges:
             self._look(call, guard)
             for each in each_tensor_in(call.filled):
                 guard.keep_figure(each)
-        counts = guard is not None and _depends_on_rows(call, guard)
+        depends_on_rows = guard is not None and _depends_on_rows(call, guard)
         with self._within():
             compares = is_uneven and not self._knows_rows
             result = run_compared(call) if compares else wrapped(*arguments, **keywords)
-        if counts:
+        if depends_on_rows:
             self._mark(call, result)
         elif guard is not None:
-            for each in each_tensor_in(call.filled):
-                guard.forget_making(each)
+            _forget_filled(call, guard)
         return result
 
     def note_entered(self, words: str, what: str) -> None:
@@ -232,6 +231,12 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
     """True if the values that the call exchanges may be computed from a rank's rows."""
     return call.name not in _FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
+
+
+def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
+    """Drop what the guard recorded about the tensors that the call filled with values."""
+    for each in each_tensor_in(call.filled):
+        guard.forget_making(each)
 
 
 def _counts_rows(call: ExchangeCall, rows: int) -> bool:
