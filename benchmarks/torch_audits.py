@@ -35,11 +35,11 @@ from torch.utils.data import TensorDataset
 from evener.errors import EvenerError
 from evener.torch import Split, training_audits
 from evener.torch.audit import step as step_audit
-from evener.torch.audit.compute import Bench, Piece
+from evener.torch.audit.compute import GradientSketcher, Piece
 from evener.torch.audit.quick import KnownPasses
 from evener.torch.audit.rows import FEWER, ROWS, FewRows, cut_few
 from evener.torch.audit.sketch import name_tensors
-from evener.torch.audit.step import Ways, audit
+from evener.torch.audit.step import Computations, audit
 from evener.training.audit import (
     EARLY,
     REPEATS,
@@ -92,19 +92,19 @@ def audit_rows(
 ) -> bool:
     """True if one device's gradient of these rows is that of two parts.
 
-    `measures` and `known` are those of Bench.
+    `measures` and `known` are those of GradientSketcher.
     """
-    bench = Bench([model], name_tensors([model]), measures=measures, known=known)
-    return audit(bench, make_ways(loss, few)).difference is None
+    sketcher = GradientSketcher([model], name_tensors([model]), measures=measures, known=known)
+    return audit(sketcher, make_computations(loss, few)).difference is None
 
 
-def make_ways(loss: Loss, few: FewRows) -> Ways:
+def make_computations(loss: Loss, few: FewRows) -> Computations:
     """The gradient of a few rows at once, and of two parts."""
     parts = [
         Piece(partial(loss, part), size / few.rows)
         for part, size in zip(few.parts, few.sizes, strict=True)
     ]
-    return Ways([Piece(partial(loss, few.whole))], parts, sizes=few.sizes)
+    return Computations([Piece(partial(loss, few.whole))], parts, sizes=few.sizes)
 
 
 def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool) -> None:
@@ -180,7 +180,7 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
     """Print the milliseconds of a quick audit's parts, and those until the host could go on."""
     device = next(model.parameters()).device.type
     figures: dict[str, Any] = {"parts of a quick audit": {}}
-    ways = make_ways(loss, few)
+    computations = make_computations(loss, few)
 
     def note(name: str, part: Callable[[], Any]) -> None:
         part()
@@ -196,10 +196,10 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
             round(min(each) * 1e3, 2) for each in (host, whole)
         ]
 
-    bench = Bench([model], name_tensors([model]), known=known)
+    sketcher = GradientSketcher([model], name_tensors([model]), known=known)
 
-    def open_bench() -> None:
-        with bench.open():
+    def open_sketcher() -> None:
+        with sketcher.open():
             pass
 
     def take(gradients: bool) -> None:
@@ -209,13 +209,13 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
 
     note("rows", lambda: cut_few(few.whole, few.rows))
     note("names of tensors", lambda: name_tensors([model]))
-    note("open", open_bench)
-    with bench.open():
+    note("open", open_sketcher)
+    with sketcher.open():
         note("forward alone", lambda: take(False))
         note("forward and backward alone", lambda: take(True))
-        note("reference", lambda: bench.sum_quickly(ways.reference))
-        note("parts", lambda: bench.sum_quickly(ways.trained))
-        note("reference, each operation looked at", lambda: bench.sketch(ways.reference))
+        note("reference", lambda: sketcher.sum_quickly(computations.reference))
+        note("parts", lambda: sketcher.sum_quickly(computations.trained))
+        note("reference, each operation looked at", lambda: sketcher.sketch(computations.reference))
     print(json.dumps(figures), flush=True)
 
 
@@ -371,10 +371,10 @@ def compare_devices() -> None:
         sketches, noises = [], []
         for device in ("cpu", DEVICE):
             model = copy.deepcopy(first).to(device)
-            way = [Piece(partial(program.loss, model, [each.to(device) for each in batch]))]
-            bench = Bench([model], name_tensors([model]))
-            with bench.open():
-                every = [bench.sketch(way, number) for number in range(REPEATS + 1)]
+            computation = [Piece(partial(program.loss, model, [each.to(device) for each in batch]))]
+            sketcher = GradientSketcher([model], name_tensors([model]))
+            with sketcher.open():
+                every = [sketcher.sketch(computation, number) for number in range(REPEATS + 1)]
             sketches.append(every[0])
             noises.append(find_noises(every[0], every[1:]))
         if compare_ranks(sketches):

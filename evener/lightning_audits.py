@@ -19,7 +19,7 @@ from . import lightning_private as private
 from .errors import RequestError
 from .lightning_passes import compute_part, silent
 from .system.replaced import replaced
-from .torch.audit.compute import Bench
+from .torch.audit.compute import GradientSketcher
 from .torch.audit.step import Audited, audit
 from .torch.step.part import Part
 from .torch.step.wrapped import is_sharded
@@ -72,7 +72,7 @@ class ModuleAudit:
         around = [partial(silent, module)]
         if not automatic:
             around.append(partial(_kept_steps, strategy))
-        bench = self._audits.make_bench(
+        sketcher = self._audits.make_sketcher(
             [module],
             strategy.optimizers,
             function=module.training_step,
@@ -81,9 +81,9 @@ class ModuleAudit:
         )
         compute = partial(self._compute, others)
         if not automatic:
-            compute = partial(self._compute_manually, others or (), bench)
-        ways = self._audits.make_ways(few, compute, strategy.count)
-        return audit(bench, ways, moves)
+            compute = partial(self._compute_manually, others or (), sketcher)
+        computations = self._audits.make_computations(few, compute, strategy.count)
+        return audit(sketcher, computations, moves)
 
     def _compute(self, others: Sequence[Any] | None, part: Part) -> Any:
         loss = compute_part(self._strategy, part, others)
@@ -91,8 +91,10 @@ class ModuleAudit:
             raise RequestError("training_step returned no loss for some of its rows")
         return loss
 
-    def _compute_manually(self, others: Sequence[Any], bench: Bench, part: Part) -> None:
-        """Add the losses that training_step passes to manual_backward to the bench.
+    def _compute_manually(
+        self, others: Sequence[Any], sketcher: GradientSketcher, part: Part
+    ) -> None:
+        """Pass the losses that training_step gives to manual_backward to the GradientSketcher.
 
         Weights that training_step itself changes are restored.
         """
@@ -101,7 +103,7 @@ class ModuleAudit:
 
         def add(loss: torch.Tensor, *_: Any, **options: Any) -> None:
             counted.append(loss.detach())
-            bench.add(loss, retain_graph=options.get("retain_graph"))
+            sketcher.add(loss, retain_graph=options.get("retain_graph"))
 
         weights = _list_weights(module)
         copies = [each.detach().clone() for each in weights]

@@ -17,7 +17,7 @@ from torchmetrics import Metric
 
 from . import lightning_private as private
 from .errors import RequestError
-from .torch.audit.compute import Bench
+from .torch.audit.compute import GradientSketcher
 from .torch.audit.state import keep_attributes
 from .torch.private import own_buffers
 from .torch.ranks.own_work import StepTimer
@@ -46,15 +46,15 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
     if any(isinstance(each, torch.optim.LBFGS) for each in strategy.optimizers):
         raise RequestError("LBFGS goes by the loss of the whole batch.", "Use another optimizer.")
 
-    def make_bench() -> Bench:
+    def make_sketcher() -> GradientSketcher:
         around = [partial(silent, module)]
         function = module.training_step
-        made: Bench = audits.make_bench(
+        made: GradientSketcher = audits.make_sketcher(
             [module], strategy.optimizers, function=function, around=around
         )
         return made
 
-    audits.audit_part(lambda each: _step(strategy, each.batch), part, rows, make_bench)
+    audits.audit_part(lambda each: _step(strategy, each.batch), part, rows, make_sketcher)
 
 
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:

@@ -1,9 +1,10 @@
-"""Train a small decoder in PyTorch on texts of unequal length: each pass has texts of like length,
-dealt by cost.
+"""Train a small decoder in PyTorch on texts of unequal length.
 
-evener balance --framework torch --workload examples/text_train.py:build --export plan.toml
-evener launch plan.toml examples/text_train.py
-python examples/text_train.py --global-batch 64          # one device, without a plan
+Texts are assigned to devices by their predicted cost, and each pass has texts of similar length.
+
+  evener balance --framework torch --workload examples/text_train.py:build --export plan.toml
+  evener launch plan.toml examples/text_train.py
+  python examples/text_train.py --global-batch 64          # one device, without a plan
 """
 
 from __future__ import annotations

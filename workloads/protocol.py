@@ -95,13 +95,13 @@ class Workload(ABC):
         `micro` has the rows per pass for each device; if empty, each share is one pass.
         """
 
-    def prepare_dealt(
+    def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are distributed by cost.
+        """Prepare shares of global batches whose rows are assigned by cost.
 
-        A pass has at most `tokens` padded tokens. This method and `prepare_length` are only called
-        if the workload's facts have `lengths`, an even sample of the rows' lengths.
+        A pass has at most `tokens` padded tokens. This method and `prepare_length` are called only
+        if the workload's facts have `lengths`, a uniform sample of the rows' lengths.
         """
         raise NotImplementedError
 

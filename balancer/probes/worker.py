@@ -309,7 +309,7 @@ class Worker:
 
 def _prepare_rows(workload: Workload, command: protocol.Prepare) -> None:
     if command.costs:
-        workload.prepare_dealt(command.shares, command.costs, command.tokens)
+        workload.prepare_assigned(command.shares, command.costs, command.tokens)
     elif command.length:
         workload.prepare_length(command.shares, command.micro, command.length)
     else:

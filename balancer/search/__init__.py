@@ -39,7 +39,7 @@ The `turn` of a probe counts rounds in the solo stage and turns in the race. `ra
 
 Rows of unequal length: t_i is the sum over passes of fixed + r * L * (a + b * L) for r rows padded to L tokens, fitted
 to passes of a few sizes by least squares without negative coefficients. Batches are assigned by these costs as in
-training (`evener.training.dealing`). `TextModel` models a machine whose row costs depend on length, and `texts` chooses
+training (`evener.training.row_assignment`). `TextModel` models a machine whose row costs depend on length, and `texts` chooses
 what to race on it.
 
 `balance` requests solo, even and split layouts, and `compare` requests all families; they don't differ otherwise. If

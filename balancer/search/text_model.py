@@ -14,7 +14,7 @@ import msgspec
 
 from evener.shares.curves import ROUNDING, Cost, RankCost, Work
 from evener.shares.whole_rows import apportion
-from evener.training.dealing import Deal, Dealer
+from evener.training.row_assignment import RowAssigner, RowAssignment
 
 from ..types import Layout, Observation, OutOfMemory, Stage, Timed
 from .layouts import RETREAT, TIE
@@ -401,7 +401,7 @@ class TextModel(MachineModel):
         doublings = range(LARGEST_BATCH.bit_length())
         return sorted({min(most, least << times) for times in doublings})
 
-    def _batches(self, positions: Sequence[int], batch: int) -> Sequence[Deal]:
+    def _batches(self, positions: Sequence[int], batch: int) -> Sequence[RowAssignment]:
         costs = self._costs_of(positions)
         ranks = [
             RankCost(one.cost, self.token_limits[i])
@@ -413,7 +413,7 @@ class TextModel(MachineModel):
 @lru_cache(DRAWS_KEPT)
 def _draw_batches(
     ranks: tuple[RankCost, ...], lengths: tuple[int, ...], batch: int
-) -> Sequence[Deal]:
+) -> Sequence[RowAssignment]:
     """Return global batches of rows drawn from these lengths, distributed by cost over the ranks.
 
     The drawn rows are the same in every search.
@@ -422,8 +422,8 @@ def _draw_batches(
     rows = range(max(batch, DRAWN_ROWS // batch * batch))
     drawn = [lengths[pow(factor, row + 1, prime) * len(lengths) // prime] for row in rows]
     mean = round(fmean(lengths))
-    dealer = Dealer(ranks, tuple(1 / rank.cost.seconds(1, mean) for rank in ranks))
-    return [dealer.deal(drawn[first : first + batch]) for first in rows[::batch]]
+    assigner = RowAssigner(ranks, tuple(1 / rank.cost.seconds(1, mean) for rank in ranks))
+    return [assigner.assign(drawn[first : first + batch]) for first in rows[::batch]]
 
 
 def _work(seen: Observation, position: int) -> Work | None:

@@ -13,9 +13,9 @@ from functools import partial
 from typing import Any
 
 from ..errors import RequestError
-from ..torch.audit.compute import Bench, Piece
+from ..torch.audit.compute import GradientSketcher, Piece
 from ..torch.audit.rows import FewRows
-from ..torch.audit.step import AuditChange, Audited, Way, Ways, audit
+from ..torch.audit.step import AuditChange, Audited, Computation, Computations, audit
 from ..torch.rows.structure import cut_rows
 from ..torch.step.wrapped import is_sharded
 from ..torch.sums.collectives import refuse_meeting
@@ -48,7 +48,7 @@ class TrainerAudit:
     def __init__(self, trainer: Any, gathering: Gathering, dataset: Any, collate: Any) -> None:
         self._trainer = trainer
         self._audits: TrainingAudits = trainer._planned.audits
-        self.ways = TrainerWays(trainer, gathering)
+        self.computations = TrainerComputations(trainer, gathering)
         self._dataset = dataset
         self._collate = collate
         self._audits.remedies |= REMEDIES
@@ -68,27 +68,24 @@ class TrainerAudit:
         few = self._audits.take_rows(self._dataset, self._collate, numbers)
         if few is None:
             return None
-        made = self.ways.make(few, loss, self._audits.follows_launcher)
-        return audit(self.ways.bench(), made, moves)
+        made = self.computations.make(few, loss, self._audits.follows_launcher)
+        return audit(self.computations.sketcher(), made, moves)
 
 
-class TrainerWays:
-    """Makes the ways to compute a trainer's own loss for a few rows.
-
-    A way is a list of weighted loss functions, one for each pass.
-    """
+class TrainerComputations:
+    """Builds the computations that an audit compares, from a trainer's own loss of a few rows."""
 
     def __init__(self, trainer: Any, gathering: Gathering) -> None:
         self._trainer = trainer
         self._gathering = gathering
 
-    def bench(self) -> Bench:
-        """Return a Bench for the trainer's model; its computations don't affect the training."""
+    def sketcher(self) -> GradientSketcher:
+        """Return a GradientSketcher for the trainer's model, without effect on the training run."""
         trainer = self._trainer
         apart = {id(trainer.train_dataset), id(trainer.eval_dataset), id(trainer)}
         held = [each for each in vars(trainer).values() if id(each) not in apart]
         own = partial(_find_own_loss(type(trainer)), *held)
-        bench: Bench = trainer._planned.audits.make_bench(
+        sketcher: GradientSketcher = trainer._planned.audits.make_sketcher(
             [trainer.model],
             [] if trainer.optimizer is None else [trainer.optimizer],
             holders=[trainer],
@@ -97,10 +94,10 @@ class TrainerWays:
             around=[self._gathering.alone, partial(silent, trainer)],
             losses_only=is_sharded(trainer.model),
         )
-        return bench
+        return sketcher
 
-    def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Ways:
-        """Return two ways to compute the gradient of a few rows: as the reference, and by shares.
+    def make(self, few: FewRows, loss: TrainerLoss, follows_launcher: bool = False) -> Computations:
+        """Return the reference computation of a few rows, and their computation by shares.
 
         - Reference: one process computes the gradient. With `follows_launcher`, the gradient is
           that of equal parts, as the program's own launcher computes it.
@@ -116,10 +113,12 @@ class TrainerWays:
         if few.cut is not None and few.cut is not few.parts:
             changes["collation"] = AuditChange(by_shares(few.cut, micro=micro))
         reference = self._by_launcher(few) if follows_launcher else self.at_once(few)
-        return Ways(reference, trained, changes, few.sizes, few.digest, few.pads)
+        return Computations(reference, trained, changes, few.sizes, few.digest, few.pads)
 
-    def at_once(self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0) -> Way:
-        """Return the way to compute all rows in one pass, as one of `world` processes would.
+    def at_once(
+        self, few: FewRows, times: int = 1, world: int = 1, weight: float = 1.0
+    ) -> Computation:
+        """Return the computation of all rows in one pass, as one of `world` processes would do it.
 
         The number of items that is passed to the loss is multiplied by `times`.
         """
@@ -135,12 +134,11 @@ class TrainerWays:
         loss: TrainerLoss,
         micro: int = 0,
         excess: bool = False,
-    ) -> Way:
-        """Return the way to compute the parts as under shares.
+    ) -> Computation:
+        """Return the computation of the parts by shares, in passes of up to `micro` rows.
 
-        Passes have up to `micro` rows; 0 means one pass for each part.
-
-        With `excess`, the loss keeps the factor by which the trainer's own loss is too large.
+        If `micro` is 0, each part is one pass. With `excess`, the loss keeps the factor by which
+        the trainer's own loss is too large.
         """
         parts: list[tuple[Any, int]] = []
         for batch, rows in zip(batches, sizes, strict=True):
@@ -155,11 +153,8 @@ class TrainerWays:
             if weight
         ]
 
-    def _by_launcher(self, few: FewRows) -> Way:
-        """Return the way to compute the rows as the program's own launcher does.
-
-        It is a mean over processes with equal parts.
-        """
+    def _by_launcher(self, few: FewRows) -> Computation:
+        """Return the computation that the program's own launcher runs: a mean over equal parts."""
         items = self.count_items(few.even)
         if not self._trainer.args.average_tokens_across_devices:
             own = [self.count_items([each]) for each in few.even]

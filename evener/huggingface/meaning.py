@@ -17,7 +17,7 @@ import torch
 import torch.distributed as dist
 
 from ..errors import DeviceError, RequestError
-from ..torch.audit.compute import Bench
+from ..torch.audit.compute import GradientSketcher
 from ..torch.audit.rows import FewRows
 from ..torch.audit.step import audit, compare_losses
 from ..torch.messages import gather_messages
@@ -33,7 +33,7 @@ from ..training.audit import (
     compare,
     describe,
 )
-from .audits import REMEDIES, TrainerWays
+from .audits import REMEDIES, TrainerComputations
 from .gathering import Gathering
 from .loss import IGNORED, ITEMS, ROWS, TrainerLoss, assume_loss, count_labels
 
@@ -56,7 +56,7 @@ MORE_MEMORY = (
 
 def find_loss(
     trainer: Any,
-    ways: TrainerWays,
+    computations: TrainerComputations,
     make: Callable[[], FewRows | None],
     gathering: Gathering,
     ignores: bool,
@@ -83,11 +83,11 @@ def find_loss(
         if ignores or trainer.args.device.type == "cpu":
             masked = _mask_some(few)
             try:
-                return LossFinder(trainer, ways, masked, meets).find()
+                return LossFinder(trainer, computations, masked, meets).find()
             except (ArithmeticError, IndexError, RuntimeError):
                 if masked is few:
                     raise  # otherwise the loss may not support ignored labels
-        return LossFinder(trainer, ways, few, meets).find()
+        return LossFinder(trainer, computations, few, meets).find()
 
     if in_parts:
         found = find()
@@ -112,15 +112,15 @@ class LossFinder:
     """
 
     def __init__(
-        self, trainer: Any, ways: TrainerWays, few: FewRows, meets: Gathering | None
+        self, trainer: Any, computations: TrainerComputations, few: FewRows, meets: Gathering | None
     ) -> None:
-        self._ways = ways
+        self._computations = computations
         self._few = few
         self._meets = meets
         self._world = trainer._shares.world
         self._passes = trainer._shares.passes
         self._keeps_launcher = trainer.keeps_launcher
-        self._bench: Bench = ways.bench()
+        self._sketcher: GradientSketcher = computations.sketcher()
         self._repeats: list[Sketch] = []  # of the reference, once needed
         self._nearest = ROWS  # the name with the smallest difference
 
@@ -145,8 +145,8 @@ class LossFinder:
             return None
 
     def _find(self) -> TrainerLoss | None:
-        with self._bench.open(moves=True):
-            reference = self._bench.sketch(self._ways.at_once(self._few))
+        with self._sketcher.open(moves=True):
+            reference = self._sketcher.sketch(self._computations.at_once(self._few))
             if not any(map(reference.size, reference.sums)):
                 return None
             multiplied = self._find_multiplied(reference)
@@ -164,10 +164,12 @@ class LossFinder:
         if self._world == 1 and self._meets is None:
             return 1
         calls = 0 if self._meets is None else self._meets.calls
-        own = self._bench.sketch(self._ways.at_once(self._few, world=self._world))
+        own = self._sketcher.sketch(self._computations.at_once(self._few, world=self._world))
         if self._meets is not None and self._meets.calls > calls:
             with self._meets.alone(SHIFT):
-                shifted = self._bench.sketch(self._ways.at_once(self._few, world=self._world))
+                shifted = self._sketcher.sketch(
+                    self._computations.at_once(self._few, world=self._world)
+                )
             if not self._agree(own, shifted):
                 raise RequestError(
                     "The loss depends on figures that it gathers over the ranks, and passes gather"
@@ -180,9 +182,9 @@ class LossFinder:
 
     def _is_scaled(self, reference: Sketch) -> bool:
         """True if the loss is a sum divided by the number of items that it receives."""
-        if self._ways.count_items([self._few.whole]) is None:
+        if self._computations.count_items([self._few.whole]) is None:
             return False
-        halved = self._bench.sketch(self._ways.at_once(self._few, times=2))
+        halved = self._sketcher.sketch(self._computations.at_once(self._few, times=2))
         if self._agree(reference, _double(halved)):
             return True
         if self._agree(reference, halved):
@@ -201,7 +203,9 @@ class LossFinder:
         far = {}
         for name in names:
             loss = TrainerLoss(name, multiplied)
-            trained = self._bench.sketch(self._ways.by_shares(few.parts, few.sizes, loss))
+            trained = self._sketcher.sketch(
+                self._computations.by_shares(few.parts, few.sizes, loss)
+            )
             if self._agree(reference, trained):
                 fitting.append(name)
             found = compare(reference, trained)
@@ -221,8 +225,10 @@ class LossFinder:
         if found is None and are_losses_near(reference, other):
             return True
         if not self._repeats:
-            way = self._ways.at_once(self._few)
-            self._repeats = [self._bench.sketch(way, number + 1) for number in range(REPEATS)]
+            computation = self._computations.at_once(self._few)
+            self._repeats = [
+                self._sketcher.sketch(computation, number + 1) for number in range(REPEATS)
+            ]
         return compare(reference, other, self._repeats) is None and are_losses_near(
             reference, other, self._repeats
         )
@@ -241,13 +247,13 @@ class LossFinder:
 
         Return None if there is no difference.
         """
-        ways = self._ways.make(self._few, loss)
-        found = audit(self._ways.bench(), ways, moves=True)
+        computations = self._computations.make(self._few, loss)
+        found = audit(self._computations.sketcher(), computations, moves=True)
         if found.difference is not None:
             return found.difference, found.cause
         if found.fault or found.explained:
             return None
-        return compare_losses(self._ways.bench(), ways)
+        return compare_losses(self._computations.sketcher(), computations)
 
 
 def _double(sketch: Sketch) -> Sketch:

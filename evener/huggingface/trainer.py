@@ -42,7 +42,6 @@ from .loss import (
     has_uneven_labels,
 )
 from .meaning import find_loss
-from .notice import end_on_notice
 from .passes import TrainerPasses, count_tokens, weigh_loss, weigh_passes
 from .rows import (
     CHECKPOINT,
@@ -57,6 +56,7 @@ from .rows import (
     training_rows,
 )
 from .shards import ShardMixin
+from .stop_signal import stop_on_signal
 
 
 def with_plan(
@@ -166,7 +166,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._gathering = Gathering(self.accelerator, self._planned.timer)
         self._planned.passes.recovery.check = self._check_parts
         self._passes = TrainerPasses(self, self._planned, self._gathering)
-        end_on_notice(self, shares.world)
+        stop_on_signal(self, shares.world)
 
     # ------------------------------------------------------------------ rows
 
@@ -284,7 +284,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             most = min(most, max(2, smallest))
         fetch = partial(self._fetch_few, most, chooses=not in_parts)
         return find_loss(
-            self, self._audit.ways, fetch, self._gathering, ignores, in_parts=in_parts > 0
+            self, self._audit.computations, fetch, self._gathering, ignores, in_parts=in_parts > 0
         )
 
     def check_loss(self) -> None:

@@ -54,7 +54,7 @@ from .compatibility import (
     plain_variables,
     warn,
 )
-from .data import DealtArrays
+from .data import AssignedArrays
 from .decisions import both_sides, find_apart
 from .engine import Engine
 from .first_batch import peek, read_triple
@@ -152,7 +152,7 @@ class StepAudit:
             if any(due):
                 if first is None:
                     first, batches = peek(batches, steps)
-                if first is not None and not isinstance(first, DealtArrays):
+                if first is not None and not isinstance(first, AssignedArrays):
                     self.look(first, signature)
             return run(batches)
 
@@ -232,7 +232,7 @@ class StepAudit:
             if is_first:
                 is_first = False
                 first, batches = peek(batches, self._model.steps_per_execution)
-                if first is not None and not isinstance(first, DealtArrays):
+                if first is not None and not isinstance(first, AssignedArrays):
                     self._look_at_test(first)
             return run(batches)
 

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from ..errors import RequestError
 from ..shares.divisions import Cut
-from ..training.dealing import Dealer
+from ..training.row_assignment import RowAssigner
 from .compatibility import all_layers
 from .keras_step import OwnRows, Tensors, call_model, cut_rows, widen_if_empty
 
@@ -29,24 +29,24 @@ SAME = 1e-3  # outputs that differ by less, relative to the largest output, coun
 _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without lengths."
 
 
-class DealtArrays(NamedTuple):
+class AssignedArrays(NamedTuple):
     """A global batch whose rows are sorted by device."""
 
     data: Tensors
-    edges: Any  # where the rows of each device begin, and where the last device's end
-    longest: Any  # tokens of each device's longest row
+    edges: Any  # the first row of each device, then the number of rows
+    longest: Any  # tokens in each device's longest row
 
 
-def deal_arrays(dealer: Dealer, tokens: Any) -> tuple[Any, Any, Any]:
+def assign_arrays(assigner: RowAssigner, tokens: Any) -> tuple[Any, Any, Any]:
     """Assign the rows of a batch to devices by length.
 
     Returns the order of the rows (device after device), the edges between devices, and the length
     in tokens of each device's longest row.
     """
 
-    def deal(lengths: Any) -> tuple[Any, ...]:
-        dealt = dealer.deal(lengths.tolist())
-        own = [[row for each in passes for row in each] for passes in dealt.passes]
+    def assign(lengths: Any) -> tuple[Any, ...]:
+        assigned = assigner.assign(lengths.tolist())
+        own = [[row for each in passes for row in each] for passes in assigned.passes]
         edges = np.cumsum([0, *map(len, own)], dtype=np.int64)
         longest = [max((1, *(int(lengths[row]) for row in rows))) for rows in own]
         return (
@@ -55,8 +55,8 @@ def deal_arrays(dealer: Dealer, tokens: Any) -> tuple[Any, Any, Any]:
             np.array(longest, np.int64),
         )
 
-    order, edges, longest = tf.numpy_function(deal, [tokens], [tf.int64] * 3)
-    devices = len(dealer.ranks)
+    order, edges, longest = tf.numpy_function(assign, [tokens], [tf.int64] * 3)
+    devices = len(assigner.ranks)
     return (
         tf.ensure_shape(order, [None]),
         tf.ensure_shape(edges, [devices + 1]),
@@ -64,7 +64,7 @@ def deal_arrays(dealer: Dealer, tokens: Any) -> tuple[Any, Any, Any]:
     )
 
 
-def read_lengths(lengths: Any, x: Tensors, rows: int, dealer: Dealer) -> Any:
+def read_lengths(lengths: Any, x: Tensors, rows: int, assigner: RowAssigner) -> Any:
     """Return `lengths`, the number of tokens in each row, as an int64 array.
 
     Raises RequestError unless `lengths` fits the padded arrays x.
@@ -75,7 +75,7 @@ def read_lengths(lengths: Any, x: Tensors, rows: int, dealer: Dealer) -> Any:
             f"lengths={type(lengths).__name__} isn't a list of whole numbers.",
             "Give the tokens of each row, in order.",
         )
-    dealer.check(tokens.tolist(), rows)
+    assigner.check(tokens.tolist(), rows)
     _check_padding(tokens, _count_steps(x))
     return tokens.astype(np.int64)
 
@@ -90,10 +90,10 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
         )
 
 
-def cut_pieces(x: Tensors, dealt: DealtArrays) -> list[tuple[Tensors, Any]]:
+def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
     """Return each device's rows of x, cut to its longest row, and how many of them count."""
     with tf.device("CPU:0"):
-        edges, longest = tf.unstack(dealt.edges), tf.unstack(dealt.longest)
+        edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)
         return [
             (cut_steps(cut_rows(x, start, stop), most), stop - start)
             for (start, stop), most in zip(pairwise(edges), longest, strict=True)
@@ -135,7 +135,7 @@ def pad_steps(outputs: Tensors, x: Tensors) -> Tensors:
     return keras.tree.map_structure(pad, outputs)
 
 
-def check_padding(model: Any, batch: DealtArrays) -> None:
+def check_padding(model: Any, batch: AssignedArrays) -> None:
     """Check that padding doesn't change the training.
 
     Raises RequestError unless a row of the batch gives the same outputs without its padding, and
@@ -260,18 +260,18 @@ class ArrayBatches:
 
         return self._dataset(take_own, endless)
 
-    def dealt_rows(self, tokens: Any, dealer: Dealer) -> Any:
-        """Return a dataset of `DealtArrays`: global batches with rows distributed by length.
+    def assigned_rows(self, tokens: Any, assigner: RowAssigner) -> Any:
+        """Return a dataset of `AssignedArrays`: global batches with rows assigned by length.
 
         `tokens` are the lengths of all rows of the arrays, in tokens.
         """
 
-        def take_dealt(epoch: Any, start: Any, stop: Any) -> DealtArrays:
+        def take_assigned(epoch: Any, start: Any, stop: Any) -> AssignedArrays:
             places = self._places(epoch, start, stop)
-            order, edges, longest = deal_arrays(dealer, tf.gather(tokens, places))
-            return DealtArrays(_gather(self._tensors, tf.gather(places, order)), edges, longest)
+            order, edges, longest = assign_arrays(assigner, tf.gather(tokens, places))
+            return AssignedArrays(_gather(self._tensors, tf.gather(places, order)), edges, longest)
 
-        return self._dataset(take_dealt, endless=False)
+        return self._dataset(take_assigned, endless=False)
 
     def _dataset(self, take: Take, endless: bool) -> Any:
         threads = max(1, min(MOST_THREADS, len(os.sched_getaffinity(0)) // 2))
@@ -391,7 +391,7 @@ def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
     This is inferred from the shapes; `inputs` are the model's inputs, if it already has them.
     """
     spec = dataset.element_spec
-    if isinstance(spec, DealtArrays):
+    if isinstance(spec, AssignedArrays):
         return True
     shapes = [getattr(leaf, "shape", tf.TensorShape(None)) for leaf in tf.nest.flatten(spec)]
     if not shapes or any(shape.rank is None for shape in shapes):

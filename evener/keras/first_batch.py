@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from .data import DealtArrays
+from .data import AssignedArrays
 from .keras_step import OwnRows, Tensors
 
 PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
@@ -67,7 +67,7 @@ def _other_size(spec: Any, tensor: Any) -> Any:
 
 def read_triple(batch: Tensors) -> Tensors:
     """Return (x, y, weight) of a batch, or of this process's rows of it, as tensors."""
-    data = batch.data if isinstance(batch, OwnRows | DealtArrays) else batch
+    data = batch.data if isinstance(batch, OwnRows | AssignedArrays) else batch
     return tf.nest.map_structure(_to_tensor, keras.utils.unpack_x_y_sample_weight(data))
 
 

@@ -24,7 +24,7 @@ from .callbacks import EpochBegins, with_callback
 from .compatibility import check_passes, overrides, warn, warn_small_data
 from .data import (
     ArrayBatches,
-    DealtArrays,
+    AssignedArrays,
     are_arrays,
     array_rows,
     batch_rows,
@@ -339,7 +339,7 @@ class FitHooks:
         if isinstance(data, tf.data.Dataset):
             size = chosen["batch_size"] or self.split.global_batch
             chosen |= {"x": batch_samples(data, size, _inputs(self.model)), "batch_size": None}
-            if isinstance(data.element_spec, DealtArrays):
+            if isinstance(data.element_spec, AssignedArrays):
                 check_padding(self.model, next(iter(data)))
             self._note_batch(batch_rows(chosen["x"]))
         elif self.group is not None:

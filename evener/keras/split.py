@@ -19,8 +19,8 @@ from ..plan.file import Plan, Share, load_plan
 from ..plan.use import note_use
 from ..shares.divisions import Cut
 from ..shares.whole_rows import is_ratio
-from ..training.dealing import make_dealer
 from ..training.launched import launched_plan
+from ..training.row_assignment import make_row_assigner
 from . import tf_devices
 from .compatibility import check_backend, check_model, model_digest, warn, warn_small_data
 from .data import ArrayBatches, batch_rows, batch_samples, gives_batches, pack_arrays, read_lengths
@@ -244,10 +244,12 @@ class Split:
                     "or leave lengths out."
                 ),
             )
-        dealer = make_dealer(self.cut.weights, self.cut.weights, ())
-        tokens = read_lengths(lengths, x, arrays.rows, dealer)
+        assigner = make_row_assigner(self.cut.weights, self.cut.weights, ())
+        tokens = read_lengths(lengths, x, arrays.rows, assigner)
         return (
-            arrays.global_batches() if self.engine == "solo" else arrays.dealt_rows(tokens, dealer)
+            arrays.global_batches()
+            if self.engine == "solo"
+            else arrays.assigned_rows(tokens, assigner)
         )
 
     @property

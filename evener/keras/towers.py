@@ -19,7 +19,7 @@ import tensorflow as tf
 from ..errors import RequestError
 from .attributes import CallTensors, Leaves, PlainVariables, join_leaves
 from .compatibility import check_step, check_towers
-from .data import DealtArrays, cut_pieces, pad_steps
+from .data import AssignedArrays, cut_pieces, pad_steps
 from .engine import OneProcess
 from .keras_step import (
     Tensors,
@@ -77,10 +77,10 @@ class Towers(OneProcess):
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
         """Train like `keras.Model.train_step`, with the rows spread over the devices."""
-        dealt, (x, y, weight) = _open(data)
+        assigned, (x, y, weight) = _open(data)
         if self.cut.in_passes:
             return self._train_in_passes(x, y, weight)
-        return self.train_on_pieces(self.pieces(x, dealt), count_rows(x), x, y, weight, dealt)
+        return self.train_on_pieces(self.pieces(x, assigned), count_rows(x), x, y, weight, assigned)
 
     def _train_in_passes(self, x: Any, y: Any, weight: Any) -> dict[str, Any]:
         """Train with a separate loss for each pass.
@@ -116,7 +116,7 @@ class Towers(OneProcess):
         x: Any,
         y: Any,
         weight: Any,
-        dealt: DealtArrays | None = None,
+        assigned: AssignedArrays | None = None,
     ) -> dict[str, Any]:
         """Train on rows that are already divided among the devices.
 
@@ -128,8 +128,8 @@ class Towers(OneProcess):
             with tf.GradientTape() as tape:
                 for tower in towers:
                     tape.watch(tower.heads())
-                outputs = _join_outputs(towers, x, dealt)
-                left.put(self._join_attributes(towers, x, dealt, training=True))
+                outputs = _join_outputs(towers, x, assigned)
+                left.put(self._join_attributes(towers, x, assigned, training=True))
                 loss = self._loss(x, y, outputs, weight, towers, training=True)
                 scaled = scale_loss(model, loss)
             apply_gradients(
@@ -139,12 +139,12 @@ class Towers(OneProcess):
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
         """Evaluate like `keras.Model.test_step`, with the rows spread over the devices."""
-        dealt, (x, y, weight) = _open(data)
+        assigned, (x, y, weight) = _open(data)
         rows, left = count_rows(x), CallTensors(self.model)
-        towers = self._run(self.pieces(x, dealt), rows, False, left)
+        towers = self._run(self.pieces(x, assigned), rows, False, left)
         with tf.device(self.devices[0]):
-            outputs = _join_outputs(towers, x, dealt)
-            left.put(self._join_attributes(towers, x, dealt, training=False))
+            outputs = _join_outputs(towers, x, assigned)
+            left.put(self._join_attributes(towers, x, assigned, training=False))
             loss = self._loss(x, y, outputs, weight, towers, training=False)
             return update_metrics(self.model, loss, rows, x, y, outputs, weight)
 
@@ -153,8 +153,8 @@ class Towers(OneProcess):
 
         Raises RequestError if the rows were assigned by length, because their order is lost.
         """
-        dealt, (x, _, _) = _open(data)
-        if dealt is not None:
+        assigned, (x, _, _) = _open(data)
+        if assigned is not None:
             raise RequestError(
                 "Rows assigned by length come in the order of the devices, not in that of the "
                 "data.",
@@ -165,13 +165,15 @@ class Towers(OneProcess):
         with tf.device(self.devices[0]):
             return _join_outputs(towers, x, None)
 
-    def pieces(self, x: Tensors, dealt: DealtArrays | None = None) -> list[tuple[Tensors, Any]]:
+    def pieces(
+        self, x: Tensors, assigned: AssignedArrays | None = None
+    ) -> list[tuple[Tensors, Any]]:
         """Return each device's rows and how many of them count.
 
         They are cut on the host, so that only a device's own rows are sent to it.
         """
-        if dealt is not None:
-            return cut_pieces(x, dealt)
+        if assigned is not None:
+            return cut_pieces(x, assigned)
         with tf.device("CPU:0"):
             edges = self.cut.bounds(count_rows(x))
             return [(cut_rows(x, start, stop), stop - start) for start, stop in pairwise(edges)]
@@ -218,13 +220,13 @@ class Towers(OneProcess):
         return Tower(outputs, losses, updates, copies, tape, size, share, {})
 
     def _join_attributes(
-        self, towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None, training: bool
+        self, towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None, training: bool
     ) -> Leaves:
         """Return the tensors stored in attributes, joined as if stored by one call on all rows."""
         every = [tower.attributes for tower in towers]
         sizes, parts = [tower.size for tower in towers], [tower.part for tower in towers]
         kinds = self.kinds[training].attributes
-        pad = (lambda leaf: leaf) if dealt is None else (lambda leaf: pad_steps(leaf, x))
+        pad = (lambda leaf: leaf) if assigned is None else (lambda leaf: pad_steps(leaf, x))
         return join_leaves(every, sizes, parts, kinds, pad)
 
     def _loss(
@@ -263,21 +265,23 @@ class Towers(OneProcess):
         return [_sum(each) for each in zip(*parts, strict=True)]
 
 
-def _open(data: Tensors) -> tuple[DealtArrays | None, tuple[Any, Any, Any]]:
-    """Return the `DealtArrays` or None, and the triple (x, y, weight).
+def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
+    """Return the `AssignedArrays` or None, and the triple (x, y, weight).
 
     The first is None unless rows were distributed by length.
     """
-    dealt = data if isinstance(data, DealtArrays) else None
-    return dealt, keras.utils.unpack_x_y_sample_weight(data if dealt is None else dealt.data)
+    assigned = data if isinstance(data, AssignedArrays) else None
+    return assigned, keras.utils.unpack_x_y_sample_weight(
+        data if assigned is None else assigned.data
+    )
 
 
-def _join_outputs(towers: Sequence[Tower], x: Tensors, dealt: DealtArrays | None) -> Tensors:
+def _join_outputs(towers: Sequence[Tower], x: Tensors, assigned: AssignedArrays | None) -> Tensors:
     """Return the outputs of the whole batch.
 
     Raises RequestError if layers added losses that would have counted padding.
     """
-    if dealt is None:
+    if assigned is None:
         return join_rows([tower.outputs for tower in towers])
     if any(tower.losses for tower in towers):
         raise RequestError(

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 
 from ..errors import RequestError
-from ..torch.audit.compute import Bench
+from ..torch.audit.compute import GradientSketcher
 from ..torch.audit.record import (
     AS_WRITTEN,
     ROW_COUNTS,
@@ -30,9 +30,13 @@ from ..torch.audit.replay import NOT_A_NUMBER, Compute, audit_record
 from ..torch.audit.rows import FewRows, cut_few
 from ..torch.audit.sketch import name_tensors
 from ..torch.audit.state import kept_state
-from ..torch.audit.step import Ways, compare_losses
+from ..torch.audit.step import Computations, compare_losses
 from ..torch.rows.structure import address, cut_rows
-from ..torch.training_audits import devices_ways, launchers_ways, weigh_gradients
+from ..torch.training_audits import (
+    make_launcher_computations,
+    make_share_computations,
+    weigh_gradients,
+)
 from ..training.audit import IN_EQUAL_PARTS, describe
 from .origins import Origins
 
@@ -45,18 +49,18 @@ PART = (  # the loss of all rows has been computed again
     "others of its batch"
 )
 UNSEEN = "no backward pass was seen in its first step"
-MakeBench = Callable[..., Bench]  # makes a Bench for models
+MakeSketcher = Callable[..., GradientSketcher]  # creates a GradientSketcher for models
 
 
 class Guard(Recorder):
-    """Records how a batch's loss is computed.
+    """Records how a batch's loss is computed, and checks whether shares would change the result.
 
-    After the first backward pass `fault` says why shares would change what the model learns, or why
-    that can't be determined; it is empty if shares change nothing. `measured` is True if the rows
-    were computed in both ways and the results differ. `few` returns a few rows of the batch,
+    After the first backward pass, `fault` explains why shares would change what the model learns,
+    or why this can't be determined; it is empty if shares change nothing. `measured` is True if the
+    rows were computed both ways and the results differ. `few` returns a few rows of the batch,
     collated as the shares would collate them, if that differs from slicing the batch. `rows` is the
-    batch's number of rows; by default, its first tensor's length. `bench` makes the Bench that
-    computes gradients; the default computes only the models' gradients.
+    number of rows in the batch; the default is the length of its first tensor. `sketcher` creates
+    the GradientSketcher that computes gradients; the default computes only the models' gradients.
 
     If ranks communicate in the models' layers, losses are compared instead, and all ranks compute
     the same passes. `agree` exchanges each rank's fault before and after these passes, and returns
@@ -70,7 +74,7 @@ class Guard(Recorder):
         few: Callable[[], FewRows | None] | None = None,
         rows: int = 0,
         origins: Origins | None = None,
-        bench: MakeBench | None = None,
+        sketcher: MakeSketcher | None = None,
         step: int = 1,
         agree: Callable[[str], str] | None = None,
     ) -> None:
@@ -83,7 +87,7 @@ class Guard(Recorder):
         self.padded = False
         self._few = few
         self._origins = origins
-        self._make_bench = bench or make_bench
+        self._make_sketcher = sketcher or make_sketcher
         self._step = step
         self._agree = agree
         self._before: dict[int, torch.Tensor] = {}  # values overwritten by an exchange, by address
@@ -244,11 +248,13 @@ class Guard(Recorder):
         return agree(fault)
 
     def _compare_losses(self, record: LossRecord, few: FewRows) -> str:
-        bench = self._make_bench(record.models, losses_only=True)
+        sketcher = self._make_sketcher(record.models, losses_only=True)
         fault = record.find_change()
         # the same number of passes on every rank, however few rows it has: the whole and two parts
-        ways = devices_ways(few, lambda part: record.compute(part.batch, part.rows))
-        found = compare_losses(bench, ways)
+        computations = make_share_computations(
+            few, lambda part: record.compute(part.batch, part.rows)
+        )
+        found = compare_losses(sketcher, computations)
         if fault or found is None:
             return fault
         self.measured = True
@@ -256,16 +262,16 @@ class Guard(Recorder):
         return describe(difference, cause, few.sizes, self._step)
 
     def _audit(self, record: LossRecord) -> str:
-        def ways(few: FewRows, compute: Compute) -> Ways:
-            made = launchers_ways(few, lambda part: compute(part.batch, part.rows))
+        def computations(few: FewRows, compute: Compute) -> Computations:
+            made = make_launcher_computations(few, lambda part: compute(part.batch, part.rows))
             return weigh_gradients(made, few.rows / (2 * record.rows))
 
-        bench = partial(self._make_bench, record.models)
+        sketcher = partial(self._make_sketcher, record.models)
         rows, first = self._list_rows(), self._step == 1
-        found = audit_record(record, rows, bench, ways, (AS_WRITTEN,), first)
+        found = audit_record(record, rows, sketcher, computations, (AS_WRITTEN,), first)
         if found.audited is None and found.fault != NOT_A_NUMBER:
             # the calls fit no other number of rows, for example if a shape holds the batch's
-            counted = audit_record(record, rows, bench, ways, (ROW_COUNTS,), first)
+            counted = audit_record(record, rows, sketcher, computations, (ROW_COUNTS,), first)
             found = found if counted.audited is None else counted
         if found.audited is None:
             return found.fault.replace(CANT, PART)
@@ -304,10 +310,10 @@ def _judge(guard: Any, loss: torch.Tensor) -> None:
     guard._most = len(guard._tape) + LATER_CALLS
 
 
-def make_bench(models: Iterable[Any], losses_only: bool = False) -> Bench:
-    """Return a Bench that computes the gradients of just these models.
+def make_sketcher(models: Iterable[Any], losses_only: bool = False) -> GradientSketcher:
+    """Return a GradientSketcher for these models only.
 
     It is for a step that evener doesn't take part in.
     """
     every = list(models)
-    return Bench(every, name_tensors(every), losses_only=losses_only)
+    return GradientSketcher(every, name_tensors(every), losses_only=losses_only)

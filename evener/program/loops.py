@@ -56,8 +56,8 @@ class Loop:
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
         self._loader = loader
-        self.dealer = SharedBatches.of(loader)
-        self.dealer.opens = True
+        self.shared_batches = SharedBatches.of(loader)
+        self.shared_batches.opens = True
         self._batches = begin()
         workers = loader.num_workers
         self.ahead = (workers * (loader.prefetch_factor or 2) if workers else 0) + (
@@ -90,7 +90,7 @@ class Loop:
             raise
         self._step += 1
         if begins:
-            self.sampler = self.dealer.sampler
+            self.sampler = self.shared_batches.sampler
             if PROGRAM.training is not None and self.sampler is not None:
                 self.follow(PROGRAM.training)
         self.sizes = (1,) * dist.get_world_size()
@@ -102,7 +102,7 @@ class Loop:
     @property
     def batch_maker(self) -> str:
         """The name of the class that chooses the rows of a batch; empty if PyTorch's class does."""
-        return name_own_sampler(self.dealer.given)
+        return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
         """Train by shares from the next batch on."""
@@ -170,10 +170,10 @@ class SharedBatches:
             return cls(
                 given, "its data are a stream, or it makes no batches, so rows have no numbers"
             )
-        vars(loader)["batch_sampler"] = dealer = cls(
+        vars(loader)["batch_sampler"] = made = cls(
             given, ""
         )  # set through vars(), as DataLoader refuses assignment
-        return dealer
+        return made
 
     def __len__(self) -> int:
         return len(self.given)
@@ -191,9 +191,9 @@ class SharedBatches:
 
     def __iter__(self) -> Iterator[Any]:
         opens, self.opens, self.sampler = self.opens, False, None
-        yield from self._deal() if opens else self.given
+        yield from self._draw_batches() if opens else self.given
 
-    def _deal(self) -> Iterable[Any]:
+    def _draw_batches(self) -> Iterable[Any]:
         """Return this rank's batches of an epoch, split by shares.
 
         If that is impossible, set `fault` and return the original batches.

@@ -318,7 +318,7 @@ class Program:
         """
         if loop is not self._loop:
             left = self._loop
-            if left is not None and self._updated and left.dealer is loop.dealer:
+            if left is not None and self._updated and left.shared_batches is loop.shared_batches:
                 self.end(left)  # a new epoch, of a loop that counts its batches itself
             self._beside, self._loop = None if self._updated else self._loop, loop
         self._updated = False
@@ -337,7 +337,7 @@ class Program:
         then single batches at growing intervals.
         """
         if self.training is None:
-            return not self.notebook.why and not loop.dealer.fault
+            return not self.notebook.why and not loop.shared_batches.fault
         if loop.origin is None:
             return False
         is_first_uneven = not self._uneven and len(set(loop.sizes)) > 1
@@ -362,9 +362,11 @@ class Program:
         if self.training is None:
             origins = self.exchanges.origins
             return Guard(self.models, loop.batch, loop.few_rows, origins=origins, agree=agree)
-        bench = self.training.audits.make_bench
+        sketcher = self.training.audits.make_sketcher
         step = self._steps + 1
-        return Guard(self.models, loop.batch, loop.few_rows, bench=bench, step=step, agree=agree)
+        return Guard(
+            self.models, loop.batch, loop.few_rows, sketcher=sketcher, step=step, agree=agree
+        )
 
     @property
     def _meets_in_layers(self) -> bool:
@@ -632,7 +634,7 @@ class Program:
             if guard is not None:
                 self._note_fault(guard)
             fault = guard.fault if guard and guard.measured else ""
-            return RankView(fault, loop.dealer.digest, self._rates, numbers, uses)
+            return RankView(fault, loop.shared_batches.digest, self._rates, numbers, uses)
         self._compare_numbers(numbers)
         fault = self._find_fault(loop, guard)
         warning = ""
@@ -641,12 +643,14 @@ class Program:
         elif not fault and guard is not None and guard.padded:
             warning = views.PADDED
         exchanges = self.exchanges.origins.seen
-        return RankView(fault, loop.dealer.digest, self._rates, numbers, uses, warning, exchanges)
+        return RankView(
+            fault, loop.shared_batches.digest, self._rates, numbers, uses, warning, exchanges
+        )
 
     def _find_fault(self, loop: Any, guard: Guard | None) -> str:
         """Return why this rank's shares have to stay even; empty if uneven shares are possible."""
         faults = [views.find_fault(each) for each in self.models if each.training]
-        faults += [loop.dealer.fault, self._fault, self.exchanges.fault]
+        faults += [loop.shared_batches.fault, self._fault, self.exchanges.fault]
         if guard is not None:
             faults += [guard.fault, "" if guard.exchanges else views.LOCAL]
         if loop.sampler is None:

@@ -13,10 +13,10 @@ import msgspec
 import torch
 import torch.distributed as dist
 
-Told = TypeVar("Told")
+Value = TypeVar("Value")
 
 
-def gather_messages(own: Told, kind: Any = Any) -> list[Told]:
+def gather_messages(own: Value, kind: Any = Any) -> list[Value]:
     """Return the values of all ranks, in rank order, each of type `kind`.
 
     Every rank has to call this function. Raises msgspec.ValidationError if a value has another
@@ -32,7 +32,7 @@ def gather_messages(own: Told, kind: Any = Any) -> list[Told]:
     return [_decode(each[: int(size)], kind) for each, size in zip(every, sizes, strict=True)]
 
 
-def tell_all(own: Told, kind: Any = Any) -> Told:
+def broadcast_message(own: Value, kind: Any = Any) -> Value:
     """Return rank 0's value, which has type `kind`; every rank has to call this function."""
     sent = _encode(own if dist.get_rank() == 0 else None)
     size = _number(len(sent))
@@ -40,8 +40,8 @@ def tell_all(own: Told, kind: Any = Any) -> Told:
     if dist.get_rank() != 0:
         sent = torch.zeros(int(size), dtype=torch.uint8, device=sent.device)
     dist.broadcast(sent, 0)
-    told: Told = _decode(sent, kind)
-    return told
+    received: Value = _decode(sent, kind)
+    return received
 
 
 def _number(value: int) -> torch.Tensor:

@@ -11,11 +11,11 @@ import msgspec
 import torch
 
 from ..errors import RequestError
-from ..training.dealing import make_dealer
 from ..training.ending import end_when_stuck
 from ..training.launched import launched_device
-from .ranks.others import explain_at_exit, watch_others
+from ..training.row_assignment import make_row_assigner
 from .ranks.own_work import StepReporter, make_timer
+from .ranks.peers import explain_at_exit, watch_peers
 from .ranks.ranks import RankShares, claim_device, join
 from .ranks.waits import time_waits
 from .rebalancing import Rebalancing
@@ -108,7 +108,7 @@ class PlannedTraining:
             self.reporter.pending = self.rebalancing.describe_pending
         explain_at_exit(weakref.WeakMethod(self.passes.recovery.advise))
         if self.world > 1:
-            watch_others(self.device, self.timer.now)
+            watch_peers(self.device, self.timer.now)
             if not launched_device():  # else evener's launcher does it
                 end_when_stuck()
 
@@ -145,8 +145,8 @@ class PlannedTraining:
                 options["without_rows"] = True
             return UnevenBatchSampler(rows, chosen, self.rank, **options)
         now = self.ranks
-        dealer = make_dealer(now.batches, now.micros, now.shares)
-        return LengthSampler(rows, chosen, self.rank, lengths=lengths, dealer=dealer, **options)
+        assigner = make_row_assigner(now.batches, now.micros, now.shares)
+        return LengthSampler(rows, chosen, self.rank, lengths=lengths, assigner=assigner, **options)
 
     def follow(self, sampler: UnevenBatchSampler, ahead: int) -> None:
         """Change this sampler's shares whenever the shares of the training run change.

@@ -26,9 +26,9 @@ from ..plan.file import Plan
 from ..shares.whole_rows import count_passes, shares_to_evaluate
 from ..training.noise_scale import NoiseScale
 from .planned import PlannedTraining
-from .ranks.notice import Notice
-from .ranks.others import leave_group
+from .ranks.peers import leave_group
 from .ranks.ranks import find_shares
+from .ranks.stop_signal import StopSignal
 from .rebalancing import raise_no_shares
 from .rows.loader import Loader, check_options, count_rows
 from .rows.sampler import Order, RowOrder, UnevenBatchSampler
@@ -42,7 +42,7 @@ Weigh = Literal["gradients", "loss"]
 Model = TypeVar("Model")
 
 
-def _check_dealt(training: bool, strategy: Any, rebalancing: Any) -> None:
+def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
     """Raise RequestError if rows can't be distributed by length in this loader."""
     if not training:
         raise RequestError(
@@ -110,7 +110,7 @@ class Split(PlannedTraining):
         )
         self.weigh = weigh
         self._strategy: Any = None  # Lightning's, once `strategy` was called
-        self._notice: Notice | None = None  # made when the loop first reads `ending`
+        self._stop_signal: StopSignal | None = None  # made when the loop first reads `ending`
         weakref.finalize(self, self.reporter.close)  # when garbage-collected
 
     def __repr__(self) -> str:
@@ -171,9 +171,9 @@ class Split(PlannedTraining):
         After a signal, `ending` becomes True at the end of the step, or up to a quarter of a second
         later if steps are shorter than that.
         """
-        if self._notice is None:
-            self._notice = Notice(self.world)
-        return self._notice.has_come()
+        if self._stop_signal is None:
+            self._stop_signal = StopSignal(self.world)
+        return self._stop_signal.is_agreed()
 
     def loader(
         self,
@@ -208,7 +208,7 @@ class Split(PlannedTraining):
         now = self.ranks
         shares = now.batches if training else shares_to_evaluate(now.batches, now.micros)
         if lengths is not None:
-            _check_dealt(training, self._strategy, self.rebalancing)
+            _check_by_length(training, self._strategy, self.rebalancing)
         sampler = self.sampler(
             rows,
             lengths=lengths,
@@ -224,7 +224,7 @@ class Split(PlannedTraining):
         if training and self._strategy is not None:
             return cast(Loader, self._strategy.make_loader(dataset, sampler, options))
         on_host = training and (
-            now.in_passes or sampler.is_dealt
+            now.in_passes or sampler.is_by_length
         )  # each part is sent when it is computed
         steps = LoaderSteps(self, training)
         made = Loader(dataset, sampler, steps, options, self.device, prefetch, training, on_host)
@@ -400,7 +400,7 @@ class Split(PlannedTraining):
     def close(self) -> None:
         """Stop reporting and leave the process group; without this call, both happen at exit."""
         super().close()
-        if self._notice is not None:
-            self._notice.close()
+        if self._stop_signal is not None:
+            self._stop_signal.close()
         if self.world > 1:
             leave_group()

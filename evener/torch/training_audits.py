@@ -36,7 +36,7 @@ from ..training.audit import (
     describe,
     is_audited,
 )
-from .audit.compute import Bench, Piece
+from .audit.compute import GradientSketcher, Piece
 from .audit.quick import KnownPasses
 from .audit.record import (
     NOT_THIS_BATCH,
@@ -48,7 +48,7 @@ from .audit.replay import Compute, Replayed, audit_record
 from .audit.rows import FEWER, ROWS, FewRows, cut_few, fetch_rows
 from .audit.settings import LossSettings
 from .audit.sketch import name_tensors
-from .audit.step import AuditChange, Audited, Way, Ways, audit
+from .audit.step import AuditChange, Audited, Computation, Computations, audit
 from .left_out import LeftOutBatches
 from .members import Members
 from .private import default_store
@@ -303,8 +303,8 @@ class TrainingAudits:
             if few is None:
                 return None
             first = self.judge.step == 1 or not training.passes.recovery.checked
-            bench = self._bench(compute, is_sharded_model(training.weights.models))
-            return audit(bench, self.make_ways(few, compute, counted), moves=first)
+            sketcher = self._sketcher(compute, is_sharded_model(training.weights.models))
+            return audit(sketcher, self.make_computations(few, compute, counted), moves=first)
 
         self._act(Replayed(self._run(find)), survives=True)
 
@@ -313,21 +313,22 @@ class TrainingAudits:
         compute: OfPart,
         part: Part,
         rows: int,
-        make_bench: Callable[[], Bench] | None = None,
+        make_sketcher: Callable[[], GradientSketcher] | None = None,
     ) -> None:
         """Check that a pass which ran out of memory can be divided into parts of up to `rows` rows.
 
         Raises RequestError on this rank unless the gradients of the parts add up to the gradient of
-        the whole pass. `make_bench` makes the bench if a library's trainer computes the pass.
+        the whole pass. `make_sketcher` returns the GradientSketcher if a library's trainer computes
+        the pass.
         """
         most = min(rows, part.rows)
         few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
         if few is None:
             raise RequestError("The rows of the pass can't be cut apart.", "Make smaller passes.")
-        ways = devices_ways(few, refuse_meeting(compute), part.count)
-        bench = self._bench(compute) if make_bench is None else make_bench()
+        computations = make_share_computations(few, refuse_meeting(compute), part.count)
+        sketcher = self._sketcher(compute) if make_sketcher is None else make_sketcher()
         try:
-            verdict = self._judge(audit(bench, ways, moves=True))
+            verdict = self._judge(audit(sketcher, computations, moves=True))
         except WholeBatchLoss:
             raise RequestError(
                 "split.loss and split.gather are of a whole batch.", "Return a mean over rows."
@@ -451,23 +452,23 @@ class TrainingAudits:
 
         weights = self._training.weights
 
-        def ways(few: FewRows, compute: Compute) -> Ways:
+        def computations(few: FewRows, compute: Compute) -> Computations:
             def loss(part: Part) -> Any:
                 return compute(part.batch, part.rows) / factor
 
-            made = self.make_ways(few, loss, counted)
+            made = self.make_computations(few, loss, counted)
             weighs_gradients = self._is_loops and not weights.by_loss
             rows = sum(weights.current.sizes)
             if self.follows_launcher:  # the rows of two ranks with equal shares
                 rows = 2 * rows // self._training.world
             return weigh_gradients(made, few.rows / rows) if weighs_gradients else made
 
-        def bench() -> Bench:
-            return self._bench(None, is_sharded_model(record.models))
+        def sketcher() -> GradientSketcher:
+            return self._sketcher(None, is_sharded_model(record.models))
 
         try:
             rows = self._list_rows(record)
-            return audit_record(record, rows, bench, ways, moves=self.judge.step == 1)
+            return audit_record(record, rows, sketcher, computations, moves=self.judge.step == 1)
         except RequestError as error:
             return Replayed(None, error.message.rstrip("."))
         except Exception as error:
@@ -484,7 +485,7 @@ class TrainingAudits:
         """
         taken = self._training.weights.current
         every = [self._take_rows(None, taken, record)]
-        if not taken.origin.dealt:
+        if not taken.origin.by_length:
             every += [
                 self._move(cut_few(record.batch, record.rows, in_order, self._most_rows))
                 for in_order in (False, True)
@@ -535,7 +536,7 @@ class TrainingAudits:
                 few = fetch_rows(
                     loader.dataset, loader.collate_fn, loader.rows_at_hand(), self._most_rows
                 )
-        if few is None and taken is not None and not taken.origin.dealt:
+        if few is None and taken is not None and not taken.origin.by_length:
             rows = taken.sizes[self._training.rank]
             own = record.batch if record is not None else batch
             few = cut_few(own, rows, most=self._most_rows)
@@ -552,18 +553,20 @@ class TrainingAudits:
         }
         return msgspec.structs.replace(few, **moved)
 
-    def _bench(self, compute: Callable[..., Any] | None, losses_only: bool = False) -> Bench:
-        return self.make_bench(
+    def _sketcher(
+        self, compute: Callable[..., Any] | None, losses_only: bool = False
+    ) -> GradientSketcher:
+        return self.make_sketcher(
             self._training.weights.models, function=compute, losses_only=losses_only
         )
 
-    def make_bench(
+    def make_sketcher(
         self, models: Iterable[Any], optimizers: Iterable[Any] = (), **options: Any
-    ) -> Bench:
-        """Return a Bench for these models and for the other tensors that `optimizers` train.
+    ) -> GradientSketcher:
+        """Return a GradientSketcher for these models and other tensors that `optimizers` train.
 
-        The bench computes gradients of a few rows for an audit, without counting as a part of the
-        training step. `options` are passed to Bench.
+        It computes gradients of a few rows for an audit, without counting as a part of the training
+        step. `options` are passed to GradientSketcher.
         """
         every = list(models)
         groups = [group for each in optimizers for group in each.param_groups]
@@ -571,7 +574,7 @@ class TrainingAudits:
         around = [self._training.weights.checking, self._resting, *options.pop("around", ())]
         if self.judge.thorough:
             self._known = KnownPasses()
-        return Bench(
+        return GradientSketcher(
             every,
             name_tensors(every, others),
             around=around,
@@ -605,8 +608,10 @@ class TrainingAudits:
             for each in exchanges:
                 each.resting = False
 
-    def make_ways(self, few: FewRows, compute: OfPart, counted: OfPart | None) -> Ways:
-        """Return the ways to compute the reference gradient and the gradient by shares.
+    def make_computations(
+        self, few: FewRows, compute: OfPart, counted: OfPart | None
+    ) -> Computations:
+        """Return the reference computation of a few rows, and their computation by shares.
 
         The reference is the gradient on one device, or on devices with equal parts, as with the
         program's own launcher. The gradient by shares is computed on two devices, or on one if the
@@ -615,13 +620,13 @@ class TrainingAudits:
         in_passes = self._training.ranks.in_passes
         loss = refuse_meeting(compute)
         if self._training.world > 1:
-            make = launchers_ways if self.follows_launcher else devices_ways
+            make = make_launcher_computations if self.follows_launcher else make_share_computations
             return make(few, loss, counted, FEW if in_passes else 0)
-        whole = _make_way(loss, counted, [few.whole], [few.rows], 0)
-        trained = _make_way(loss, counted, [few.whole], [few.rows], FEW)
+        whole = _make_computation(loss, counted, [few.whole], [few.rows], 0)
+        trained = _make_computation(loss, counted, [few.whole], [few.rows], FEW)
         changes = {"sum": AuditChange(_unweighted(trained))}
         sizes = split_passes(few.rows, FEW)
-        return Ways(whole, trained, changes, sizes, few.digest)
+        return Computations(whole, trained, changes, sizes, few.digest)
 
     # ------------------------------------------------------------------ what follows
 
@@ -842,39 +847,44 @@ def is_sharded_model(models: Iterable[Any]) -> bool:
     return any(map(is_sharded, models))
 
 
-def devices_ways(few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0) -> Ways:
-    """Return the ways to compute the gradient of a few rows on one device and on two devices.
+def make_share_computations(
+    few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
+) -> Computations:
+    """Return the computations of a few rows on one device and on two devices.
 
-    On two devices it is computed in passes of up to `micro` rows; 0 means a single pass for each.
+    Each of the two devices computes passes of up to `micro` rows; 0 means a single pass.
     """
-    way = partial(_make_way, loss, counted)
-    whole = way([few.whole], [few.rows], 0)
-    trained = way(few.parts, few.sizes, micro)
+    computation = partial(_make_computation, loss, counted)
+    whole = computation([few.whole], [few.rows], 0)
+    trained = computation(few.parts, few.sizes, micro)
     changes = {"sum": AuditChange(_unweighted(trained))}
     if micro:
-        changes["passes"] = AuditChange(way(few.parts, few.sizes, 0))
+        changes["passes"] = AuditChange(computation(few.parts, few.sizes, 0))
     if counted is not None:
-        changes["count"] = AuditChange(_make_way(loss, None, few.parts, few.sizes, micro))
+        changes["count"] = AuditChange(_make_computation(loss, None, few.parts, few.sizes, micro))
     if few.cut is not None and few.cut is not few.parts:
-        changes["collation"] = AuditChange(way(few.cut, few.sizes, micro))
-    return Ways(whole, trained, changes, few.sizes, few.digest, few.pads)
+        changes["collation"] = AuditChange(computation(few.cut, few.sizes, micro))
+    return Computations(whole, trained, changes, few.sizes, few.digest, few.pads)
 
 
-def launchers_ways(
+def make_launcher_computations(
     few: FewRows, loss: OfPart, counted: OfPart | None = None, micro: int = 0
-) -> Ways:
-    """Return the ways to compute the gradient of a few rows under the launcher and by shares.
+) -> Computations:
+    """Return the computations of a few rows under the program's launcher and by shares.
 
     Under the program's own launcher, the gradient is the mean over equal parts.
     """
-    made = devices_ways(few, loss, counted, micro)
+    made = make_share_computations(few, loss, counted, micro)
     if few.sizes == few.even_sizes:  # two rows can only be cut in one way
         return made
 
     mean = 1.0 / len(few.even)
 
-    def as_launched(parts: Sequence[Any]) -> Way:
-        return [Piece(each.loss, mean) for each in _make_way(loss, None, parts, few.even_sizes, 0)]
+    def as_launched(parts: Sequence[Any]) -> Computation:
+        return [
+            Piece(each.loss, mean)
+            for each in _make_computation(loss, None, parts, few.even_sizes, 0)
+        ]
 
     changes = dict(made.changes)
     changes["sum"] = AuditChange([Piece(each.loss, mean) for each in made.trained])
@@ -884,36 +894,41 @@ def launchers_ways(
     return msgspec.structs.replace(made, reference=as_launched(few.even), changes=changes)
 
 
-def weigh_gradients(ways: Ways, scale: float) -> Ways:
-    """Return the ways with gradients that are weighted after the backward pass, not before it.
+def weigh_gradients(computations: Computations, scale: float) -> Computations:
+    """Return the computations with gradients weighted after the backward pass instead of before it.
 
     The program's own loops compute gradients in this order. `scale` is the number of audited rows
     divided by the number of rows in the batch, so that a row has the same weight in a backward pass
     as in the training run.
     """
 
-    def weigh(way: Way) -> Way:
-        return [msgspec.structs.replace(each, scale=scale) for each in way]
+    def weigh(computation: Computation) -> Computation:
+        return [msgspec.structs.replace(each, scale=scale) for each in computation]
 
-    def weigh_loss(way: Way) -> Way:
-        return [msgspec.structs.replace(each, scale=scale * each.weight) for each in way]
+    def weigh_loss(computation: Computation) -> Computation:
+        return [msgspec.structs.replace(each, scale=scale * each.weight) for each in computation]
 
     changes = {
         name: AuditChange(
             weigh(each.trained), None if each.reference is None else weigh(each.reference)
         )
-        for name, each in ways.changes.items()
+        for name, each in computations.changes.items()
     }
-    changes["size"] = AuditChange(weigh_loss(ways.trained), weigh_loss(ways.reference))
+    changes["size"] = AuditChange(
+        weigh_loss(computations.trained), weigh_loss(computations.reference)
+    )
     return msgspec.structs.replace(
-        ways, reference=weigh(ways.reference), trained=weigh(ways.trained), changes=changes
+        computations,
+        reference=weigh(computations.reference),
+        trained=weigh(computations.trained),
+        changes=changes,
     )
 
 
-def _make_way(
+def _make_computation(
     loss: OfPart, counted: OfPart | None, batches: Sequence[Any], sizes: Sequence[int], micro: int
-) -> Way:
-    """Return the way in which devices compute these batches.
+) -> Computation:
+    """Return the computation of these batches on as many devices.
 
     Each batch is computed in passes of up to `micro` rows; 0 means a single pass.
     """
@@ -931,8 +946,8 @@ def _make_way(
     return [Piece(partial(_compute, loss, part), part.weight) for part in parts if part.weight]
 
 
-def _unweighted(way: Way) -> Way:
-    return [Piece(each.loss) for each in way]
+def _unweighted(computation: Computation) -> Computation:
+    return [Piece(each.loss) for each in computation]
 
 
 def _unscaled(loss: Any) -> Any:

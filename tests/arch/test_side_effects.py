@@ -28,7 +28,7 @@ ENDS_PROCESSES = {  # and children of evener's own, which end as they like
 TAKES_SIGNALS = {
     "evener/launch/watcher.py",
     "evener/system/signals.py",
-    "evener/torch/ranks/notice.py",  # SIGTERM alone, where a training asks for it
+    "evener/torch/ranks/stop_signal.py",  # SIGTERM alone, where a training asks for it
     "evener/training/ending.py",
     "balancer/probes/worker.py",
     "tui/cli/main.py",

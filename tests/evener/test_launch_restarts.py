@@ -271,7 +271,7 @@ def test_a_cuda_error_ends_a_launched_process_by_sigabrt_after_its_traceback() -
     pytest.importorskip("torch")
     program = (
         "from weakref import WeakMethod\n"
-        "from evener.torch.ranks.others import explain_at_exit\n"
+        "from evener.torch.ranks.peers import explain_at_exit\n"
         "class Training:\n"
         "    def advise(self, error): return ''\n"
         "training = Training()\n"

@@ -93,11 +93,11 @@ def layouts(draw: st.DrawFn) -> PlanLayout:
         )
         return make_layout(kind, shares, tuple(batches), micros=micros, engine=engine)
     weights = [draw(st.floats(0.01, 100)) * min(batch, 1) for batch in batches]
-    dealt = tuple(
+    shares = tuple(
         msgspec.structs.replace(share, cost=draw(COSTS), tokens=draw(COUNT)) for share in shares
     )
     return make_layout(
-        kind, dealt, tuple(batches), ratios=tuple(each / sum(weights) for each in weights)
+        kind, shares, tuple(batches), ratios=tuple(each / sum(weights) for each in weights)
     )
 
 

@@ -18,12 +18,12 @@ from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
 
-from evener.torch.audit.compute import Bench  # noqa: E402
+from evener.torch.audit.compute import GradientSketcher  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
 from evener.torch.audit.sketch import SIGNS, GradientSums, name_tensors, project_together  # noqa: E402
-from evener.torch.audit.step import DRAWN, Audited, Ways, audit  # noqa: E402
-from evener.torch.training_audits import devices_ways, weigh_gradients  # noqa: E402
+from evener.torch.audit.step import DRAWN, Audited, Computations, audit  # noqa: E402
+from evener.torch.training_audits import make_share_computations, weigh_gradients  # noqa: E402
 
 Loss = Callable[[Any, Any, Any], Any]
 
@@ -86,14 +86,20 @@ def audit_rows(
     collate: Any,
     known: KnownPasses,
     most: int = ROWS,
-    change: Callable[[Ways], Ways] = lambda ways: ways,
+    change: Callable[[Computations], Computations] = lambda computations: computations,
 ) -> Audited:
     """An audit of a model's loss of some rows, by changed ways."""
     device = next(model.parameters()).device
     few = fetch_rows(data, collate, range(45), most)
     assert few is not None
-    ways = devices_ways(few, lambda part: loss(model, *[each.to(device) for each in part.batch]))
-    return audit(Bench([model], name_tensors([model]), known=known), change(ways), moves=True)
+    computations = make_share_computations(
+        few, lambda part: loss(model, *[each.to(device) for each in part.batch])
+    )
+    return audit(
+        GradientSketcher([model], name_tensors([model]), known=known),
+        change(computations),
+        moves=True,
+    )
 
 
 def _list_random_states() -> list[Any]:
@@ -377,8 +383,8 @@ def test_a_clamp_within_the_backward_pass_counts_where_it_acts(
     Large batches have small gradients of each row, which a clamp leaves as they are.
     """
 
-    def weigh(ways: Ways) -> Ways:
-        return ways if scale is None else weigh_gradients(ways, scale)
+    def weigh(computations: Computations) -> Computations:
+        return computations if scale is None else weigh_gradients(computations, scale)
 
     torch.manual_seed(0)
     model = Clamped(most)

@@ -22,7 +22,7 @@ import pytest
 import torch
 
 from evener.torch import Split
-from evener.torch.ranks.others import LastNote, Others, watch_others
+from evener.torch.ranks.peers import ExitNote, PeerWatcher, watch_peers
 from tests.support import torch_programs as programs
 from tests.support import torch_ranks as RANKS  # noqa: N812 - its cases are constants
 
@@ -215,11 +215,11 @@ def test_the_batch_in_which_a_rank_ended_is_that_of_its_last_training(
     one_rank_of_two: Split,
 ) -> None:
     """A process may train several times in one group."""
-    watch_others(one_rank_of_two.device, lambda: (7, None))
-    others = Others.newest
+    watch_peers(one_rank_of_two.device, lambda: (7, None))
+    others = PeerWatcher.newest
     assert others is not None
     others.note("")
-    noted = msgspec.json.decode(others._store.get(others._key("ended", 0)), type=LastNote)
+    noted = msgspec.json.decode(others._store.get(others._key("ended", 0)), type=ExitNote)
     assert "in its batch 7," in noted.describe(0)
 
 

@@ -21,8 +21,8 @@ from evener.shares.curves import Cost, RankCost
 from evener.torch import Loader, Split
 from evener.torch.rows.loader import StepLoader, StepSampler
 from evener.torch.rows.sampler import LengthSampler, UnevenBatchSampler
-from evener.torch.rows.structure import DealtBatch
-from evener.training.dealing import Dealer
+from evener.torch.rows.structure import AssignedBatch
+from evener.training.row_assignment import RowAssigner
 from tests.support.torch_length_programs import Texts, collate
 from tests.support.torch_ranks import example_plan
 
@@ -58,11 +58,11 @@ def parts(split: Split, batch: Any) -> list[Any]:
 
 
 def test_the_rows_of_each_batch_and_their_order_of_batches_stay(split: Split) -> None:
-    dealt = split.loader(TEXTS, seed=3, lengths=TEXTS.lengths, collate_fn=collate)
+    assigned = split.loader(TEXTS, seed=3, lengths=TEXTS.lengths, collate_fn=collate)
     plain = split.loader(TEXTS, seed=3, collate_fn=collate)
-    assert len(dealt) == len(plain) == 6
+    assert len(assigned) == len(plain) == 6
     for _ in range(2):
-        rows = passes(split, dealt)
+        rows = passes(split, assigned)
         assert max(map(len, rows)) > 1
         assert [sorted(row for each in batch for row in each) for batch in rows] == [
             sorted(batch["rows"].tolist()) for batch in plain
@@ -125,7 +125,7 @@ def test_a_loop_without_parts_trains_where_every_batch_is_one_pass() -> None:
     ],
 )
 def test_a_batch_in_passes_is_not_used_as_one(use: Callable[[Any], Any]) -> None:
-    batch = DealtBatch([1, 2], (1, 1))
+    batch = AssignedBatch([1, 2], (1, 1))
     with pytest.raises(RequestError, match="computes a batch at once"):
         use(batch)
     assert copy.deepcopy(batch).rows == (1, 1)
@@ -154,8 +154,8 @@ def test_lightning_takes_no_lengths(split: Split, monkeypatch: pytest.MonkeyPatc
 
 
 def sampler(rank: int, rows: int = 3) -> LengthSampler:
-    dealer = Dealer((RankCost(Cost(0, 1, 0)),) * 4, (1.0,) * 4)
-    return LengthSampler(rows, (2, 2, 2, 2), rank, lengths=[5, 9, 7][:rows], dealer=dealer)
+    assigner = RowAssigner((RankCost(Cost(0, 1, 0)),) * 4, (1.0,) * 4)
+    return LengthSampler(rows, (2, 2, 2, 2), rank, lengths=[5, 9, 7][:rows], assigner=assigner)
 
 
 def test_cudnn_attention_is_off_only_while_a_loop_over_dealt_rows_runs() -> None:
@@ -211,21 +211,21 @@ def test_a_rank_without_a_row_keeps_step_with_the_shortest() -> None:
 def test_tokens_are_counted_without_and_with_padding() -> None:
     counted = [StepSampler(sampler(rank)).count_tokens(range(1)) for rank in range(4)]
     assert sorted(counted) == [(0, 0), (5, 5), (7, 7), (9, 9)]
-    dealer = Dealer((RankCost(Cost(99, 1, 0)),), (1.0,))
-    whole = LengthSampler(3, (3,), 0, lengths=[5, 9, 7], dealer=dealer)
+    assigner = RowAssigner((RankCost(Cost(99, 1, 0)),), (1.0,))
+    whole = LengthSampler(3, (3,), 0, lengths=[5, 9, 7], assigner=assigner)
     assert StepSampler(whole).count_tokens(range(1)) == (21, 27)
     assert StepSampler(UnevenBatchSampler(3, (3,), 0)).count_tokens(range(1)) == (0, 0)
 
 
 def test_a_state_is_that_of_a_loader_without_lengths() -> None:
     plain = UnevenBatchSampler(41, (2, 6), 0)
-    dealer = Dealer((RankCost(Cost(0, 1, 0)),) * 2, (1.0, 3.0))
-    dealt = LengthSampler(41, (2, 6), 1, lengths=TEXTS.lengths, dealer=dealer)
-    assert dealt.state_dict(2) == plain.state_dict(2)
-    dealt.load_state_dict(plain.state_dict(2))
-    left = [rows.tolist() for rows in dealt.batches()]
+    assigner = RowAssigner((RankCost(Cost(0, 1, 0)),) * 2, (1.0, 3.0))
+    assigned = LengthSampler(41, (2, 6), 1, lengths=TEXTS.lengths, assigner=assigner)
+    assert assigned.state_dict(2) == plain.state_dict(2)
+    assigned.load_state_dict(plain.state_dict(2))
+    left = [rows.tolist() for rows in assigned.batches()]
     whole = [row for batch in UnevenBatchSampler(41, (8,), 0) for row in batch]
-    assert dealt.steps_left == 4
+    assert assigned.steps_left == 4
     assert {row for rows in left for row in rows} < set(whole[16:])
 
 

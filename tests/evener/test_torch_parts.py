@@ -48,7 +48,7 @@ def one_rank_of_two(monkeypatch: pytest.MonkeyPatch) -> Any:
     torch.distributed.init_process_group("gloo", store=store, rank=0, world_size=1)
     monkeypatch.setattr(torch.distributed, "get_world_size", lambda *_: 2)
     monkeypatch.setattr(
-        "evener.torch.ranks.ranks.gather_infos", lambda own, stand: [own] * stand.world
+        "evener.torch.ranks.ranks.gather_infos", lambda own, process: [own] * process.world
     )
     split = Split(in_passes((6, 2), (3, 2)))
     monkeypatch.undo()

@@ -15,7 +15,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 
-from evener.torch.audit.compute import Bench, Piece  # noqa: E402
+from evener.torch.audit.compute import GradientSketcher, Piece  # noqa: E402
 from evener.torch.audit.randomness import EvenRandomness  # noqa: E402
 from evener.torch.audit.sketch import name_tensors  # noqa: E402
 from evener.training.audit import REPEATS, Sketch, compare  # noqa: E402
@@ -68,10 +68,10 @@ def loss_of(model: Any, batch: Batch) -> Any:
 
 
 def sketch(model: Any, pieces: Sequence[tuple[Batch, float]], disturbance: int = 0) -> Sketch:
-    bench = Bench([model], name_tensors([model]))
-    way = [Piece(partial(loss_of, model, batch), weight) for batch, weight in pieces]
-    with bench.open():
-        return bench.sketch(way, disturbance)
+    sketcher = GradientSketcher([model], name_tensors([model]))
+    computation = [Piece(partial(loss_of, model, batch), weight) for batch, weight in pieces]
+    with sketcher.open():
+        return sketcher.sketch(computation, disturbance)
 
 
 def disturbed(model: Any, batch: Batch) -> list[Sketch]:
@@ -166,7 +166,7 @@ def test_a_program_that_asks_for_coarse_products_is_computed_in_full_precision(w
             products.fp32_precision = "bf16"
         model, batch = MODELS["wide"](), make_batch(8)
         asked = getattr(products, "fp32_precision", None), torch.backends.cudnn.allow_tf32
-        with Bench([model], name_tensors([model])).open():
+        with GradientSketcher([model], name_tensors([model])).open():
             assert getattr(products, "fp32_precision", "ieee") == "ieee"
             assert not torch.backends.cudnn.allow_tf32
             loss_of(model, batch)

@@ -26,8 +26,8 @@ from evener.live import reporter as live
 from evener.plan.file import Fingerprint, Plan, Share, make_layout
 from evener.system.cores import slice_cores
 from evener.torch import Split
-from evener.torch.ranks.others import leave_group
-from evener.torch.ranks.ranks import Stand, choose_device
+from evener.torch.ranks.peers import leave_group
+from evener.torch.ranks.ranks import ProcessRank, choose_device
 from evener.torch.step.wrapped import model_digest, wrap_module
 from evener.torch.sums import buckets
 from evener.torch.sums.exchange import Exchange, own_hooks
@@ -148,13 +148,13 @@ def test_a_rank_gets_its_plans_device(
 ) -> None:
     """By its UUID if it is here, else by the local rank."""
     share = None if device is None else Share(device, 0, "a device", 4, 0.5)
-    assert str(choose_device(share, Stand(local_rank, 2, local_rank), gpus)) == expected
+    assert str(choose_device(share, ProcessRank(local_rank, 2, local_rank), gpus)) == expected
 
 
 @pytest.mark.parametrize("device", ["GPU-b", "MIG-b"])
 def test_a_gpu_that_is_not_here_is_one_sentence(device: str) -> None:
     with pytest.raises(DeviceError, match=device) as caught:
-        choose_device(Share(device, 0, "a device", 4, 0.5), Stand(1, 2, 1), {"GPU-a": 0})
+        choose_device(Share(device, 0, "a device", 4, 0.5), ProcessRank(1, 2, 1), {"GPU-a": 0})
     assert caught.value.remedy
 
 
@@ -291,10 +291,10 @@ def limited(batches: tuple[int, ...]) -> Plan:
 
 def test_limits_that_do_not_hold_here_are_said_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """One sentence for all devices, from the first rank alone."""
-    for name in ("join", "watch_others"):
+    for name in ("join", "watch_peers"):
         monkeypatch.setattr(f"evener.torch.planned.{name}", Mock())
     monkeypatch.setattr(
-        "evener.torch.ranks.ranks.gather_infos", lambda own, stand: [own] * stand.world
+        "evener.torch.ranks.ranks.gather_infos", lambda own, process: [own] * process.world
     )
     monkeypatch.setenv("WORLD_SIZE", "2")
     for rank, expected in (("0", 1), ("1", 0)):

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from evener.system.memory_files import make_memory_file
 from evener.torch import stores as torch_stores
-from evener.torch.messages import gather_messages, tell_all
+from evener.torch.messages import broadcast_message, gather_messages
 from evener.training.launched import MEETING
 from tests.support.listeners import Listener, list_listeners
 
@@ -86,7 +86,10 @@ def test_what_ranks_tell_each_other_is_json_of_a_type() -> None:
     try:
         told = Told("näme\n" * 1000, float("inf"))
         assert gather_messages(told, Told) == [told]
-        assert tell_all({"best": float("-inf"), "": [None]}) == {"best": float("-inf"), "": [None]}
+        assert broadcast_message({"best": float("-inf"), "": [None]}) == {
+            "best": float("-inf"),
+            "": [None],
+        }
         with pytest.raises(msgspec.ValidationError):
             gather_messages({"number": "one"}, Told)
     finally:

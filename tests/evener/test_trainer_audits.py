@@ -84,9 +84,9 @@ def test_losses_alone_are_compared_where_checkpoints_are_reentrant() -> None:
 
     from torch.utils.checkpoint import checkpoint
 
-    from evener.torch.audit.compute import Bench, Piece
+    from evener.torch.audit.compute import GradientSketcher, Piece
     from evener.torch.audit.sketch import name_tensors
-    from evener.torch.audit.step import AuditChange, Ways, audit
+    from evener.torch.audit.step import AuditChange, Computations, audit
 
     model = torch.nn.Linear(3, 3).double()
     rows = torch.randn(8, 3, dtype=torch.float64, requires_grad=True)
@@ -99,6 +99,6 @@ def test_losses_alone_are_compared_where_checkpoints_are_reentrant() -> None:
         loss = partial(partial, compute, spread=spread)
         whole = [Piece(loss(rows))]
         parts = [Piece(loss(rows[:3]), 3 / 8), Piece(loss(rows[3:]), 5 / 8)]
-        ways = Ways(whole, parts, {"sum": AuditChange(parts)}, (3, 5))
-        found = audit(Bench([model], name_tensors([model])), ways)
+        computations = Computations(whole, parts, {"sum": AuditChange(parts)}, (3, 5))
+        found = audit(GradientSketcher([model], name_tensors([model])), computations)
         assert (found.difference is None) is not spread

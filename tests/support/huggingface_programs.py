@@ -556,11 +556,13 @@ def deal_passes(folder: Path, rank: int) -> None:
     """
     found = []
     for rows in range(9, 34):
-        dealt = []
+        assigned = []
         for place, passes in enumerate((3, 1)):
             sampler = PassSampler(UnevenBatchSampler(rows, (6, 2), place), passes)
             batches = list(sampler)
             assert len(batches) == len(sampler)
-            dealt.append([(batch, sampler.pass_sizes(step)) for step, batch in enumerate(batches)])
-        found.append((rows, dealt))
+            assigned.append(
+                [(batch, sampler.pass_sizes(step)) for step, batch in enumerate(batches)]
+            )
+        found.append((rows, assigned))
     torch.save(found, folder / f"{rank}.pt")

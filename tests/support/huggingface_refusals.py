@@ -220,7 +220,7 @@ class Endless:
 
 
 def count_tokens() -> Any:
-    """Of its rows, to deal them by length."""
+    """Look up the lengths of rows without a length column, as for an assignment by length."""
     arguments = SimpleNamespace(length_column_name="length")
     return find_lengths(
         SimpleNamespace(train_dataset=Endless(), args=arguments, processing_class=None)

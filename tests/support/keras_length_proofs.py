@@ -1,6 +1,4 @@
-"""Padded rows that towers deal by length: what they learn beside one device, and what is
-refused.
-"""
+"""Padded rows that towers assign by length: comparison with one device, and refused cases."""
 
 from __future__ import annotations
 
@@ -51,7 +49,7 @@ def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[
     Rows without weights are validated with, too.
     """
 
-    def dealt(model: Any) -> Any:
+    def assigned(model: Any) -> Any:
         data = split.data(WORDS, KINDS, weights, lengths=LENGTHS)
         held = {"validation_data": data} if weights is None else {}
         return model.fit(data, epochs=2, verbose=0, **held).history
@@ -62,7 +60,7 @@ def learned(split: Split, make: Callable[[], Any], weights: Any = None) -> dict[
         held = {"validation_data": data} if weights is None else {}
         return model.fit(data, epochs=2, verbose=0, **held).history
 
-    return train_twice(split, lambda: with_variables(make(), WORDS, KINDS), dealt, plain)
+    return train_twice(split, lambda: with_variables(make(), WORDS, KINDS), assigned, plain)
 
 
 def computed(split: Split) -> dict[str, Any]:

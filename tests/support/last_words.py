@@ -5,7 +5,7 @@ from __future__ import annotations
 import io
 from contextlib import redirect_stderr
 
-from evener.torch.ranks.others import explain_end
+from evener.torch.ranks.peers import explain_failure
 
 
 def last_words(error: BaseException) -> str:
@@ -13,5 +13,5 @@ def last_words(error: BaseException) -> str:
     said = io.StringIO()
     with redirect_stderr(said):
         print(f"{type(error).__name__}: {error}", file=said)
-        explain_end(error)
+        explain_failure(error)
     return f"{type(error).__name__}: {error}\n{said.getvalue().strip().splitlines()[-1]}"

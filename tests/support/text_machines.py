@@ -16,7 +16,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.types import Facts, Layout, Observation, OutOfMemory, Probe, Problem, Timed
 from evener.shares.curves import Cost, RankCost, Work
 from evener.shares.whole_rows import bounds
-from evener.training.dealing import Dealer
+from evener.training.row_assignment import RowAssigner
 
 BATCHES = 8  # that a measurement of random rows takes the mean of
 BASE_BYTES, TOKEN_BYTES = 1000, 10
@@ -81,8 +81,9 @@ class TextMachine:
     def step_seconds(
         self, layout: Layout, ranks: Sequence[RankCost], batches: int = BATCHES
     ) -> float:
-        """The mean step of a layout whose rows are dealt as these costs say, over the same batches
-        in every call.
+        """Return the mean step time of a layout whose rows are assigned by these costs.
+
+        Every call uses the same batches.
         """
         before, self._random = self._random, random.Random(1)
         seconds = self._run(layout, ranks, batches)[0]
@@ -111,10 +112,10 @@ class TextMachine:
     def _run(
         self, layout: Layout, ranks: Sequence[RankCost], batches: int
     ) -> tuple[float, tuple[float | None, ...], tuple[Work | None, ...], list[int]]:
-        steps, dealt = [], [self._passes(layout, ranks) for _ in range(batches)]
+        steps, assigned = [], [self._passes(layout, ranks) for _ in range(batches)]
         sums = [[0.0] * 4 for _ in self.costs]
         largest = [0] * len(self.costs)
-        for parts in dealt:
+        for parts in assigned:
             own = {i: _work(passes) for i, passes in parts.items()}
             steps.append(
                 max(self.step_s + self.costs[i].seconds_for(work) for i, work in own.items())
@@ -142,12 +143,12 @@ class TextMachine:
         batch = [self._random.choice(self.lengths) for _ in range(layout.global_batch)]
         if ranks:
             passes = (
-                Dealer(tuple(ranks), tuple(float(layout.shares[i]) for i in layout.active))
-                .deal(batch)
+                RowAssigner(tuple(ranks), tuple(float(layout.shares[i]) for i in layout.active))
+                .assign(batch)
                 .passes
             )
-            dealt = zip(layout.active, passes, strict=True)
-            return {i: [[batch[row] for row in each] for each in own] for i, own in dealt}
+            assigned = zip(layout.active, passes, strict=True)
+            return {i: [[batch[row] for row in each] for each in own] for i, own in assigned}
         parts = {
             i: batch[start:stop]
             for i, (start, stop) in enumerate(bounds(layout.shares))

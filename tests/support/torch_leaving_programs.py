@@ -17,7 +17,7 @@ from torch import nn
 from torch.utils.data import TensorDataset
 
 from evener.torch import Split
-from evener.torch.ranks import others
+from evener.torch.ranks import peers
 
 WIDTH, BATCHES, ENDS_IN = 256, 12, 6
 
@@ -107,7 +107,7 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
     """
     torch.set_num_threads(1)
     split, said = Split(ratios=[1, 1], global_batch=4), list[str]()
-    known = others.Others.newest
+    known = peers.PeerWatcher.newest
     assert known is not None
     dist.all_reduce(torch.ones(1))
     if rank:
@@ -123,15 +123,15 @@ def wait_for(folder: Path, rank: int, how: str) -> None:
 
     exit_now = os._exit
     vars(os)["_exit"] = leave
-    vars(others)["say"] = said.append
-    others.WAIT_SECONDS, others.LOOK_SECONDS = 0.3, 0.05
+    vars(peers)["say"] = said.append
+    peers.WAIT_SECONDS, peers.LOOK_SECONDS = 0.3, 0.05
     known._thread.start()
     if how == "works alone":
         time.sleep(1)
         leave(0)
-    known._compute = lambda: MagicMock(is_alive=lambda: how == "raises")  # type: ignore[method-assign]
+    known._wait_for_gpu = lambda: MagicMock(is_alive=lambda: how == "raises")  # type: ignore[method-assign]
     if how == "leaves":
-        vars(others)["is_leaving"] = lambda: True
+        vars(peers)["is_leaving"] = lambda: True
     if how in ("breaks", "leaves"):
         dist.all_reduce(torch.ones(1))
     time.sleep(60)

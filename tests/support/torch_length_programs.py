@@ -1,5 +1,6 @@
-"""Training programs on rows of unequal length, dealt by cost or by ratios, which learn what a plain
-loop learns.
+"""Programs that train on rows of unequal length learn what a plain loop learns.
+
+Rows are assigned by cost or by ratios.
 """
 
 from __future__ import annotations
@@ -218,10 +219,10 @@ def texts_by_ratios_without_parts(given: Given) -> Weights:
 def rows_of_one_length(given: Given) -> Weights:
     """The batches are those without lengths."""
     split = given.split()
-    dealt = [inputs for inputs, _ in split.loader(given.rows, lengths=[7] * len(given.rows))]
+    assigned = [inputs for inputs, _ in split.loader(given.rows, lengths=[7] * len(given.rows))]
     plain = [inputs for inputs, _ in split.loader(given.rows)]
-    assert all(map(torch.equal, dealt, plain))
-    return [torch.tensor([len(dealt)])]
+    assert all(map(torch.equal, assigned, plain))
+    return [torch.tensor([len(assigned)])]
 
 
 @refused("computes a batch at once")

@@ -46,7 +46,7 @@ def train_on(folder: Path, rank: int, ratios: Sequence[Sequence[int]] = ((2, 1),
                 state = json.loads(json.dumps(split.state_dict()))
                 steps.append(step)
                 break
-        split._notice.close()  # type: ignore[union-attr]  # the group stays for the next start
+        split._stop_signal.close()  # type: ignore[union-attr]  # the group stays for the next start
     torch.save((rows, steps), folder / f"{rank}.pt")
 
 

@@ -1,6 +1,4 @@
-"""PyTorch workloads whose rows have lengths: what passes compute, how rows are dealt, and what
-users may say.
-"""
+"""PyTorch workloads whose rows have lengths: their passes, row assignment and errors."""
 
 from __future__ import annotations
 
@@ -69,7 +67,7 @@ def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_sh
     workload: TorchWorkload,
 ) -> None:
     """Also where the same child measured dealt rows before."""
-    workload.prepare_dealt((8,), (COST,), (0,))
+    workload.prepare_assigned((8,), (COST,), (0,))
     workload.step()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
     workload.prepare((8,))
@@ -84,7 +82,7 @@ def test_each_probe_of_the_same_dealing_has_other_batches(workload: TorchWorkloa
     """
     tokens = []
     for cost in (COST, COST, Cost(0.5, 1e-5, 1e-8)):
-        workload.prepare_dealt((8,), (cost,), (0,))
+        workload.prepare_assigned((8,), (cost,), (0,))
         tokens.append(tuple(step(workload).tokens for _ in range(3)))
     assert tokens[0] != tokens[1]
     assert tokens[0] == tokens[2]
@@ -152,11 +150,13 @@ def test_dealt_rows_have_little_padding_and_keep_to_the_tokens_of_a_pass(
     """The rows of a global batch are those that come without lengths."""
     workload.prepare((32,))
     plain = [step(workload) for _ in range(6)]
-    workload.prepare_dealt((32,), (COST,), (0,))
-    dealt = [step(workload) for _ in range(6)]
-    assert [each.tokens for each in dealt] == [each.tokens for each in plain]
-    assert all(each.padded < 0.7 * other.padded for each, other in zip(dealt, plain, strict=True))
-    workload.prepare_dealt((32,), (msgspec.structs.replace(COST, fixed_s=10.0),), (128,))
+    workload.prepare_assigned((32,), (COST,), (0,))
+    assigned = [step(workload) for _ in range(6)]
+    assert [each.tokens for each in assigned] == [each.tokens for each in plain]
+    assert all(
+        each.padded < 0.7 * other.padded for each, other in zip(assigned, plain, strict=True)
+    )
+    workload.prepare_assigned((32,), (msgspec.structs.replace(COST, fixed_s=10.0),), (128,))
     assert all(each.passes >= each.padded / 128 for each in (step(workload) for _ in range(6)))
     assert workload.loss_is_finite()
 
@@ -242,7 +242,7 @@ def test_a_function_beside_the_data_says_lengths(tmp_path: Path, said: str, name
     else:
         workload = build()
         assert workload.facts()["lengths"].split() == sorted(str(row % 7 + 1) for row in range(30))
-        workload.prepare_dealt((12,), (Cost(1e-6, 1e-5, 0.0),), (0,))
+        workload.prepare_assigned((12,), (Cost(1e-6, 1e-5, 0.0),), (0,))
         workload.step()
         assert workload.work().padded < 12 * 7
 
@@ -267,7 +267,7 @@ def test_children_measure_rows_that_are_dealt_by_cost() -> None:
 
     try:
         plain = time(layout_of((16, 16)), "race")
-        dealt = time(
+        assigned = time(
             Layout(
                 "split",
                 (20, 12),
@@ -280,8 +280,8 @@ def test_children_measure_rows_that_are_dealt_by_cost() -> None:
         prober.close()
     lengths = prober.facts().lengths
     assert lengths == tuple(sorted(lengths))
-    for one in (plain, dealt):
+    for one in (plain, assigned):
         assert one.tokens == pytest.approx(32 * sum(lengths) / len(lengths))
         assert one.work[0] is not None
         assert one.work[1] is not None
-    assert dealt.padding < plain.padding
+    assert assigned.padding < plain.padding

@@ -23,8 +23,8 @@ from evener.shares.whole_rows import bounds
 from evener.torch.rows.fetch import select
 from evener.torch.rows.loader import Loader, StepListener, check_options, count_rows
 from evener.torch.rows.sampler import LengthSampler, UnevenBatchSampler
-from evener.torch.rows.structure import DealtBatch, each_item, each_tensor
-from evener.training.dealing import Dealer
+from evener.torch.rows.structure import AssignedBatch, each_item, each_tensor
+from evener.training.row_assignment import RowAssigner
 
 # options that a DataLoader only accepts with workers
 OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
@@ -61,7 +61,7 @@ class Lengths:
     """
 
     def __init__(self, tokens: Sequence[int], rows: int) -> None:
-        Dealer((RankCost(Cost(0.0, 1.0, 0.0)),), (1.0,)).check(tokens, rows)
+        RowAssigner((RankCost(Cost(0.0, 1.0, 0.0)),), (1.0,)).check(tokens, rows)
         self.tokens = torch.as_tensor(tokens)
         self._rising = torch.argsort(self.tokens, stable=True)
 
@@ -189,8 +189,8 @@ class Data:
             sampler = UnevenBatchSampler(self.rows, sizes, rank, drop_last=True)
         return sampler if self.lengths is None else count_work(sampler, self.lengths)
 
-    def dealt(
-        self, sizes: Sequence[int], rank: int, dealer: Dealer, epoch: int
+    def assigned(
+        self, sizes: Sequence[int], rank: int, assigner: RowAssigner, epoch: int
     ) -> UnevenBatchSampler:
         """Return a sampler whose global batches are distributed over the ranks by cost.
 
@@ -198,7 +198,9 @@ class Data:
         """
         assert self.lengths is not None
         whole, tokens = sum(sizes) <= self.rows, self.lengths.tokens
-        rows = LengthSampler(self.rows, sizes, rank, lengths=tokens, dealer=dealer, drop_last=whole)
+        rows = LengthSampler(
+            self.rows, sizes, rank, lengths=tokens, assigner=assigner, drop_last=whole
+        )
         rows.set_epoch(epoch)
         return count_work(rows, self.lengths)
 
@@ -312,7 +314,7 @@ class Batches:
         """Return the work of each pass of the latest batch; empty if rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
         return (
-            [drawn.popleft() for _ in (batch.rows if isinstance(batch, DealtBatch) else (0,))]
+            [drawn.popleft() for _ in (batch.rows if isinstance(batch, AssignedBatch) else (0,))]
             if drawn
             else []
         )
@@ -336,15 +338,15 @@ class Batches:
         batches = chain.from_iterable(loader for _ in count())
         yield self._checked(next(batches))
         for batch in batches:
-            yield batch if isinstance(batch, DealtBatch) else as_pair(send(batch, self._sent_to))
+            yield batch if isinstance(batch, AssignedBatch) else as_pair(send(batch, self._sent_to))
 
     def _checked(self, batch: Any) -> Any:
-        if isinstance(batch, DealtBatch):
+        if isinstance(batch, AssignedBatch):
             for each, rows in zip(batch.passes, batch.rows, strict=True):
                 check_rows(as_pair(each), max(1, rows))
             return batch
         pair = as_pair(send(batch, self._sent_to))
-        if not self._sampler.is_dealt:
+        if not self._sampler.is_by_length:
             check_rows(pair, self.rows)
         return pair
 

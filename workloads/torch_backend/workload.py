@@ -29,7 +29,7 @@ from evener.torch.ranks.own_work import GpuClock, HostClock
 from evener.torch.ranks.ranks import fetching_threads
 from evener.torch.rows.loader import StepListener
 from evener.torch.rows.sampler import UnevenBatchSampler
-from evener.torch.rows.structure import DealtBatch
+from evener.torch.rows.structure import AssignedBatch
 from evener.torch.step.part import make_parts
 from evener.torch.step.recovery import free_memory
 from evener.torch.step.step import Passes
@@ -37,7 +37,7 @@ from evener.torch.step.wrapped import Exchanged, check_normalization, model_dige
 from evener.torch.stores import open_file_store, open_tcp_store
 from evener.torch.sums.exchange import Exchange
 from evener.torch.sums.link import measure_sums
-from evener.training.dealing import Dealer
+from evener.training.row_assignment import RowAssigner
 
 from ..protocol import LinkSpeed, MemoryMeter, PhaseSeconds, Place, Workload
 from .batches import Batches, Data, Pool, SampleBatch, as_pair
@@ -155,7 +155,9 @@ class TorchWorkload(Workload, StepListener):
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._waits: Waits | None = None
         self._phases = PhaseClock(GpuClock() if _on_gpu(self.device) else HostClock())
-        self._dealt: Counter[Dealer] = Counter()  # how often rows were assigned by each dealer
+        self._assignments: Counter[RowAssigner] = (
+            Counter()
+        )  # how often rows were assigned by each assigner
         self._model: Any = (
             self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
         )
@@ -179,7 +181,7 @@ class TorchWorkload(Workload, StepListener):
         on_host = self._micro < own_share(self.place, shares) or self._equal_passes > 1
         self._prepare(shares, lambda data, sizes, rank: data.sampler(sizes, rank), on_host)
 
-    def prepare_dealt(
+    def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
         """Prepare shares of global batches whose rows are distributed by cost.
@@ -187,13 +189,15 @@ class TorchWorkload(Workload, StepListener):
         A pass has at most `tokens` padded tokens.
         """
         self._micro = sum(shares)
-        dealer = Dealer(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
-        epoch = self._dealt[
-            dealer
+        assigner = RowAssigner(tuple(map(RankCost, costs, tokens)), tuple(map(float, shares)))
+        epoch = self._assignments[
+            assigner
         ]  # new batches each time, because the framework knows the shapes of earlier batches
-        self._dealt[dealer] += 1
+        self._assignments[assigner] += 1
         self._prepare(
-            shares, lambda data, sizes, rank: data.dealt(sizes, rank, dealer, epoch), on_host=True
+            shares,
+            lambda data, sizes, rank: data.assigned(sizes, rank, assigner, epoch),
+            on_host=True,
         )
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
@@ -256,7 +260,7 @@ class TorchWorkload(Workload, StepListener):
         recorded for `read_shortage`.
         """
         assert self._batches is not None
-        rows = sum(batch.rows) if isinstance(batch, DealtBatch) else self._batches.rows
+        rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
         parts = make_parts(batch, rows, self._micro, lambda loss: loss, self._equal_passes)
         for part in self._passes.take(parts, [self._model], exchanges):
             with part if exchanges else nullcontext():

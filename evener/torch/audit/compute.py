@@ -38,7 +38,7 @@ MOVE = 0.01  # the standard deviation of the noise added to weights that are all
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
-    """Rows that are computed in one pass: their loss, and the loss's weight in the gradient.
+    """A pass of a computation: a function that returns the loss, and the weight of its gradient.
 
     The backward pass starts from the loss times `scale`, and the resulting gradients are multiplied
     by `weight / scale`. If `scale` is None, the backward pass starts from the loss times `weight`.
@@ -49,15 +49,17 @@ class Piece(msgspec.Struct, frozen=True, eq=False):
     scale: float | None = None
 
 
-class Bench:
-    """Computes gradients of `tensors`, which are listed by name; used inside the context `open`.
+class GradientSketcher:
+    """Computes sketches of the gradients of `tensors`, a mapping from names to tensors.
+
+    Its methods are called inside the context `open`.
 
     `holders` are objects that change when a loss is computed, such as a trainer; their attributes
     in `apart`, such as data loaders, aren't restored. `function` is a function of the program that
     the losses call. `around` are contexts that suppress the side effects of a training step, such
     as the all-reduce of gradients. `losses_only` is True if gradients can't be computed, for
     example because they are sharded; sketches then contain only the loss. `measures` is True if an
-    audit always measures how much rounding changes the gradient. `known` has what earlier audits
+    audit always measures how much rounding changes the gradient. `known` holds what earlier audits
     learned about these passes, and is updated; None means that no other audit shares it.
 
     `changed` has the names of buffers that a pass changes. `draws` is the number of PyTorch's
@@ -97,11 +99,12 @@ class Bench:
         self._at_once = False
 
     @contextmanager
-    def open(self, moves: bool = False) -> Iterator[Bench]:
+    def open(self, moves: bool = False) -> Iterator[GradientSketcher]:
         """Enter a context in which `sketch` has no side effects.
 
-        With `moves`, noise is added meanwhile to weights whose values are all equal, such as a head
-        that is initialized to zero, because they can make the gradients of other weights zero.
+        If `moves` is True, noise is added to weights whose values are all equal, such as a head
+        that is initialized to zero, because they can make the gradients of other weights zero. The
+        weights are restored on exit.
         """
         with ExitStack() as stack:
             stack.enter_context(warnings.catch_warnings())
@@ -125,8 +128,10 @@ class Bench:
             self._at_once = _has_room(self._tensors.values())
             yield self
 
-    def sketch(self, way: Sequence[Piece], disturbance: int = 0, seed: int = SEED) -> Sketch:
-        """Compute the pieces of `way`, and return a sketch of the sum of their gradients.
+    def sketch(
+        self, computation: Sequence[Piece], disturbance: int = 0, seed: int = SEED
+    ) -> Sketch:
+        """Run the pieces of a computation, and return a sketch of the sum of their gradients.
 
         Errors in the program's own code propagate. If `disturbance` isn't 0, it is the seed of
         random errors that change the gradient by as much as rounding might. Each piece begins with
@@ -136,7 +141,7 @@ class Bench:
         computed: set[torch.dtype] = set()
         self.drawn = set()
         draws = 0
-        for piece in way:
+        for piece in computation:
             randomness = EvenRandomness(disturbance, seed)
             self._compute(piece, sums, randomness, seed)
             draws += randomness.random
@@ -151,13 +156,13 @@ class Bench:
         """True if `sum_quickly` can be used: passes are known to draw no random numbers."""
         return self._known.draws is False and not (self.losses_only or self.measures)
 
-    def sum_quickly(self, way: Sequence[Piece]) -> GradientSums | None:
-        """Compute the pieces of `way` quickly; return None if a pass draws random numbers.
+    def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
+        """Run the pieces of a computation quickly; return None if a pass draws random numbers.
 
         `read` converts the returned sums to a sketch. The host waits for the GPU only then.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
-        for piece in way:
+        for piece in computation:
             quick = QuickPass()
             self._compute(piece, sums, quick, SEED)
             if quick.has_drawn:
@@ -170,7 +175,7 @@ class Bench:
         return sums.sketch(self._known.computed)
 
     def _compute(self, piece: Piece, sums: GradientSums, mode: Any, seed: int) -> None:
-        """Compute a piece inside the context `mode`, and add its gradient to the sums."""
+        """Run a piece inside the context `mode`, and add its gradient to the sums."""
         seed_all(seed)
         before = self._list_buffers()
         self._adds = partial(
@@ -188,16 +193,16 @@ class Bench:
                 restore()
 
     def add(self, loss: torch.Tensor, **options: Any) -> None:
-        """Add the gradient of a loss to the piece that is being computed.
+        """Add the gradient of a loss to the current piece.
 
-        It is for code that runs several backward passes. `options` are passed to
+        This is for code that runs several backward passes. `options` are passed to
         `GradientSums.add`.
         """
         assert self._adds is not None
         self._adds(loss, **options)
 
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
-        """Return the id and version of each buffer by name, to detect changed buffers."""
+        """Return each buffer's id and version by name, to detect changes."""
         return {
             name: (id(buffer), buffer._version)
             for model in self._models
@@ -212,8 +217,8 @@ class Bench:
 def _has_room(tensors: Iterable[torch.Tensor]) -> bool:
     """True if the gradients of all these tensors fit into memory at once.
 
-    They have to fit twice, because they are copied to be projected together. On a GPU the memory
-    available is the peak usage so far less the current usage, so that an audit doesn't raise the
+    Twice their size is needed, because they are copied to be projected together. On a GPU, the
+    memory available is the peak usage minus the current usage, so that an audit doesn't raise the
     peak.
     """
     sizes: dict[torch.device, int] = {}

@@ -12,10 +12,10 @@ import torch
 
 from ...errors import RequestError
 from ..rows.structure import each_tensor, tensors_in
-from .compute import Bench, Piece
+from .compute import GradientSketcher, Piece
 from .record import AS_WRITTEN, MULTIPLES, ROW_COUNTS, LossRecord
 from .rows import FewRows
-from .step import Audited, Ways, audit
+from .step import Audited, Computations, audit
 
 EVERY_COUNT = (AS_WRITTEN, ROW_COUNTS, MULTIPLES)
 ROW_BY_ROW = "its loss is made row by row, of as many rows as its batch has"
@@ -41,24 +41,24 @@ class Replayed(msgspec.Struct, frozen=True):
 def audit_record(
     record: LossRecord,
     rows: Sequence[FewRows],
-    bench: Callable[[], Bench],
-    ways: Callable[[FewRows, Compute], Ways],
+    sketcher: Callable[[], GradientSketcher],
+    computations: Callable[[FewRows, Compute], Computations],
     counts: Sequence[int] = EVERY_COUNT,
     moves: bool = False,
 ) -> Replayed:
     """Audit a loss with the first element of `rows` for which the loss can be computed.
 
     Some numbers in the record may be counts of its rows. The interpretations in `counts` are tried
-    in turn until an audit finds no difference. `bench` makes a bench for each audit, and `ways`
-    returns the reference way and the training run's way to compute rows. Raises RequestError if the
-    loss synchronizes with other ranks.
+    in turn until an audit finds no difference. `sketcher` creates a GradientSketcher for each
+    audit, and `computations` returns the reference computation of rows and the training run's.
+    Raises RequestError if the loss synchronizes with other ranks.
     """
     fault = "its batch can't be cut into rows"
     closed = not record.has_other_rows()
     for few in rows:
         tried = _Tries(record, few)
         for count in counts:
-            tried.audit(bench, ways, count, moves)
+            tried.audit(sketcher, computations, count, moves)
             if tried.found is not None and tried.found.difference is None:
                 break
         found, certain = tried.found, tried.certain
@@ -68,7 +68,7 @@ def audit_record(
         if found.difference is not None:
             if not all(map(math.isfinite, found.difference.losses)):
                 return Replayed(None, NOT_A_NUMBER)
-            if _leaves_out(record, few, bench()):
+            if _leaves_out(record, few, sketcher()):
                 return Replayed(None, ROW_BY_ROW)
         return Replayed(found, "", _is_padded_otherwise(rows[0], few), certain, closed)
     return Replayed(None, fault)
@@ -90,14 +90,16 @@ class _Tries:
 
     def audit(
         self,
-        bench: Callable[[], Bench],
-        ways: Callable[[FewRows, Compute], Ways],
+        sketcher: Callable[[], GradientSketcher],
+        computations: Callable[[FewRows, Compute], Computations],
         count: int,
         moves: bool,
     ) -> None:
         """Audit the record with one interpretation of its numbers, an element of EVERY_COUNT."""
         try:
-            found = audit(bench(), ways(self._few, partial(_compute, self._record, count)), moves)
+            found = audit(
+                sketcher(), computations(self._few, partial(_compute, self._record, count)), moves
+            )
         except (RequestError, torch.OutOfMemoryError, MemoryError):
             raise
         except Exception as error:  # the calls don't fit these rows
@@ -116,7 +118,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
     return record.compute(batch, rows, counts)
 
 
-def _leaves_out(record: LossRecord, few: FewRows, bench: Bench) -> bool:
+def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
     """True if the last row doesn't affect the loss, so the record computes too few rows."""
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
@@ -124,9 +126,9 @@ def _leaves_out(record: LossRecord, few: FewRows, bench: Bench) -> bool:
 
     other = each_tensor(repeat_first, few.whole)
     try:
-        with bench.open():
-            one = bench.sketch([Piece(partial(record.compute, few.whole, few.rows))])
-            two = bench.sketch([Piece(partial(record.compute, other, few.rows))])
+        with sketcher.open():
+            one = sketcher.sketch([Piece(partial(record.compute, few.whole, few.rows))])
+            two = sketcher.sketch([Piece(partial(record.compute, other, few.rows))])
     except Exception:  # for example, rows must be sorted by length: the last row is used
         return False
     return one.loss == two.loss and one.sums == two.sums

@@ -1,7 +1,7 @@
-"""The audit of one step: compute the gradient of a few rows in two ways, and find why they differ.
+"""The audit of one step: compute the gradient of a few rows twice, and find why the results differ.
 
-One way is the reference, as one device computes the rows; the other is how the training run
-computes them.
+The reference is computed as one device computes the rows; the other gradient is computed as in the
+training run.
 """
 
 from __future__ import annotations
@@ -23,10 +23,10 @@ from ...training.audit import (
     find_noises,
     floor,
 )
-from .compute import Bench, Piece
+from .compute import GradientSketcher, Piece
 from .randomness import SEED
 
-Way = Sequence[Piece]
+Computation = Sequence[Piece]
 REENTRANT = "use_reentrant=True"  # identifies PyTorch's error for reentrant checkpoints
 # why a gradient can't be compared, as a part of a message
 UNREPEATABLE = "the same rows give another one each time that they are computed"
@@ -38,26 +38,26 @@ NEAR = 1e-5  # relative difference of two losses that are equal except for round
 
 
 class AuditChange(msgspec.Struct, frozen=True, eq=False):
-    """A variant of an audit's computations, with one possible cause of differences removed.
+    """A changed pair of computations in which one possible cause of differences is removed.
 
-    `trained` is how the training run computes, without that cause. `reference` is the reference
-    computation without that cause, or None if the reference needs no change.
+    `trained` is the training run's computation without that cause. `reference` is the reference
+    computation without it, or None if the reference needs no change.
     """
 
-    trained: Way
-    reference: Way | None = None
+    trained: Computation
+    reference: Computation | None = None
 
 
-class Ways(msgspec.Struct, frozen=True, eq=False):
-    """The ways to compute a few rows.
+class Computations(msgspec.Struct, frozen=True, eq=False):
+    """The computations of a few rows that an audit compares.
 
-    `reference` is the correct way, and `trained` is the way in which the training run computes.
-    `changes` has an AuditChange for each possible cause of a difference: if the changed way agrees
-    with the reference, that is the cause.
+    `reference` is the correct one, and `trained` is the training run's. `changes` has an
+    AuditChange for each possible cause of a difference: if the changed computations agree, that is
+    the cause.
     """
 
-    reference: Way
-    trained: Way
+    reference: Computation
+    trained: Computation
     changes: Mapping[str, AuditChange] = {}
     sizes: tuple[int, ...] = ()  # the number of rows in each part
     digest: int = 0  # of all numbers in the rows
@@ -71,7 +71,7 @@ class Audited(msgspec.Struct, frozen=True):
     inconclusive if the reference isn't `finite`. `rows` is a digest of the rows, and `sizes` has
     the number of rows in each part. `sketch` is the sketch of the reference, and `changed` has the
     names of buffers that a pass changes. `noises` has the differences that rounding causes, by
-    tensor, if the bench measures them. `explained` is True if there was a difference, but only from
+    tensor, if they were measured. `explained` is True if there was a difference, but only from
     random numbers that depend on the length to which rows are padded.
     """
 
@@ -87,50 +87,57 @@ class Audited(msgspec.Struct, frozen=True):
     explained: bool = False
 
 
-def audit(bench: Bench, ways: Ways, moves: bool = False) -> Audited:
-    """Compute a few rows in the reference way and the training run's way; compare the gradients.
+def audit(sketcher: GradientSketcher, computations: Computations, moves: bool = False) -> Audited:
+    """Run the reference computation and the training run's computation, and compare the gradients.
 
-    `moves` is passed to `Bench.open`. If gradients can't be computed, only the losses are compared.
-    Reentrant checkpoints, for example, don't support torch.autograd.grad.
+    `moves` is passed to `GradientSketcher.open`. If gradients can't be computed, only the losses
+    are compared. Reentrant checkpoints, for example, don't support torch.autograd.grad.
     """
     try:
-        found = _agree_quickly(bench, ways, moves) or _audit(bench, ways, moves)
-        if found.sketch.sums or bench.losses_only:
+        found = _agree_quickly(sketcher, computations, moves) or _audit(
+            sketcher, computations, moves
+        )
+        if found.sketch.sums or sketcher.losses_only:
             return found  # else no weight had a gradient
     except RuntimeError as error:
         if REENTRANT not in str(error):
             raise
-    bench.losses_only = True
-    return _audit(bench, ways, moves)
+    sketcher.losses_only = True
+    return _audit(sketcher, computations, moves)
 
 
-def _agree_quickly(bench: Bench, ways: Ways, moves: bool) -> Audited | None:
+def _agree_quickly(
+    sketcher: GradientSketcher, computations: Computations, moves: bool
+) -> Audited | None:
     """Return the result of an audit with quick passes, or None if they can't be used or differ."""
-    if not bench.is_quick:
+    if not sketcher.is_quick:
         return None
-    with bench.open(moves):
-        found = [bench.sum_quickly(way) for way in (ways.reference, ways.trained)]
-        sketches = [bench.read(sums) for sums in found if sums is not None]
+    with sketcher.open(moves):
+        found = [
+            sketcher.sum_quickly(computation)
+            for computation in (computations.reference, computations.trained)
+        ]
+        sketches = [sketcher.read(sums) for sums in found if sums is not None]
     if len(sketches) < 2 or compare(sketches[0], sketches[1]) is not None:
         return None
-    return _report(bench, ways, sketches[0])
+    return _report(sketcher, computations, sketches[0])
 
 
-def _audit(bench: Bench, ways: Ways, moves: bool) -> Audited:
-    with bench.open(moves):
-        return _Comparison(bench, ways).judge()
+def _audit(sketcher: GradientSketcher, computations: Computations, moves: bool) -> Audited:
+    with sketcher.open(moves):
+        return _Comparison(sketcher, computations).judge()
 
 
 class _Comparison:
-    """Compares the gradients of two ways to compute rows, inside the context of `Bench.open`."""
+    """Compares the gradients of two computations, inside the context of `GradientSketcher.open`."""
 
-    def __init__(self, bench: Bench, ways: Ways) -> None:
-        self._bench = bench
-        self._ways = ways
-        self._reference = bench.sketch(ways.reference)
-        drawn = bench.drawn
-        self._trained = bench.sketch(ways.trained)
-        self._draws_by_row = bench.drawn != drawn
+    def __init__(self, sketcher: GradientSketcher, computations: Computations) -> None:
+        self._sketcher = sketcher
+        self._computations = computations
+        self._reference = sketcher.sketch(computations.reference)
+        drawn = sketcher.drawn
+        self._trained = sketcher.sketch(computations.trained)
+        self._draws_by_row = sketcher.drawn != drawn
         self._repeats: list[
             Sketch
         ] = []  # of the reference, made if a difference may not be rounding
@@ -138,24 +145,24 @@ class _Comparison:
 
     def judge(self) -> Audited:
         """Return the difference and its cause, or a result without a difference."""
-        bench, way = self._bench, self._ways.reference
-        if compare(self._reference, self._trained) is None and not bench.measures:
+        sketcher, computation = self._sketcher, self._computations.reference
+        if compare(self._reference, self._trained) is None and not sketcher.measures:
             return self._result()
-        if compare(self._reference, bench.sketch(way)) is not None:
+        if compare(self._reference, sketcher.sketch(computation)) is not None:
             return self._result(fault=UNREPEATABLE)
-        self._repeats = [bench.sketch(way, number + 1) for number in range(REPEATS)]
-        if bench.measures:
+        self._repeats = [sketcher.sketch(computation, number + 1) for number in range(REPEATS)]
+        if sketcher.measures:
             self._noises = find_noises(self._reference, self._repeats)
         difference = compare(self._reference, self._trained, self._repeats)
         return self._result() if difference is None else self._explain(difference)
 
     def _explain(self, difference: GradientDifference) -> Audited:
         """Return the difference and its cause, unless random numbers explain the difference."""
-        changes = self._ways.changes
+        changes = self._computations.changes
         answers = {name: partial(self._is_right, each) for name, each in changes.items()}
         if self._draws_by_row and self._do_draws_matter():
             return self._result(fault=DRAWN)
-        padded = self._bench.draws > 0 and self._ways.pads
+        padded = self._sketcher.draws > 0 and self._computations.pads
         if padded and self._do_draws_matter() and answers["collation"]():
             return self._result(explained=True)
         cause = find_cause(answers)
@@ -165,15 +172,15 @@ class _Comparison:
 
     def _do_draws_matter(self) -> bool:
         """True if another random seed changes the reference gradient."""
-        others = self._bench.sketch(self._ways.reference, seed=SEED + 1)
+        others = self._sketcher.sketch(self._computations.reference, seed=SEED + 1)
         return compare(self._reference, others, self._repeats) is not None
 
     def _is_right(self, change: AuditChange) -> bool:
-        """True if the changed way agrees with the reference."""
+        """True if the changed computation agrees with the reference."""
         wanted = self._reference
         if change.reference is not None:
-            wanted = self._bench.sketch(change.reference)
-        return compare(wanted, self._bench.sketch(change.trained), self._repeats) is None
+            wanted = self._sketcher.sketch(change.reference)
+        return compare(wanted, self._sketcher.sketch(change.trained), self._repeats) is None
 
     def _result(
         self,
@@ -182,7 +189,7 @@ class _Comparison:
         fault: str = "",
         explained: bool = False,
     ) -> Audited:
-        found = _report(self._bench, self._ways, self._reference)
+        found = _report(self._sketcher, self._computations, self._reference)
         return msgspec.structs.replace(
             found,
             difference=difference,
@@ -193,39 +200,41 @@ class _Comparison:
         )
 
 
-def _report(bench: Bench, ways: Ways, reference: Sketch) -> Audited:
+def _report(sketcher: GradientSketcher, computations: Computations, reference: Sketch) -> Audited:
     """Return the result of an audit that has found no difference."""
     return Audited(
         difference=None,
         cause="",
-        rows=ways.digest,
-        sizes=ways.sizes,
+        rows=computations.digest,
+        sizes=computations.sizes,
         fault="",
         finite=all(math.isfinite(reference.size(name)) for name in reference.sums),
         sketch=reference,
-        changed=tuple(sorted(bench.changed)),
+        changed=tuple(sorted(sketcher.changed)),
     )
 
 
-def compare_losses(bench: Bench, ways: Ways) -> tuple[GradientDifference, str] | None:
-    """Compare the losses of the reference way and the trained way, instead of their gradients.
+def compare_losses(
+    sketcher: GradientSketcher, computations: Computations
+) -> tuple[GradientDifference, str] | None:
+    """Compare the losses of the reference and the trained computation, instead of their gradients.
 
     Return the difference and its likeliest cause, or None if there is no difference. Each piece is
     computed only once, so rounding isn't measured.
     """
-    with bench.open():
-        reference = [bench.sketch([each]) for each in ways.reference]
-        trained = [bench.sketch([each]) for each in ways.trained]
+    with sketcher.open():
+        reference = [sketcher.sketch([each]) for each in computations.reference]
+        trained = [sketcher.sketch([each]) for each in computations.trained]
     right = sum(each.loss for each in reference)
     own = sum(each.loss for each in trained)
     allowed = LOSS_SAFETY * max(floor(each.kinds.get(LOSS, "float32")) for each in reference)
     scale = max(abs(right), abs(own)) or 1.0
     if abs(own - right) <= allowed * scale:
         return None
-    changed = ways.changes["sum"].trained
+    changed = computations.changes["sum"].trained
     whole = [
         each.loss * float(other.weight) / float(piece.weight)
-        for each, piece, other in zip(trained, ways.trained, changed, strict=True)
+        for each, piece, other in zip(trained, computations.trained, changed, strict=True)
     ]
     cause = "sum" if abs(sum(whole) - right) <= allowed * scale else "rows"
     relative = abs(own - right) / scale

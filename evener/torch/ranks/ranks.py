@@ -37,7 +37,7 @@ _GATHERINGS = count()  # the same count on every rank
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
-class Stand(msgspec.Struct, frozen=True):
+class ProcessRank(msgspec.Struct, frozen=True):
     """A process's rank among the `world` that train together, and its rank on its machine."""
 
     rank: int
@@ -45,15 +45,17 @@ class Stand(msgspec.Struct, frozen=True):
     local_rank: int
 
 
-def find_stand() -> Stand:
+def find_process_rank() -> ProcessRank:
     """Return this process's rank, from its process group or torchrun's environment variables.
 
     Without either, the process is alone. Raises PlanError if the variables are invalid.
     """
     if dist.is_available() and dist.is_initialized():
-        return Stand(dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank()))
+        return ProcessRank(
+            dist.get_rank(), dist.get_world_size(), _number("LOCAL_RANK", dist.get_rank())
+        )
     if "WORLD_SIZE" not in os.environ:
-        return Stand(0, 1, 0)
+        return ProcessRank(0, 1, 0)
     world = _number("WORLD_SIZE", 1)
     _check_set(world, "RANK")
     rank = _number("RANK", 0)
@@ -61,7 +63,7 @@ def find_stand() -> Stand:
         raise PlanError(
             f"There is no rank {rank} among WORLD_SIZE={world}.", "Start the script with torchrun."
         )
-    return Stand(rank, world, _number("LOCAL_RANK", rank))
+    return ProcessRank(rank, world, _number("LOCAL_RANK", rank))
 
 
 def _check_set(world: int, *names: str) -> None:
@@ -91,7 +93,7 @@ def visible_gpus() -> dict[str, int]:
     return {f"GPU-{torch.cuda.get_device_properties(i).uuid}": i for i in range(count)}
 
 
-def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> Any:
+def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int]) -> Any:
     """Return the `torch.device` of this process.
 
     It is the plan's GPU, found by its UUID, else the GPU whose index is the local rank, else the
@@ -103,8 +105,8 @@ def choose_device(share: Share | None, stand: Stand, gpus: dict[str, int]) -> An
         return torch.device("cuda", gpus[share.device])
     if share is None and len(gpus) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
         return torch.device("cuda", 0)  # from a launcher that shows each process only its own GPU
-    if stand.local_rank < len(gpus):
-        return torch.device("cuda", stand.local_rank)
+    if process.local_rank < len(gpus):
+        return torch.device("cuda", process.local_rank)
     if share is not None and share.on_gpu:
         raise DeviceError(
             f"The plan's GPU {share.name} ({share.device}) is not among the {len(gpus)} that "
@@ -168,12 +170,12 @@ def _tell_glibc(options: Mapping[int, int]) -> None:
             library.mallopt(option, value)
 
 
-def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
+def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
     """Return the RankInfo of every rank, in rank order, before devices are chosen.
 
     Every rank has to call this function.
     """
-    if stand.world == 1:
+    if process.world == 1:
         return [own]
     if dist.is_initialized():
         return gather_messages(own, RankInfo)
@@ -185,8 +187,8 @@ def gather_infos(own: RankInfo, stand: Stand) -> list[RankInfo]:
     every = meet(
         store,
         f"evener/{attempt}/{next(_GATHERINGS)}",
-        stand.rank,
-        stand.world,
+        process.rank,
+        process.world,
         msgspec.json.encode(own),
     )
     return [msgspec.json.decode(each, type=RankInfo) for each in every]
@@ -324,25 +326,25 @@ def find_shares(
         raise RequestError(
             "Both a plan and ratios are given.", "Give one of them; the plan has its own ratios."
         )
-    stand, gpus = find_stand(), visible_gpus()
+    process, gpus = find_process_rank(), visible_gpus()
     try:
         chosen = None if ratios is not None else open_plan(plan)
     except EvenerError as fault:  # so that no rank waits for one that can't read its plan
-        gather_infos(RankInfo(socket.gethostname(), "", fault=fault.message), stand)
+        gather_infos(RankInfo(socket.gethostname(), "", fault=fault.message), process)
         raise
     if chosen is None:
-        return _share_by_ratios(ratios, global_batch, stand, gpus, options, device)
+        return _share_by_ratios(ratios, global_batch, process, gpus, options, device)
     fits = partial(check_fit, chosen, workload_digest=None, global_batch=global_batch)
     # before any rank waits for a process that never comes
-    fits(devices=None, world=stand.world, strict=False)
+    fits(devices=None, world=process.world, strict=False)
     digest = zlib.crc32(msgspec.json.encode((chosen.layout, global_batch)))
     host = find_host(share.host for share in chosen.layout.active)
     named = _name_gpu(device, gpus) or launched_device()
-    own = RankInfo(socket.gethostname(), host, named, tuple(gpus), stand.local_rank, plan=digest)
-    ranks = _meet(own, stand, options)
+    own = RankInfo(socket.gethostname(), host, named, tuple(gpus), process.local_rank, plan=digest)
+    ranks = _meet(own, process, options)
     seen = _seen(chosen.layout.active, ranks)
     differences = fits(devices=seen, world=None, strict=strict, framework="torch")
-    return _share_by_plan(chosen, global_batch, stand, gpus, differences, ranks, device)
+    return _share_by_plan(chosen, global_batch, process, gpus, differences, ranks, device)
 
 
 def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
@@ -352,11 +354,11 @@ def _name_gpu(device: Any, gpus: Mapping[str, int]) -> str:
     return next((name for name, index in gpus.items() if index == device.index), "")
 
 
-def _meet(own: RankInfo, stand: Stand, options: Mapping[str, bool | str]) -> list[RankInfo]:
+def _meet(own: RankInfo, process: ProcessRank, options: Mapping[str, bool | str]) -> list[RankInfo]:
     """Return the RankInfo of all ranks in rank order; raise RequestError if they don't agree."""
     training = secrets.token_hex(8)
     told = msgspec.structs.replace(own, options=dict(options), training=training)
-    ranks = gather_infos(told, stand)
+    ranks = gather_infos(told, process)
     check_agreement(ranks)
     return ranks
 
@@ -364,23 +366,23 @@ def _meet(own: RankInfo, stand: Stand, options: Mapping[str, bool | str]) -> lis
 def _share_by_ratios(
     ratios: Sequence[float] | None,
     global_batch: int | None,
-    stand: Stand,
+    process: ProcessRank,
     gpus: dict[str, int],
     options: Mapping[str, bool | str],
     device: Any,
 ) -> RankShares:
-    device = device or choose_device(None, stand, gpus)
+    device = device or choose_device(None, process, gpus)
     name = _name_gpu(device, gpus) or str(device)
     share = Share(name, device.index or 0, str(device), 0, 0.0)  # for the monitor
-    divided = divide_by_ratios(ratios, global_batch, stand.world)
+    divided = divide_by_ratios(ratios, global_batch, process.world)
     digest = zlib.crc32(msgspec.json.encode(divided))
-    ranks = _meet(RankInfo(socket.gethostname(), "", plan=digest), stand, options)
+    ranks = _meet(RankInfo(socket.gethostname(), "", plan=digest), process, options)
     return RankShares(
-        stand.rank,
+        process.rank,
         divided,
         divided,
-        (1,) * stand.world,
-        (share,) * stand.world,
+        (1,) * process.world,
+        (share,) * process.world,
         os.path.basename(sys.argv[0]),
         ranks[0].training,
         device=device,
@@ -390,7 +392,7 @@ def _share_by_ratios(
 def _share_by_plan(
     plan: Plan,
     global_batch: int | None,
-    stand: Stand,
+    process: ProcessRank,
     gpus: dict[str, int],
     differences: Sequence[str],
     ranks: Sequence[RankInfo],
@@ -401,7 +403,7 @@ def _share_by_plan(
     order = order_shares(active, ranks)
     for difference in differences:
         warnings.warn(difference, stacklevel=4)
-    if stand.rank == 0:  # only one process warns
+    if process.rank == 0:  # only one process warns
         _warn_of_limits(active)
     places = [i for i, share in enumerate(plan.layout.share) if share.takes_part]
     rows, most = plan.shares(global_batch), plan.micros(global_batch)
@@ -416,9 +418,9 @@ def _share_by_plan(
         else 0.0
     )
     shares = tuple(active[place] for place in order)
-    own, training = device or choose_device(shares[stand.rank], stand, gpus), ranks[0].training
+    own, training = device or choose_device(shares[process.rank], process, gpus), ranks[0].training
     return RankShares(
-        stand.rank, batches, micros, passes, shares, plan.workload, training, promised, plan, own
+        process.rank, batches, micros, passes, shares, plan.workload, training, promised, plan, own
     )
 
 

@@ -40,16 +40,17 @@ class Epoch:
     """One loop over a loader.
 
     `tail` is None if all batches give each rank the same weight. Otherwise it is the number of rows
-    in the last batch, or an object that equals no other. `dealt` is True if rows are distributed by
-    length, so that a batch must not be cut into passes. `loader()` returns the loader, or None.
+    in the last batch, or an object that equals no other. `by_length` is True if rows are assigned
+    by length, so that a batch must not be cut into passes. `loader()` returns the loader, or None
+    if it no longer exists.
     """
 
-    __slots__ = ("batches", "dealt", "loader", "open", "tail", "training", "unfinished")
+    __slots__ = ("batches", "by_length", "loader", "open", "tail", "training", "unfinished")
 
-    def __init__(self, training: bool = True, tail: object = None, dealt: bool = False) -> None:
+    def __init__(self, training: bool = True, tail: object = None, by_length: bool = False) -> None:
         self.training = training
         self.tail = tail
-        self.dealt = dealt
+        self.by_length = by_length
         self.loader: Callable[[], Loader | None] = lambda: None
         self.open = True
         self.unfinished = False  # it ended before its newest batch was computed
@@ -185,7 +186,7 @@ class Loader:
                 "update_bn takes statistics of this rank's rows: give it a DataLoader of all.",
                 stacklevel=2,
             )
-        origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_dealt)
+        origin = Epoch(self._training, sampler.rows_of_odd_tail(), sampler.is_by_length)
         origin.loader = weakref.ref(self)
         batches = sampler.join_passes(iter(self._fetch))
         schedule = sampler.schedule
@@ -442,7 +443,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
         self._start = 0
         batches: Any = super().__iter__()
         rows = self.batch_sampler.sampler
-        if rows.is_dealt:
+        if rows.is_by_length:
             batches = _loop(batches, rows)
         if self._ahead:
             batches = _fetch_ahead(batches)

@@ -20,8 +20,8 @@ import torch
 
 from ...errors import RequestError
 from ...shares.whole_rows import apportion, check_rank_shares
-from ...training.dealing import Deal, Dealer
-from .structure import DealtBatch
+from ...training.row_assignment import RowAssigner, RowAssignment
+from .structure import AssignedBatch
 
 Order = Iterable[int] | Callable[[int], Sequence[int]]
 
@@ -137,7 +137,7 @@ class UnevenBatchSampler:
     is invalid.
     """
 
-    is_dealt = False  # True if rows are distributed by length, in passes
+    is_by_length = False  # True if rows are distributed by length, in passes
 
     def __init__(
         self,
@@ -292,7 +292,7 @@ class UnevenBatchSampler:
 
         If each step may weight the ranks differently, return an object that equals no other.
         """
-        if self.changes or self.is_dealt:
+        if self.changes or self.is_by_length:
             return object()  # equals no other, as each step may weight ranks differently
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
@@ -427,7 +427,7 @@ class LengthSampler(UnevenBatchSampler):
     RequestError if the lengths don't fit the data set, or if no rank can hold a row.
     """
 
-    is_dealt = True
+    is_by_length = True
 
     def __init__(
         self,
@@ -436,7 +436,7 @@ class LengthSampler(UnevenBatchSampler):
         rank: int,
         *,
         lengths: Any,
-        dealer: Dealer,
+        assigner: RowAssigner,
         **options: Any,
     ) -> None:
         super().__init__(rows, shares, rank, **options)
@@ -446,24 +446,26 @@ class LengthSampler(UnevenBatchSampler):
                 f"lengths={type(lengths).__name__} isn't a list of whole numbers.",
                 "Give the tokens of each row, in order.",
             )
-        self._lengths, self._dealer, tokens = found, dealer, found.tolist()
-        dealer.check(tokens, rows)
+        self._lengths, self._assigner, tokens = found, assigner, found.tolist()
+        assigner.check(tokens, rows)
         longest = sorted(tokens)[-self.global_batch :]
         # else a loop without parts would fail late, at the first batch with several passes
-        self._in_passes = (dealer.saves_padding and min(tokens) < max(tokens)) or dealer.deal(
+        self._in_passes = (assigner.saves_padding and min(tokens) < max(tokens)) or assigner.assign(
             longest
         ).in_passes
         self._orders: dict[int, torch.Tensor] = {}  # orders of rows by epoch
-        self._deals: dict[tuple[int, int], Deal] = {}  # by epoch and first row
+        self._assignments: dict[tuple[int, int], RowAssignment] = {}  # by epoch and first row
 
-    def deal_at(self, first: int, epoch: int) -> Deal:
+    def assignment_at(self, first: int, epoch: int) -> RowAssignment:
         """Return how the rows of the global batch that begins with row `first` are distributed."""
-        found = self._deals.get((epoch, first))
+        found = self._assignments.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
-            found = self._deals[epoch, first] = self._dealer.deal(self._lengths[rows].tolist())
-            for old in list(self._deals)[:-_KEPT]:
-                self._deals.pop(old, None)
+            found = self._assignments[epoch, first] = self._assigner.assign(
+                self._lengths[rows].tolist()
+            )
+            for old in list(self._assignments)[:-_KEPT]:
+                self._assignments.pop(old, None)
         return found
 
     def sizes_at(
@@ -473,22 +475,22 @@ class LengthSampler(UnevenBatchSampler):
 
         The number is 0 for a rank that computes only a filler row.
         """
-        return self.deal_at(first, self.epoch if epoch is None else epoch).sizes
+        return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
         """Return how many rows count in each of this rank's passes over a batch.
 
         The batch begins with row `first` of the epoch.
         """
-        return tuple(map(len, self.deal_at(first, epoch).passes[self.rank])) or (0,)
+        return tuple(map(len, self.assignment_at(first, epoch).passes[self.rank])) or (0,)
 
     def count_tokens(self, first: int, epoch: int) -> tuple[int, int]:
         """Return the number of tokens in this rank's rows of a batch, without and with padding.
 
         The batch begins with row `first` of the epoch.
         """
-        deal = self.deal_at(first, epoch)
-        return deal.tokens[self.rank], deal.padded[self.rank]
+        assign = self.assignment_at(first, epoch)
+        return assign.tokens[self.rank], assign.padded[self.rank]
 
     def batches(self) -> Iterator[torch.Tensor]:
         """Iterate over the row numbers of each pass, from the current epoch and position."""
@@ -507,7 +509,7 @@ class LengthSampler(UnevenBatchSampler):
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
         rows = self._draw(epoch)[first : first + self.global_batch]
-        passes = self.deal_at(first, epoch).passes[self.rank]
+        passes = self.assignment_at(first, epoch).passes[self.rank]
         if not passes:  # the shortest row is the filler
             return [rows[self._lengths[rows].argmin()].reshape(1)]
         return [rows[torch.tensor(places)] for places in passes]
@@ -519,11 +521,12 @@ class LengthSampler(UnevenBatchSampler):
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
         """Iterate over the batch of each step, made from the fetched passes.
 
-        It is a DealtBatch, or the fetched pass itself if no batch has several passes on any rank.
+        It is an AssignedBatch, or the fetched pass itself if no batch has several passes on any
+        rank.
         """
         rows = map(self.pass_sizes, self._firsts(), repeat(self.epoch))
         return (
-            (DealtBatch(list(islice(fetched, len(own))), own) for own in rows)
+            (AssignedBatch(list(islice(fetched, len(own))), own) for own in rows)
             if self._in_passes
             else fetched
         )

@@ -14,20 +14,20 @@ import torch
 from ...errors import RequestError
 
 
-class DealtBatch:
-    """A rank's batch whose rows are distributed by length: its passes, each collated separately.
+class AssignedBatch:
+    """A rank's batch in passes, with rows assigned by length; each pass is collated separately.
 
-    `rows` has the number of rows in each pass that count. Using this object like a normal batch, as
-    a loop that computes a batch at once does, raises RequestError.
+    `rows` has the number of rows of each pass. Using this object like a normal batch, as a loop
+    that computes a batch at once does, raises RequestError.
     """
 
     def __init__(self, passes: Sequence[Any], rows: Sequence[int]) -> None:
         self.passes = passes
         self.rows = rows
 
-    def map(self, function: Callable[[Any], Any]) -> DealtBatch:
+    def map(self, function: Callable[[Any], Any]) -> AssignedBatch:
         """Return the batch with `function` applied to the data of each pass."""
-        return DealtBatch(list(map(function, self.passes)), self.rows)
+        return AssignedBatch(list(map(function, self.passes)), self.rows)
 
     def _refuse(self, *_: Any) -> NoReturn:
         raise RequestError(
@@ -64,7 +64,7 @@ def each_tensor(function: Callable[[Any], Any], data: Any) -> Any:
 
 
 def tensors_in(data: Any) -> list[torch.Tensor]:
-    """Return the tensors in nested tuples, lists and mappings, and in a DealtBatch."""
+    """Return the tensors in nested tuples, lists and mappings, and in an AssignedBatch."""
     if isinstance(data, torch.Tensor):
         return [data]
     if isinstance(data, tuple | list):
@@ -73,17 +73,17 @@ def tensors_in(data: Any) -> list[torch.Tensor]:
             for item in data
             for tensor in ([item] if isinstance(item, torch.Tensor) else tensors_in(item))
         ]
-    if isinstance(data, DealtBatch):
+    if isinstance(data, AssignedBatch):
         return tensors_in(data.passes)
     return tensors_in(list(data.values())) if isinstance(data, Mapping) else []
 
 
 def each_item(function: Callable[[Any], Any], data: Any) -> Any:
-    """Return a tuple, list, mapping or DealtBatch with `function` applied to each of its items.
+    """Return a tuple, list, mapping or AssignedBatch with `function` applied to each of its items.
 
     Anything else is returned unchanged.
     """
-    if isinstance(data, DealtBatch):
+    if isinstance(data, AssignedBatch):
         return data.map(function)
     if isinstance(data, MutableMapping):
         same = copy.copy(data)

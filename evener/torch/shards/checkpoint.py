@@ -25,7 +25,7 @@ import torch.distributed as dist
 
 from ...errors import RequestError
 from ...system.files import write_atomically
-from ..messages import tell_all
+from ..messages import broadcast_message
 from ..private import unsaved_buffers
 from ..sums.collectives import own_collectives, spread
 from .adapters import export_adapters, find_names
@@ -347,7 +347,7 @@ Value = TypeVar("Value")
 def _from_first(own: Value) -> Value:
     """Return rank 0's value on every rank."""
     with own_collectives():
-        return tell_all(own)
+        return broadcast_message(own)
 
 
 def _agree(fault: str, remedy: str) -> None:

@@ -10,7 +10,7 @@ import torch
 from ...errors import RequestError
 from ...shares.whole_rows import bounds, gradient_weight
 from ...training.passes import Pass, divide_rows, weigh_passes
-from ..rows.structure import DealtBatch, cut_rows
+from ..rows.structure import AssignedBatch, cut_rows
 
 AddUp = Callable[[torch.Tensor], torch.Tensor]
 
@@ -106,11 +106,11 @@ def make_parts(
 ) -> list[Part]:
     """Divide a rank's batch, of which `rows` rows count, into parts of up to `micro` rows.
 
-    A DealtBatch is divided already. If `passes` isn't 0, exactly that many parts are made; if there
-    are too few rows, some parts have a filler row that doesn't count. Raises RequestError if the
-    batch can't be divided.
+    An AssignedBatch is divided already. If `passes` isn't 0, exactly that many parts are made; if
+    there are too few rows, some parts have a filler row that doesn't count. Raises RequestError if
+    the batch can't be divided.
     """
-    if isinstance(batch, DealtBatch):
+    if isinstance(batch, AssignedBatch):
         pieces, sizes = list(batch.passes), tuple(batch.rows)
     else:
         sizes = divide_rows(rows, micro, passes)

@@ -148,7 +148,7 @@ def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
     """Divide the rank's rows into passes by the plan, each weighted for the rank's mean loss."""
     weights = training.weights
     rows = taken.sizes[training.rank]
-    most = max(1, rows) if taken.origin.dealt else training.ranks.micros[training.rank]
+    most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
     scale = weights.scale if weights.by_loss else _same
     return make_parts(batch, rows, most, scale, weights.count_equal_passes(taken))
 

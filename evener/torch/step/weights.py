@@ -259,10 +259,10 @@ class BatchWeights(BatchTracker):
         Raises RequestError if there are none, or if a model doesn't support different numbers of
         passes on different ranks.
         """
-        models, dealt = list(self.models if given is None else given), batch.origin.dealt
-        if self.shares.world == 1 or not (self.shares.in_passes or dealt):
+        models, by_length = list(self.models if given is None else given), batch.origin.by_length
+        if self.shares.world == 1 or not (self.shares.in_passes or by_length):
             return models
-        if any(map(is_sharded, models)) and (dealt or len(set(self._count_passes(batch))) > 1):
+        if any(map(is_sharded, models)) and (by_length or len(set(self._count_passes(batch))) > 1):
             raise RequestError(
                 "FSDP gathers weights in each pass, and the ranks have different numbers of "
                 "passes in this batch.",
@@ -270,7 +270,7 @@ class BatchWeights(BatchTracker):
                 "--micro off) and no lengths; if"
                 " only the last batch is short, drop_last=True.",
             )
-        for model in models if dealt else ():
+        for model in models if by_length else ():
             check_passes(model)
         if not models:
             raise RequestError(
@@ -304,9 +304,9 @@ class BatchWeights(BatchTracker):
         """
         if not self.equal_passes:
             return 0
-        if batch.origin.dealt:
+        if batch.origin.by_length:
             raise RequestError(
-                "Ranks meet in each unit of a sharded model, and rows dealt by length take "
+                "Ranks meet in each unit of a sharded model, and rows assigned by length take "
                 "unequal numbers of passes.",
                 "Leave lengths out.",
             )

@@ -1,6 +1,4 @@
-"""Searches over rows of unequal length: costs are learnt, splits dealt by them, memory kept to, and
-tokens compared.
-"""
+"""Searches over rows of unequal length learn costs, assign rows by cost and respect memory."""
 
 from __future__ import annotations
 
@@ -125,9 +123,9 @@ def test_no_pass_is_larger_than_memory() -> None:
     assert len(best.layout.active) == 3
     assert 512 <= best.layout.tokens[0] <= 2000
     assert 512 <= best.layout.tokens[2] <= 1000
-    dealt = [one for one in seen if one.probe.layout.costs]
-    assert dealt
-    assert not any(isinstance(one, OutOfMemory) for one in dealt)
+    assigned = [one for one in seen if one.probe.layout.costs]
+    assert assigned
+    assert not any(isinstance(one, OutOfMemory) for one in assigned)
     assert best.throughput.value > 2.6 * max(
         one.throughput.value for one in search.evaluation.solos() if one
     )
@@ -208,7 +206,7 @@ def test_the_answer_does_not_depend_on_the_order_of_what_was_seen() -> None:
 
 
 def test_a_comparison_leaves_out_what_trains_by_rows() -> None:
-    """Packs of random rows aren't comparable with rows that are dealt."""
+    """Packs of random rows aren't comparable with rows assigned by length."""
     search, seen = TextMachine((FAST, FAST)).searched(LayoutOptions(scaling=False), global_batch=64)
     assert {one.candidate.family.name for one in search.evaluation.ranking()} == {
         "solo",

@@ -38,13 +38,13 @@ _LOST_SIGNS = (
     "Broken pipe",
     "NCCL",
 )  # texts in errors about lost ranks
-_left: list[Any] = []  # references to process groups, held until the interpreter exits
+_kept_groups: list[Any] = []  # references to process groups, held until the interpreter exits
 
 
-class LastNote(msgspec.Struct, frozen=True):
+class ExitNote(msgspec.Struct, frozen=True):
     """The note that a rank writes to the store as it exits."""
 
-    words: str | None = None  # its error; empty without an error, None if it wrote no note
+    error: str | None = None  # its error; empty without an error, None if it wrote no note
     batches: int = 0  # number of batches that it had begun
     exchanges: dict[str, int] = {}  # collectives that it had started, by process group
 
@@ -53,10 +53,10 @@ class LastNote(msgspec.Struct, frozen=True):
 
         The message is printed by a rank that waits for `rank`.
         """
-        end = "ended", self.words
-        if self.words is None:
+        end = "ended", self.error
+        if self.error is None:
             end = "doesn't answer", "it was killed, ended early, or its machine is gone"
-        elif not self.words:
+        elif not self.error:
             why = (
                 "it has called sys.exit(), or its loop was shorter. Every rank has to take every "
                 "batch"
@@ -65,16 +65,17 @@ class LastNote(msgspec.Struct, frozen=True):
         return f"rank {rank} {end[0]}, and this rank can't go on without it: {end[1]}."
 
 
-class Others:
+class PeerWatcher:
     """Watches the other ranks of the default process group.
 
-    `now` returns the number of batches that this rank has begun, and its current activity.
+    `read_progress` returns the number of batches that this rank has begun, and its current
+    activity.
     """
 
-    newest: Others | None = None
+    newest: PeerWatcher | None = None
 
-    def __init__(self, device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
-        self.group, self._device, self._now = dist.group.WORLD, device, now
+    def __init__(self, device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
+        self.group, self._device, self._read_progress = dist.group.WORLD, device, read_progress
         self.on_gpu = device.type == "cuda" and "nccl" in dist.get_backend_config()
         self._rank, self._ranks = (
             dist.get_rank(),
@@ -82,29 +83,29 @@ class Others:
         )
         self._store = default_store().clone()  # a connection on which nothing else waits
         self._number: int = (
-            0 if Others.newest is None else Others.newest._number + 1
+            0 if PeerWatcher.newest is None else PeerWatcher.newest._number + 1
         )  # the same on all ranks
-        self._place = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
-        self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._place}")
-        self.notes: dict[int, LastNote] = {}  # notes of ranks that have exited
-        self._words: str | None = None  # the error in this rank's note, once it is written
+        self._machine = f"{os.uname().nodename} {os.stat('/proc/self/ns/pid').st_ino}"
+        self._store.set(self._key("process", self._rank), f"{os.getpid()} {self._machine}")
+        self.notes: dict[int, ExitNote] = {}  # notes of ranks that have exited
+        self._noted_error: str | None = None  # the error in this rank's note, once it is written
         self._over = Event()
-        self._computing: list[Thread] = []
-        self._thread = Thread(target=self._watch, name="evener-others", daemon=True)
+        self._gpu_waits: list[Thread] = []
+        self._thread = Thread(target=self._watch, name="evener-peers", daemon=True)
         if self.on_gpu:
             self._thread.start()
 
     def _key(self, name: str, rank: int) -> str:
         return f"evener/{self._number}/{name}/{rank}"
 
-    def note(self, words: str) -> None:
+    def note(self, error: str) -> None:
         """Write the note of this rank's exit; only the first call has an effect.
 
-        `words` is the error that ends this rank, or empty.
+        `error` is the error that ends this rank, or empty.
         """
-        if self._words is None:
-            self._words = words
-            note = LastNote(words, self._now()[0], count_exchanges())
+        if self._noted_error is None:
+            self._noted_error = error
+            note = ExitNote(error, self._read_progress()[0], count_exchanges())
             with suppress(RuntimeError, ValueError):  # the store has ended with its process
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
@@ -116,40 +117,40 @@ class Others:
         """
         if self._over.is_set():
             return
-        computed = self._compute()
-        while computed.is_alive() and not (self._words and self.notes):
-            self._look_soon()
+        computed = self._wait_for_gpu()
+        while computed.is_alive() and not (self._noted_error and self.notes):
+            self._read_notes_soon()
         self.note("")
         end = time.monotonic() + WAIT_SECONDS * (
-            self.on_gpu or not self._words
+            self.on_gpu or not self._noted_error
         )  # gloo itself reports that a rank has left
         while len(self.notes) < len(self._ranks) and time.monotonic() < end:
-            self._look_soon()
+            self._read_notes_soon()
         self._over.set()
 
-    def _look_soon(self) -> None:
+    def _read_notes_soon(self) -> None:
         time.sleep(0.05)
-        self._look()
+        self._read_notes()
 
-    def _look(self) -> None:
+    def _read_notes(self) -> None:
         """Read the notes of ranks that have exited since the last call."""
         try:
             for each in self._ranks - self.notes.keys():
-                gone, key = self._is_gone(each), self._key("ended", each)
+                gone, key = self._has_exited(each), self._key("ended", each)
                 if self._store.check([key]):
-                    self.notes[each] = msgspec.json.decode(self._store.get(key), type=LastNote)
+                    self.notes[each] = msgspec.json.decode(self._store.get(key), type=ExitNote)
                 elif gone:
-                    self.notes[each] = LastNote()
+                    self.notes[each] = ExitNote()
         except RuntimeError:  # the store went with rank 0
-            self.notes.setdefault(0, LastNote("it was killed, or its output says why"))
+            self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
-    def _is_gone(self, rank: int) -> bool:
+    def _has_exited(self, rank: int) -> bool:
         """True if the rank's process was on this machine and has exited."""
         key = self._key("process", rank)
         process, _, place = (
             self._store.get(key).decode() if self._store.check([key]) else ""
         ).partition(" ")
-        if place != self._place:
+        if place != self._machine:
             return False
         try:
             return Path(f"/proc/{process}/stat").read_text().rpartition(") ")[2][0] in "ZX"
@@ -158,16 +159,16 @@ class Others:
 
     def explain(self) -> str:
         """Wait for the other ranks' notes; return a message on why their connections were lost."""
-        self._words, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
+        self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
             self._store.set(self._key("lost", self._rank), "")
             while silent and not self.notes and time.monotonic() < end:
-                self._look_soon()
+                self._read_notes_soon()
                 silent = {
                     each for each in silent if not self._store.check([self._key("lost", each)])
                 }
         if self.notes or silent:
-            return self._describe() if self.notes else LastNote().describe(min(silent))
+            return self._describe() if self.notes else ExitNote().describe(min(silent))
         return "all ranks answer, but have lost their connections: the network between them failed."
 
     def _describe(self) -> str:
@@ -177,18 +178,18 @@ class Others:
         """
         rank = min(
             self.notes,
-            key=lambda rank: (not self.notes[rank].words, self.notes[rank].words is None, rank),
+            key=lambda rank: (not self.notes[rank].error, self.notes[rank].error is None, rank),
         )
         return self.notes[rank].describe(rank)
 
-    def _compute(self) -> Thread:
+    def _wait_for_gpu(self) -> Thread:
         """Return a thread that lives until the GPU has finished its work.
 
         Any call to the GPU may block until then, so this is done in a thread of its own.
         """
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
-        self._computing.append(thread)
+        self._gpu_waits.append(thread)
         thread.start()
         return thread
 
@@ -197,7 +198,7 @@ class Others:
 
         A thread that is in a call of PyTorch when Python exits would abort the process.
         """
-        for thread in (self._thread, *self._computing):
+        for thread in (self._thread, *self._gpu_waits):
             if thread.is_alive():
                 thread.join(WAIT_SECONDS)
 
@@ -206,9 +207,9 @@ class Others:
             leaves = is_leaving()
             if leaves:
                 self.note(describe_error(find_error()))
-            self._look()
+            self._read_notes()
             if self.notes and self._is_stuck(leaves):
-                self._end()
+                self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
         """True if this rank waits for a rank that has exited, and still does after WAIT_SECONDS.
@@ -216,7 +217,7 @@ class Others:
         With `leaves`, this rank is leaving a process group, in which NCCL waits for all ranks.
         """
         notes = list(self.notes.values())
-        computed = self._compute() if any(note.words != "" for note in notes) else None
+        computed = self._wait_for_gpu() if any(note.error != "" for note in notes) else None
         if self._over.wait(WAIT_SECONDS):
             return False
         own = count_exchanges()
@@ -225,33 +226,34 @@ class Others:
         )
         return waits or (computed is not None and (is_leaving() if leaves else computed.is_alive()))
 
-    def _end(self) -> None:
+    def _exit(self) -> None:
         """Print the error that the main thread is handling, if any, and exit with status 1."""
         error = find_error()
         if isinstance(error, Exception):
             sys.excepthook(type(error), error, error.__traceback__)
-            explain_end(error)
+            explain_failure(error)
             abort_if_lost(error)
-        if self._words != "lost":  # else explain_end has printed it
+        if self._noted_error != "lost":  # else explain_failure has printed it
             say(f"evener: {self._describe()}")
         end_process(1)  # as the main thread waits in NCCL
 
 
-def watch_others(device: torch.device, now: Callable[[], tuple[int, Any]]) -> None:
+def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
     """Watch for the exit of other ranks, and notify them of the exit of this rank.
 
-    This process then also leaves the process group at exit. `now` is passed to Others.
+    This process then also leaves the process group at exit. `read_progress` is passed to the
+    PeerWatcher.
     """
-    newest = Others.newest
+    newest = PeerWatcher.newest
     if newest is None:
-        _Ends.leaves = True
-        os.register_at_fork(after_in_child=lambda: setattr(Others, "newest", None))
+        _ExitActions.leaves = True
+        os.register_at_fork(after_in_child=lambda: setattr(PeerWatcher, "newest", None))
     elif newest.group is dist.group.WORLD:
-        newest._now = now
+        newest._read_progress = read_progress
         return
     else:
         newest._over.set()
-    Others.newest = Others(device, now)
+    PeerWatcher.newest = PeerWatcher(device, read_progress)
 
 
 def leave_group() -> None:
@@ -261,22 +263,22 @@ def leave_group() -> None:
     be that of a DistributedDataParallel, which waits for gloo's thread when it is
     garbage-collected, while gloo's thread may wait for the interpreter's lock to free its tensors.
     """
-    others = Others.newest
-    if others is not None:
-        others.leave()
+    watcher = PeerWatcher.newest
+    if watcher is not None:
+        watcher.leave()
     if dist.is_initialized():
-        _left.append(dist.group.WORLD)
-        if others is not None and others.on_gpu and others.group is dist.group.WORLD:
+        _kept_groups.append(dist.group.WORLD)
+        if watcher is not None and watcher.on_gpu and watcher.group is dist.group.WORLD:
             # destroying it waits for ranks that never come
             abort_group()
         else:
             dist.destroy_process_group()
-    if others is not None:
-        others.join_threads()
+    if watcher is not None:
+        watcher.join_threads()
 
 
-class _Ends:
-    """What this process does at exit."""
+class _ExitActions:
+    """What this process does when Python exits."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
@@ -286,44 +288,44 @@ class _Ends:
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
     """Print advice, or the rank at fault, below an error that ends the program.
 
-    This happens at exit, when the process also leaves the process group if `watch_others` was
+    This happens at exit, when the process also leaves the process group if `watch_peers` was
     called. `advise` is a method of the newest training run, and is called if its object still
     exists. It returns advice about an error, or "".
     """
-    _Ends.advise = advise
-    _register_end()
+    _ExitActions.advise = advise
+    _register_exit()
 
 
 @cache
-def _register_end() -> None:
-    atexit.register(_end_of_program)
+def _register_exit() -> None:
+    atexit.register(_leave_at_exit)
 
 
-def _end_of_program() -> None:
+def _leave_at_exit() -> None:
     error = last_error()
     if error is not None:
-        explain_end(error)
+        explain_failure(error)
         abort_if_lost(error)
-    if _Ends.leaves:
+    if _ExitActions.leaves:
         leave_group()
 
 
-def explain_end(error: BaseException) -> None:
+def explain_failure(error: BaseException) -> None:
     """Print advice, or the rank at fault, below an error that ends this program.
 
     Unless the error means that other ranks are lost, a note with the error is written for them.
     """
-    advise = None if _Ends.advise is None else _Ends.advise()
-    words = "" if advise is None else advise(error)
-    if words:
-        say(f"evener: {words}")
-    others = Others.newest
-    if others is None or not isinstance(error, Exception):
+    advise = None if _ExitActions.advise is None else _ExitActions.advise()
+    advice = "" if advise is None else advise(error)
+    if advice:
+        say(f"evener: {advice}")
+    watcher = PeerWatcher.newest
+    if watcher is None or not isinstance(error, Exception):
         return
     if any(map(_is_lost, _chain(error))):
-        say(f"evener: {others.explain()}")
+        say(f"evener: {watcher.explain()}")
     else:
-        others.note(describe_error(error))
+        watcher.note(describe_error(error))
 
 
 def describe_error(error: BaseException | None) -> str:

@@ -1,5 +1,6 @@
-"""A bound that no way to deal rows can beat, by all cuts of the batch; for ranks that differ in
-speed only.
+"""A lower bound for a step's time over all assignments of rows to ranks, by all cuts of the batch.
+
+It holds for ranks that differ in speed only.
 """
 
 from __future__ import annotations
@@ -11,8 +12,10 @@ from evener.shares.curves import Cost, RankCost
 
 
 def least_seconds(lengths: Sequence[int], ranks: Sequence[RankCost]) -> float:
-    """The larger of (the least cost of the batch / the sum of speeds) and (the longest row on the
-    fastest rank).
+    """Return the bound in seconds.
+
+    It is the larger of (the least cost of the batch / the sum of speeds) and (the time of the
+    longest row on the fastest rank).
     """
     alone = [least_alone(lengths, rank.cost) for rank in ranks]
     return max(
@@ -22,8 +25,9 @@ def least_seconds(lengths: Sequence[int], ranks: Sequence[RankCost]) -> float:
 
 
 def least_alone(lengths: Sequence[int], cost: Cost) -> float:
-    """The least cost of the batch on one device: any way to deal is also a way to cut, at each
-    rank's own speed.
+    """Return the least cost of the batch on one device.
+
+    Any assignment is also a way to cut the batch, at each rank's own speed.
     """
     ordered = sorted(lengths, reverse=True)
     seconds = [cost.row_seconds(length) for length in ordered]

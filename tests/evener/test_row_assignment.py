@@ -1,5 +1,6 @@
-"""Rows of unequal length are dealt so that ranks finish together, each row once, in passes that
-fit.
+"""Rows of unequal length are assigned so that ranks finish together.
+
+Each row is assigned once, in passes that fit.
 """
 
 from __future__ import annotations
@@ -14,15 +15,15 @@ from hypothesis import strategies as st
 from evener.errors import RequestError
 from evener.shares.curves import Cost, RankCost
 from evener.shares.whole_rows import apportion, split_passes
-from evener.training.dealing import Dealer
-from tests.support.dealing_oracle import least_seconds
+from evener.training.row_assignment import RowAssigner
+from tests.support.row_assignment_oracle import least_seconds
 
 SECONDS = st.floats(0, 10)
 LENGTHS = st.lists(st.integers(0, 300), min_size=1, max_size=40)
 
 
 @st.composite
-def dealers(draw: st.DrawFn, tokens: int = 300) -> Dealer:
+def assigners(draw: st.DrawFn, tokens: int = 300) -> RowAssigner:
     """Ranks whose costs have nothing in common; the first can hold the longest row."""
     ranks = draw(st.integers(1, 5))
     costs = draw(
@@ -38,34 +39,36 @@ def dealers(draw: st.DrawFn, tokens: int = 300) -> Dealer:
     ]
     rows = [draw(st.sampled_from([0, 1, 3])) for _ in costs]
     ratios = tuple(draw(st.floats(0.1, 10)) for _ in costs)
-    return Dealer(tuple(map(RankCost, costs, limits, rows)), ratios, draw(st.booleans()))
+    return RowAssigner(tuple(map(RankCost, costs, limits, rows)), ratios, draw(st.booleans()))
 
 
-@given(LENGTHS, dealers())
-def test_each_row_is_dealt_once_in_passes_that_fit(lengths: list[int], dealer: Dealer) -> None:
-    dealt = dealer.deal(lengths)
-    rows = [row for own in dealt.passes for each in own for row in each]
+@given(LENGTHS, assigners())
+def test_each_row_is_dealt_once_in_passes_that_fit(
+    lengths: list[int], assigner: RowAssigner
+) -> None:
+    assigned = assigner.assign(lengths)
+    rows = [row for own in assigned.passes for each in own for row in each]
     assert sorted(rows) == list(range(len(lengths)))
-    assert all(each for own in dealt.passes for each in own)
-    assert dealt == dealer.deal(lengths)
-    if len(lengths) >= len(dealer.ranks):
-        assert min(dealt.sizes) > 0
+    assert all(each for own in assigned.passes for each in own)
+    assert assigned == assigner.assign(lengths)
+    if len(lengths) >= len(assigner.ranks):
+        assert min(assigned.sizes) > 0
     if len(set(lengths)) == 1:
         return  # shares by rows don't depend on who can hold them
-    for rank, own in zip(dealer.ranks, dealt.passes, strict=True):
+    for rank, own in zip(assigner.ranks, assigned.passes, strict=True):
         for each in own:
             longest = max(lengths[row] for row in each)
             assert len(each) == 1 or len(each) <= rank.most_rows(longest)
 
 
-@given(st.integers(1, 40), st.integers(0, 50), dealers())
+@given(st.integers(1, 40), st.integers(0, 50), assigners())
 def test_rows_of_one_length_are_dealt_as_without_lengths(
-    rows: int, length: int, dealer: Dealer
+    rows: int, length: int, assigner: RowAssigner
 ) -> None:
-    dealt = dealer.deal([length] * rows)
-    assert dealt.sizes == apportion(rows, dealer.ratios)
-    assert [row for own in dealt.passes for each in own for row in each] == list(range(rows))
-    for rank, own in zip(dealer.ranks, dealt.passes, strict=True):
+    assigned = assigner.assign([length] * rows)
+    assert assigned.sizes == apportion(rows, assigner.ratios)
+    assert [row for own in assigned.passes for each in own for row in each] == list(range(rows))
+    for rank, own in zip(assigner.ranks, assigned.passes, strict=True):
         if rank.rows and not rank.tokens:
             assert tuple(map(len, own)) == split_passes(sum(map(len, own)), rank.rows)
 
@@ -90,7 +93,9 @@ def test_no_way_is_faster_than_the_bound(
         rank = draws.randrange(ranks)
         finish[rank] += costs[rank].cost.seconds(len(taken), max(taken))
     assert max(finish) >= least * (1 - 1e-9)
-    assert max(Dealer(tuple(costs), (1.0,) * ranks).deal(lengths).seconds) >= least * (1 - 1e-9)
+    assert max(RowAssigner(tuple(costs), (1.0,) * ranks).assign(lengths).seconds) >= least * (
+        1 - 1e-9
+    )
 
 
 @given(
@@ -105,7 +110,7 @@ def test_one_device_has_nearly_the_best_passes(
     seconds go by squares.
     """
     rank = RankCost(Cost(fixed, 1.0, 0.1 if bends else 0.0))
-    (seconds,) = Dealer((rank,), (1.0,)).deal(lengths).seconds
+    (seconds,) = RowAssigner((rank,), (1.0,)).assign(lengths).seconds
     assert seconds <= 1.01 * least_seconds(lengths, [rank]) / 0.97**2
 
 
@@ -134,8 +139,8 @@ def test_ranks_finish_together(ranks: int, rows: int, median: float, most: float
         costs = tuple(
             RankCost(Cost(0.01 * total / ranks / each, 1 / each, 0.001 / each)) for each in speeds
         )
-        dealt = Dealer(costs, tuple(speeds)).deal(lengths)
-        gaps.append(max(dealt.seconds) / least_seconds(lengths, costs) - 1)
+        assigned = RowAssigner(costs, tuple(speeds)).assign(lengths)
+        gaps.append(max(assigned.seconds) / least_seconds(lengths, costs) - 1)
     gaps.sort()
     assert gaps[len(gaps) // 2] <= median
     assert gaps[-1 - len(gaps) // 20] <= most
@@ -143,18 +148,18 @@ def test_ranks_finish_together(ranks: int, rows: int, median: float, most: float
 
 def test_padding_is_saved_where_a_pass_costs_less() -> None:
     lengths = [1000, 10, 10, 10]
-    cheap, dear = (Dealer((RankCost(Cost(fixed, 1, 0)),), (1.0,)) for fixed in (1, 100_000))
-    assert cheap.deal(lengths).passes == (((0,), (1, 2, 3)),)
-    assert dear.deal(lengths).passes == (((0, 1, 2, 3),),)
-    assert (cheap.deal(lengths).padded, dear.deal(lengths).padded) == ((1030,), (4000,))
-    assert dear.deal(lengths).tokens == (1030,)
-    assert not Dealer(cheap.ranks, (1.0,), saves_padding=False).deal(lengths).in_passes
+    cheap, dear = (RowAssigner((RankCost(Cost(fixed, 1, 0)),), (1.0,)) for fixed in (1, 100_000))
+    assert cheap.assign(lengths).passes == (((0,), (1, 2, 3)),)
+    assert dear.assign(lengths).passes == (((0, 1, 2, 3),),)
+    assert (cheap.assign(lengths).padded, dear.assign(lengths).padded) == ((1030,), (4000,))
+    assert dear.assign(lengths).tokens == (1030,)
+    assert not RowAssigner(cheap.ranks, (1.0,), saves_padding=False).assign(lengths).in_passes
 
 
 def test_long_rows_go_where_they_fit() -> None:
     small, large = RankCost(Cost(0, 1, 0), tokens=100), RankCost(Cost(0, 4, 0))
-    dealt = Dealer((small, large), (4.0, 1.0)).deal([500, 90, 90, 90, 90, 500])
-    assert {0, 5} <= {row for each in dealt.passes[1] for row in each}
+    assigned = RowAssigner((small, large), (4.0, 1.0)).assign([500, 90, 90, 90, 90, 500])
+    assert {0, 5} <= {row for each in assigned.passes[1] for row in each}
 
 
 @pytest.mark.parametrize(
@@ -166,9 +171,9 @@ def test_long_rows_go_where_they_fit() -> None:
     ],
 )
 def test_lengths_that_cant_be_are_one_sentence(lengths: list[int], said: str) -> None:
-    dealer = Dealer(
+    assigner = RowAssigner(
         (RankCost(Cost(0, 1, 0), tokens=100), RankCost(Cost(0, 1, 0), tokens=50)), (1.0, 1.0)
     )
     with pytest.raises(RequestError, match=said) as caught:
-        dealer.check(lengths, 3)
+        assigner.check(lengths, 3)
     assert caught.value.remedy

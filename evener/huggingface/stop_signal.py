@@ -11,10 +11,10 @@ from typing import Any
 
 from transformers import Trainer, TrainerCallback
 
-from ..torch.ranks.notice import Notice
+from ..torch.ranks.stop_signal import StopSignal
 
 
-def end_on_notice(trainer: Trainer, world: int) -> None:
+def stop_on_signal(trainer: Trainer, world: int) -> None:
     """Make SIGTERM to any of the `world` ranks save a checkpoint and end the training after a step.
 
     Does nothing unless the trainer's arguments set `enable_jit_checkpoint`.
@@ -26,24 +26,24 @@ def end_on_notice(trainer: Trainer, world: int) -> None:
     own = trainer.pop_callback(JITCheckpointCallback)
     if own is not None:
         own.on_train_end(trainer.args, trainer.state, trainer.control)  # restores SIGTERM's handler
-        trainer.add_callback(_EndOnNotice(world))
+        trainer.add_callback(_StopOnSignal(world))
 
 
-class _EndOnNotice(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
+class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
     def __init__(self, world: int) -> None:
         self._world = world
-        self._notice: Notice | None = None
+        self._stop_signal: StopSignal | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start to handle SIGTERM as a notice to save and end."""
-        self._notice = Notice(self._world)
+        self._stop_signal = StopSignal(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Save a checkpoint and end the training, on all ranks at the same step."""
-        if self._notice is not None and self._notice.has_come():
+        if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Restore the SIGTERM handler that was installed before the training."""
-        if self._notice is not None:
-            self._notice.close()
+        if self._stop_signal is not None:
+            self._stop_signal.close()

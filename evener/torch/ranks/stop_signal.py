@@ -1,9 +1,9 @@
-"""A notice that this machine is about to be taken away: SIGTERM, which SLURM, Kubernetes and spot
-machines send some time before they kill a job.
+"""Detect SIGTERM on any rank, and stop all ranks at the same step.
 
-It is possible that only one rank gets the signal, but ranks that stop at different steps would wait
-for each other forever. So four times a second the ranks check whether any rank got it, by an
-all-reduce of 16 bytes over gloo on the host. Steps between two all-reduces aren't slowed.
+SLURM, Kubernetes and spot machines send SIGTERM some time before they kill a job. Only one rank may
+get the signal, but ranks that stop at different steps would wait for each other forever. Therefore
+four times a second the ranks check whether any rank got it, with an all-reduce of 16 bytes over
+gloo on the host. Steps between two checks aren't slowed.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ import torch.distributed as dist
 
 from ..sums.collectives import own_collectives
 
-ASK_SECONDS = 0.25  # between two all-reduces; after longer steps there is one for each step
+CHECK_SECONDS = 0.25  # between two all-reduces; after longer steps there is one for each step
 MOST_STEPS = 1000  # the most steps between two all-reduces
 
 
-class Notice:
-    """Detects whether any rank has received a notice, with the same result on all ranks.
+class StopSignal:
+    """Reports whether any rank has received SIGTERM, with the same result on all ranks.
 
-    Every rank has to create a Notice, and to call `has_come` after each step.
+    Every rank has to create a StopSignal, and to call `is_agreed` after each step.
     """
 
     def __init__(self, world: int) -> None:
@@ -37,7 +37,7 @@ class Notice:
                 self._group = dist.new_group(backend="gloo")
         self._steps_left = 1  # until the next all-reduce
         self._steps_between = 1
-        self._asked_at = time.monotonic()
+        self._checked_at = time.monotonic()
         self._earlier: Any = None
         if threading.current_thread() is threading.main_thread():
             self._earlier = signal.signal(signal.SIGTERM, self._receive)
@@ -57,25 +57,25 @@ class Notice:
         if signal.getsignal(signal.SIGTERM) == self._receive:
             signal.signal(signal.SIGTERM, self._earlier)
 
-    def has_come(self) -> bool:
-        """True once any rank has received a notice and all ranks know it."""
+    def is_agreed(self) -> bool:
+        """True once a rank has received SIGTERM and all ranks know it."""
         if self._agreed or self._group is None:
             self._agreed = self._agreed or self._received
             return self._agreed
         self._steps_left -= 1
         if self._steps_left == 0:
-            self._ask()
+            self._check_all()
         return self._agreed
 
-    def _ask(self) -> None:
+    def _check_all(self) -> None:
         """Run the all-reduce, which also decides the number of steps until the next one."""
         now = time.monotonic()
-        step_seconds = max(now - self._asked_at, 1e-9) / self._steps_between
-        steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(ASK_SECONDS / step_seconds)))
+        step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
+        steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))
         # the maximum of both: any notice counts, and the rank with the fewest steps decides
         figures = torch.tensor([float(self._received), -float(steps)], dtype=torch.float64)
         with own_collectives():
             dist.all_reduce(figures, dist.ReduceOp.MAX, group=self._group)
         self._agreed = bool(figures[0])
         self._steps_between = self._steps_left = int(-figures[1])
-        self._asked_at = now
+        self._checked_at = now

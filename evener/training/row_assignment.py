@@ -1,4 +1,4 @@
-"""Distribute (deal) a global batch's rows of unequal length over ranks and their passes."""
+"""Assign a global batch's rows of unequal length to ranks and their passes."""
 
 from __future__ import annotations
 
@@ -13,28 +13,28 @@ from ..plan.layout import Share
 from ..shares.curves import Cost, RankCost
 from ..shares.whole_rows import apportion, bounds, split_passes
 
-_NEXT_PLACE = 0.97  # the next cut is at a row of at most this fraction of the length
-_LIMITS = 7  # time limits that are tried for blocks
+_NEXT_PLACE = 0.97  # relative length of the longest row after a cut, at most
+_TRIED_LIMITS = 7  # time limits that are tried for blocks
 _MARGIN = 0.04  # relative difference between the first limit and the lower bound
 _DEARER = (
     2,
     4,
-)  # tried prices of a pass, in multiples of its fixed time: several ranks may begin one for a run
-_BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are dealt in blocks
+)  # further prices of a pass that are tried, in multiples of its fixed time
+_BLOCK_PARTS = (0.8, 1.0, 0.5, 0.0)  # fractions of the batch that are assigned in blocks
 
 
-class Hands:
-    """Each rank's passes so far, as row indices of the sorted batch, and its finish time."""
+class PartialAssignment:
+    """Each rank's passes, as row indices of the sorted batch, and its finish time."""
 
     def __init__(self, ranks: int) -> None:
         self.passes: list[list[Sequence[int]]] = [[] for _ in range(ranks)]
         self.finish = [0.0] * ranks
 
 
-class DealWays:
-    """Finds ways to deal rows of these `lengths` to ranks; `lengths` are sorted, longest first.
+class AssignmentSearch:
+    """Finds assignments of rows of these `lengths` to ranks; `lengths` are sorted, longest first.
 
-    Without `saves_padding`, rows are dealt in as few passes as possible.
+    If `saves_padding` is False, there are as few passes as possible.
     """
 
     def __init__(
@@ -50,12 +50,12 @@ class DealWays:
         self._best_cut = self._cut(1)
 
     def least_seconds(self) -> float:
-        """Return a lower bound for the duration of a step, in seconds, over all ways to deal.
+        """Return a lower bound for a step's duration in seconds, over all assignments.
 
         The bound is exact if ranks differ in speed only and a batch has few lengths; otherwise it
         is nearly exact. It is the larger of (the least cost of the batch / the sum of speeds) and
         (the time of the longest row on the fastest rank). The least cost is the cost of the best
-        cuts on one device, because any way to deal is also a way to cut.
+        cuts on one device, because any assignment also cuts the batch.
         """
         alone = self._seconds_alone(self._best_cut, len(self._lengths))
         longest = min(
@@ -74,11 +74,11 @@ class DealWays:
             for fixed, seconds in zip(self._fixed, self._seconds, strict=True)
         ]
 
-    def try_all(self) -> Iterator[Hands]:
-        """Yield the ways to deal the batch that are considered; better ways tend to come first.
+    def try_all(self) -> Iterator[PartialAssignment]:
+        """Yield promising assignments of the batch; better ones tend to come first.
 
-        The ways differ in the assumed price of a pass and in the fraction of the batch that is
-        dealt in blocks.
+        They differ in the assumed price of a pass and in the fraction of the batch that is assigned
+        in blocks.
         """
         tried = set[tuple[int, ...]]()
         for stops in self._list_cuts():
@@ -87,11 +87,11 @@ class DealWays:
                 if (rows, *stops) in tried:
                     continue
                 tried.add((rows, *stops))
-                hands = self._deal_blocks(rows, stops)
-                if hands is not None:
+                partial = self._assign_blocks(rows, stops)
+                if partial is not None:
                     for start, stop in pairwise((rows, *(stop for stop in stops if stop > rows))):
-                        self._deal_run(hands, start, stop)
-                    yield hands
+                        self._assign_run(partial, start, stop)
+                    yield partial
 
     def _list_cuts(self) -> Iterator[list[int]]:
         """Yield the ends of the runs for each assumed price; one run if padding isn't saved."""
@@ -132,9 +132,9 @@ class DealWays:
         return stops[::-1]
 
     def _list_places(self) -> Iterator[int]:
-        """Yield the row indices at which the batch may be cut; the last is the number of rows.
+        """Yield the row indices at which the batch may be cut, then the number of rows.
 
-        A cut may be at a row whose length is at most 97 % of the length at the previous cut.
+        The length at a cut is at most 97 % of the length at the previous cut.
         """
         next_length = _NEXT_PLACE * self._lengths[0]
         for row, length in enumerate(self._lengths):
@@ -143,31 +143,33 @@ class DealWays:
                 next_length = _NEXT_PLACE * length
         yield len(self._lengths)
 
-    def _deal_blocks(self, rows: int, stops: Sequence[int]) -> Hands | None:
-        """Deal the first `rows` rows, a block of consecutive rows for each rank.
+    def _assign_blocks(self, rows: int, stops: Sequence[int]) -> PartialAssignment | None:
+        """Assign a block of consecutive rows to each rank, up to the first `rows` rows in total.
 
-        Seven time limits are tried; the blocks of the shortest one that suffices are returned.
-        Return None if a row doesn't fit on any rank.
+        Seven time limits are tried, and the assignment with the shortest sufficient limit is
+        returned. Return None if a row doesn't fit on any rank.
         """
         if not rows:
-            return Hands(len(self._ranks))
+            return PartialAssignment(len(self._ranks))
         low = 1 / sum(1 / each for each in self._seconds_alone(stops, rows))
         best, high, margin = None, math.inf, _MARGIN
-        for _ in range(_LIMITS):
+        for _ in range(_TRIED_LIMITS):
             limit = (low + high) / 2 if best else low * (1 + margin)
-            hands = self._lay_blocks(rows, stops, limit)
-            if hands is None:
+            partial = self._fill_blocks(rows, stops, limit)
+            if partial is None:
                 low, margin = limit, 2 * margin
             else:
-                best, high = hands, limit
-        return best or self._lay_blocks(rows, stops, math.inf)
+                best, high = partial, limit
+        return best or self._fill_blocks(rows, stops, math.inf)
 
-    def _lay_blocks(self, rows: int, stops: Sequence[int], limit: float) -> Hands | None:
-        """Deal each rank, the fastest first, the next rows that it can compute in `limit` seconds.
+    def _fill_blocks(
+        self, rows: int, stops: Sequence[int], limit: float
+    ) -> PartialAssignment | None:
+        """Assign to each rank, fastest first, the next rows that it can compute in `limit` seconds.
 
         Return None if rows are left.
         """
-        hands, row, run = Hands(len(self._ranks)), 0, 0
+        partial, row, run = PartialAssignment(len(self._ranks)), 0, 0
         for rank in self._by_speed:
             fixed, seconds, finish = self._fixed[rank], self._seconds[rank], 0.0
             while row < rows and (left := limit - finish - fixed) >= 0:
@@ -177,27 +179,27 @@ class DealWays:
                 fit = space if each * space <= left else int(left // each)
                 if not fit:
                     break
-                hands.passes[rank].append(range(row, row + fit))
+                partial.passes[rank].append(range(row, row + fit))
                 finish += fixed + fit * each
                 row += fit
                 run += row == stops[run]
                 if fit < space:
                     break
-            hands.finish[rank] = finish
-        return hands if row == rows else None
+            partial.finish[rank] = finish
+        return partial if row == rows else None
 
-    def _deal_run(self, hands: Hands, start: int, stop: int) -> None:
-        """Deal the rows of one run, each to the rank that would finish first.
+    def _assign_run(self, partial: PartialAssignment, start: int, stop: int) -> None:
+        """Assign each row of a run to the rank that would finish first.
 
         A rank's first row in the run begins a new pass.
         """
-        finish, passes, fixed, seconds = hands.finish, hands.passes, self._fixed, self._seconds
+        finish, passes, fixed, seconds = partial.finish, partial.passes, self._fixed, self._seconds
         opened: list[list[int]] = [[] for _ in finish]
         space: list[float] = [0] * len(finish)  # rows that the open pass may still take
         each = [own[start] for own in seconds]
         done = [
             self._opened(rank, start, finish[rank]) for rank in range(len(finish))
-        ]  # finish of each rank with one more row
+        ]  # each rank's finish time with one more row
         for row in range(start, stop):
             rank = done.index(min(done))
             if space[rank]:
@@ -228,13 +230,13 @@ def _at(line: _Line, stop: int) -> float:
 
 
 def _is_never_lowest(steeper: _Line, line: _Line, flatter: _Line) -> bool:
-    """True if a line is never the lowest: at each point one of its two neighbours is below it."""
+    """True if at each point one of the two neighbouring lines is below this line."""
     return (flatter[1] - steeper[1]) * (steeper[0] - line[0]) <= (line[1] - steeper[1]) * (
         steeper[0] - flatter[0]
     )
 
 
-# relative to the lower bound, plus a part for each rank: no further way to deal is tried
+# the search ends at this gap above the lower bound, which grows with the number of ranks
 CLOSE_ENOUGH = 0.005
 CLOSE_PER_RANK = 0.0025
 
@@ -243,10 +245,10 @@ Passes = tuple[
 ]  # for each rank and pass, the indices of its rows in the batch
 
 
-class Deal(msgspec.Struct, frozen=True):
-    """The passes of each rank, with each rank's predicted seconds and its numbers of tokens.
+class RowAssignment(msgspec.Struct, frozen=True):
+    """The passes of each rank, with each rank's predicted seconds and numbers of tokens.
 
-    `tokens` are without padding, `padded` with it.
+    `tokens` are counted without padding, `padded` with it.
     """
 
     passes: Passes
@@ -265,8 +267,8 @@ class Deal(msgspec.Struct, frozen=True):
         return any(len(own) > 1 for own in self.passes)
 
 
-class Dealer(msgspec.Struct, frozen=True):
-    """Deals the rows of global batches to ranks.
+class RowAssigner(msgspec.Struct, frozen=True):
+    """Assigns the rows of global batches to ranks.
 
     The result depends on the lengths only, so it is the same on every rank.
     """
@@ -275,28 +277,28 @@ class Dealer(msgspec.Struct, frozen=True):
     ratios: tuple[float, ...]  # of the ranks' rows if all rows are equally long
     saves_padding: bool = True  # by further passes; if False, only by passes that limits require
 
-    def deal(self, lengths: Sequence[int]) -> Deal:
-        """Deal rows of these `lengths` for equal predicted finish times.
+    def assign(self, lengths: Sequence[int]) -> RowAssignment:
+        """Assign rows of these `lengths` so that the predicted finish times are equal.
 
-        Each rank gets at least one row if there are enough. Rows of equal length are dealt in
+        Each rank gets at least one row if there are enough. Rows of equal length are assigned in
         their order, in proportion to the ratios, like rows without lengths. Other rows are sorted,
         so that a pass has rows of similar length: it costs its number of rows times the length of
         its longest row.
         """
         if min(lengths) == max(lengths):
-            return self._make(self._deal_equal(len(lengths), lengths[0]), lengths)
+            return self._make(self._assign_equal(len(lengths), lengths[0]), lengths)
         order = sorted(range(len(lengths)), key=lengths.__getitem__, reverse=True)
-        ways = DealWays([lengths[row] for row in order], self.ranks, self.saves_padding)
+        ways = AssignmentSearch([lengths[row] for row in order], self.ranks, self.saves_padding)
         enough = (1 + CLOSE_ENOUGH + CLOSE_PER_RANK * len(self.ranks)) * ways.least_seconds()
         best = next(found := ways.try_all())
-        while max(best.finish) > enough and (hands := next(found, None)):
-            best = min(best, hands, key=lambda each: max(each.finish))
+        while max(best.finish) > enough and (partial := next(found, None)):
+            best = min(best, partial, key=lambda each: max(each.finish))
         passes = [[list(each) for each in own] for own in best.passes]
         _give_each_a_row(passes)
-        dealt = (
+        assigned = (
             tuple(tuple(sorted(map(order.__getitem__, each))) for each in own) for own in passes
         )
-        return self._make(tuple(dealt), lengths)
+        return self._make(tuple(assigned), lengths)
 
     def check(self, lengths: Sequence[int], rows: int) -> None:
         """Check that lengths and data match, and that each row fits on a rank.
@@ -323,20 +325,20 @@ class Dealer(msgspec.Struct, frozen=True):
                 "Cut such rows or leave them out, or make a plan on a device with more memory.",
             )
 
-    def _deal_equal(self, rows: int, length: int) -> Passes:
-        dealt = []
+    def _assign_equal(self, rows: int, length: int) -> Passes:
+        assigned = []
         for rank, (first, last) in zip(
             self.ranks, bounds(apportion(rows, self.ratios)), strict=True
         ):
             sizes = split_passes(
                 last - first, max(1, int(min(rank.most_rows(length), last - first)))
             )
-            dealt.append(
+            assigned.append(
                 tuple(tuple(range(first + start, first + stop)) for start, stop in bounds(sizes))
             )
-        return tuple(dealt)
+        return tuple(assigned)
 
-    def _make(self, passes: Passes, lengths: Sequence[int]) -> Deal:
+    def _make(self, passes: Passes, lengths: Sequence[int]) -> RowAssignment:
         cut = [[(len(each), max(map(lengths.__getitem__, each))) for each in own] for own in passes]
         seconds = (
             sum(rank.cost.seconds(*each) for each in own)
@@ -344,11 +346,13 @@ class Dealer(msgspec.Struct, frozen=True):
         )
         tokens = (sum(sum(map(lengths.__getitem__, each)) for each in own) for own in passes)
         padded = (sum(rows * length for rows, length in own) for own in cut)
-        return Deal(passes, tuple(seconds), tuple(tokens), tuple(padded))
+        return RowAssignment(passes, tuple(seconds), tuple(tokens), tuple(padded))
 
 
-def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]) -> Dealer:
-    """Return a dealer that uses the costs in a plan's shares, or the ranks' rows without costs.
+def make_row_assigner(
+    batches: Sequence[int], micros: Sequence[int], shares: Sequence[Share]
+) -> RowAssigner:
+    """Return an assigner that uses the costs in a plan's shares, or the ranks' rows without costs.
 
     `batches` are the rows of each rank, in passes of up to `micros` rows. Without costs, a token's
     time on a rank is assumed to be inversely proportional to the rank's rows in a full batch,
@@ -358,18 +362,18 @@ def make_dealer(batches: Sequence[int], micros: Sequence[int], shares: Sequence[
     ratios = tuple(map(float, batches))
     costs = [share.cost for share in shares if share.cost is not None]
     if costs:
-        return Dealer(tuple(map(RankCost, costs, (share.tokens for share in shares))), ratios)
+        return RowAssigner(tuple(map(RankCost, costs, (share.tokens for share in shares))), ratios)
     ranks = (
         RankCost(Cost(0.0, 1.0 / batch, 0.0), rows=micro if micro < batch else 0)
         for batch, micro in zip(batches, micros, strict=True)
     )
-    return Dealer(tuple(ranks), ratios, saves_padding=False)
+    return RowAssigner(tuple(ranks), ratios, saves_padding=False)
 
 
 def _give_each_a_row(passes: list[list[list[int]]]) -> None:
-    """Move a row to each rank that has none from a rank that has several rows.
+    """Move a row to each rank without rows, from a rank that has several.
 
-    The row is the shortest row of all ranks with several rows.
+    The moved row is the shortest one of all ranks with several rows.
     """
     for own in passes:
         givers = [each for each in passes if sum(map(len, each)) > 1]
