@@ -120,7 +120,7 @@ class Family(ABC):
         """
 
     @abstractmethod
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the recommendation that begins a verdict, such as `826 + 571 on GPU:0 + GPU:1`.
 
         `labels` are the names of all devices; `ratios` are the fractions of each batch's
@@ -166,7 +166,7 @@ class SoloFamily(Family):
         """Return the name of the best single device's layout, or of another one."""
         return "another single device" if another else BEST_SINGLE
 
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the recommendation, such as `1024 on GPU:0 alone`."""
         alone = " alone" if len(labels) > 1 else ""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}{alone}"
@@ -225,7 +225,7 @@ class EvenFamily(Family):
         name = EVEN_SPLIT if count == devices else f"even over {count}"
         return f"another {name}" if another else name
 
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the recommendation, such as `128 + 128 on GPU:0 + GPU:1, split evenly`."""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
 
@@ -251,7 +251,7 @@ class SplitFamily(Family):
         """Return the name of the best split, or of another one."""
         return "another split" if another else BEST_SPLIT
 
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the recommendation, such as `826 + 571 on GPU:0 + GPU:1`.
 
         If rows are assigned by cost, it has the fractions of the cost instead of rows.
@@ -288,7 +288,7 @@ class ShardFamily(Family):
         """Return the name of a sharded layout for tables."""
         return "another shards of the model" if another else "shards of the model"
 
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the recommendation for a sharded layout.
 
         For example, `820 + 568 on GPU:0 + GPU:1, the model in shards 0.600 : 0.400`.
@@ -327,7 +327,7 @@ class PackFamily(Family):
         name = f"pack of {layout.processes}{MODES.get(layout.placement, '')}"
         return f"another {name}" if another else name
 
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the recommendation, such as `5 trainings of 256 side by side on GPU:0`."""
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
@@ -365,7 +365,7 @@ class PlaceFamily(Family):
         name = f"place {layout.placement}"
         return f"another {name}" if another else name
 
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         """Return the recommendation for a placement.
 
         For example, `256 on GPU:0 + GPU:1, the model's parts placed as towers`.

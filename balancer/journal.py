@@ -21,6 +21,7 @@ from evener.devices.types import Device
 from evener.errors import RequestError, as_request_error
 
 from .events import Finished
+from .old_verdicts import upgrade_verdict
 from .request import Job, Request
 from .types import (
     Facts,
@@ -277,7 +278,7 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
     if number == 1:
         _check_schema(text, path)
     try:
-        entry = _decoder.decode(text)
+        entry = _decode(text)
     except (msgspec.DecodeError, UnicodeDecodeError, RecursionError, ValueError) as error:
         raise RequestError(
             f"{path}: line {number} is broken: {str(error)[:200]}.", remedy
@@ -294,6 +295,18 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
                 entry, request=msgspec.structs.replace(entry.request, micro="off")
             )
     return entry
+
+
+def _decode(text: bytes) -> Entry:
+    """Return the entry of a line. Its verdict may have the names of fields before 0.3."""
+    try:
+        return _decoder.decode(text)
+    except msgspec.ValidationError:
+        fields = msgspec.json.decode(text)
+        if not isinstance(fields, dict) or not isinstance(fields.get("found"), dict):
+            raise
+        fields["found"] = upgrade_verdict(fields["found"])
+        return _decoder.decode(msgspec.json.encode(fields))
 
 
 class _SchemaOnly(msgspec.Struct):

@@ -166,7 +166,7 @@ class RatedLayout(NamedTuple):
 
     kind: RivalKind
     name: str
-    figure: Interval
+    rate: Interval
     batches: tuple[int, ...] = ()
     device: str = ""
     tie: bool = False  # with the plan
@@ -179,12 +179,10 @@ class RatedLayout(NamedTuple):
         It is computed from the printed rates, or measured in turns. Return None if the layouts
         can't be compared.
         """
-        if not is_comparable(other.figure, other.batches, self.figure, self.batches):
+        if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
         return (
-            printed_gain(other.figure.value, self.figure.value)
-            if self.paired is None
-            else self.paired
+            printed_gain(other.rate.value, self.rate.value) if self.paired is None else self.paired
         )
 
     @property

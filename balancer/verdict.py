@@ -100,7 +100,7 @@ class Recommendation(msgspec.Struct, frozen=True):
     action: Action
     devices: tuple[str, ...]
     batches: tuple[int, ...]
-    answer: str  # a description of the layout
+    description: str  # of the layout, as text
     # why to measure again: the code of a doubt, `uncertain` or `uncompared`
     reason: str = ""
 
@@ -113,7 +113,7 @@ class Chosen(msgspec.Struct, frozen=True):
 
     family: str  # solo, even, split, shard, pack or place
     kind: LayoutKind
-    answer: str  # 826 + 571 on GPU:0 + GPU:1
+    description: str  # 826 + 571 on GPU:0 + GPU:1
     devices: tuple[str, ...]
     batches: tuple[int, ...]
     micro: tuple[int, ...]  # rows of a pass
@@ -131,7 +131,7 @@ class Rival(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     batches: tuple[int, ...]
     global_batch: int
-    figure: MeasuredRate
+    rate: MeasuredRate
     gain: float | None = None  # of the plan over this rival; None: they aren't compared
     tie: bool = False  # neither is surely faster
     unclear: bool = False  # a tie that may hide a large difference
@@ -139,8 +139,8 @@ class Rival(msgspec.Struct, frozen=True):
     trainings: int = 1
     knobs: tuple[str, ...] = ()
     why_not: WhyNotChosen | None = None  # set if its samples/s exceed the plan's
-    # earlier samples/s of one device at this batch, if they exceed those of `figure`
-    earlier: float = 0.0
+    # of one device at this batch, if they exceed those of `rate`
+    earlier_samples_per_second: float = 0.0
     difference: RateGap | None = None  # None: they aren't compared
 
 
@@ -166,13 +166,13 @@ class SumLoss(msgspec.Struct, frozen=True):
 
     # both: the two causes together explain it, and neither does alone
     cause: Literal["longest_part", "exchange", "both", "unexplained"]
-    part: float  # fraction of the sum
+    fraction: float  # of the sum
     lost_seconds: float
     longest_seconds: float | None = None  # of its longest share, alone
     exchange_seconds: float | None = None
 
 
-class UnequalTwins(msgspec.Struct, frozen=True):
+class UnequalDevices(msgspec.Struct, frozen=True):
     """Two devices of the same product with different speeds.
 
     One of them is much faster than the other at the same batch.
@@ -181,7 +181,7 @@ class UnequalTwins(msgspec.Struct, frozen=True):
     fast: str
     slow: str
     product: str
-    times: float
+    ratio: float
 
 
 class VerdictDoubt(msgspec.Struct, frozen=True):
@@ -196,7 +196,7 @@ class VerdictDoubt(msgspec.Struct, frozen=True):
 class LeftOut(msgspec.Struct, frozen=True):
     """A device, layout, family of layouts or host that isn't part of the plan, and why."""
 
-    what: Literal["device", "layout", "family", "host", "request"]
+    kind: Literal["device", "layout", "family", "host", "request"]
     name: str
     reason: Literal[
         "nothing_ran",
@@ -212,7 +212,7 @@ class LeftOut(msgspec.Struct, frozen=True):
         "not_tried",  # a device: no split with it was measured near the plan's batch
         "impossible",
     ]
-    why: str = ""
+    detail: str = ""
     rows: int = 0  # rows that didn't fit
     enough_seconds: int = 0  # a budget that should suffice
     loss: float = 0.0  # the loss if it is used
@@ -226,8 +226,8 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
     """A layout that ran out of memory, and the layout that was measured instead."""
 
     name: str
-    wished: str
-    instead: str
+    original: str
+    replacement: str
 
 
 class Unfinished(msgspec.Struct, frozen=True):
@@ -255,13 +255,13 @@ class CodeLimit(msgspec.Struct, frozen=True):
     error: str
 
 
-class FewSteps(msgspec.Struct, frozen=True):
+class ShortEpoch(msgspec.Struct, frozen=True):
     """An epoch has so few steps that the model learns little."""
 
     steps: int
     global_batch: int
     rows: int
-    most: int  # the largest batch with which an epoch has 100 steps; 0: fewer than 100 rows
+    largest_batch: int  # the largest with which an epoch has 100 steps; 0: fewer than 100 rows
 
 
 class ShortBudget(msgspec.Struct, frozen=True):
@@ -292,15 +292,14 @@ class Learning(msgspec.Struct, frozen=True):
     """What the batch means for learning, if the noise scale or the script's batch is known."""
 
     global_batch: int
-    scale: NoiseScale | None = None
+    noise_scale: NoiseScale | None = None
     worth: tuple[float, float, float] | None = None  # value and 95 % interval
     # measured batches that are faster than all smaller ones: batch, samples/s, their worth
     frontier: tuple[tuple[int, float, float], ...] = ()
     own_batch: int | None = None
-    speed: float | None = None  # relative to the samples/s of the script's own batch
-    extra: tuple[float, float, float] | None = (
-        None  # factor on the samples needed for the same loss
-    )
+    relative_speed: float | None = None  # samples/s divided by those of the script's own batch
+    # factor on the samples needed for the same loss
+    extra_samples: tuple[float, float, float] | None = None
     adam_rate: float | None = None  # factor on the own batch's learning rate
     sgd_rate: float | None = None
     sgd_rule: Literal["linear", "adascale"] = "linear"
@@ -313,9 +312,9 @@ class AdapterMemory(msgspec.Struct, frozen=True):
     """
 
     kind: str  # lora, qlora
-    words: str
+    description: str
     state_bytes: int
-    fits: tuple[str, ...]
+    fits_on: tuple[str, ...]
 
 
 class StateMemory(msgspec.Struct, frozen=True):
@@ -325,8 +324,8 @@ class StateMemory(msgspec.Struct, frozen=True):
     """
 
     state_bytes: int
-    whole_on: tuple[str, ...]  # devices that can hold it alone
-    held: tuple[tuple[str, int], ...]  # the fraction on each device, if the plan is sharded
+    fits_on: tuple[str, ...]  # devices that can hold it alone
+    shard_bytes: tuple[tuple[str, int], ...]  # on each device, if the plan is sharded
     adapters: tuple[AdapterMemory, ...] = ()  # empty if adapters are what is trained
 
 
@@ -334,8 +333,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     """The result of a search."""
 
     chosen: Chosen
-    figure: MeasuredRate
-    advice: Recommendation | None = None  # None: a verdict of an older version
+    rate: MeasuredRate
+    recommendation: Recommendation | None = None  # None: a verdict of an older version
     equal_shares: bool = False  # equal shares are right: plain data parallelism is as fast
     simulated: bool = False
     rivals: tuple[Rival, ...] = ()
@@ -349,11 +348,11 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     left_out: tuple[LeftOut, ...] = ()
     notes: tuple[str, ...] = ()  # about the devices and the request
     short_budget: ShortBudget | None = None
-    retreats: tuple[ReplacedLayout, ...] = ()
+    replaced: tuple[ReplacedLayout, ...] = ()
     unfinished: tuple[Unfinished, ...] = ()
     taken_memory: tuple[TakenMemory, ...] = ()
     code_limit: CodeLimit | None = None
-    few_steps: FewSteps | None = None
+    short_epoch: ShortEpoch | None = None
     pass_statistics: PassStatistics | None = None
     slow_bfloat16: tuple[str, ...] = ()  # devices without hardware for it, beside ones that have it
     objective: ObjectiveReached | None = None
@@ -363,6 +362,6 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     stopped_detail: str = ""
     failed: int = 0  # measurements that failed, besides those that ran out of memory
     sum_loss: SumLoss | None = None  # None: the plan nearly reaches the sum, or is one device
-    unequal_twins: UnequalTwins | None = None
+    unequal_devices: UnequalDevices | None = None
     link: Link | None = None  # between the chosen devices; None: it wasn't measured
     limits: tuple[TrainingLimit, ...] = ()  # what takes the training's time, the largest first

@@ -23,7 +23,7 @@ REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", D
 def advise(verdict: Verdict) -> Recommendation:
     """Return the recommendation, from all other fields of the verdict."""
     chosen = verdict.chosen
-    own = Recommendation("plan", chosen.devices, chosen.batches, chosen.answer)
+    own = Recommendation("plan", chosen.devices, chosen.batches, chosen.description)
 
     def do(action: Action, reason: str = "") -> Recommendation:
         return msgspec.structs.replace(own, action=action, reason=reason)
@@ -51,7 +51,7 @@ def _find_reason(verdict: Verdict) -> str:
     for code, most in REASONS:
         if any(one.code == code and one.value >= most for one in verdict.doubts):
             return code
-    if not verdict.figure.known:
+    if not verdict.rate.known:
         return "uncertain"
     if _lacks_comparison(verdict):
         return "uncompared"
@@ -77,7 +77,7 @@ def find_single(verdict: Verdict) -> Rival | None:
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:
-        if one.kind != "one_device" or not is_equal(one) or one.figure.samples_per_second <= 0:
+        if one.kind != "one_device" or not is_equal(one) or one.rate.samples_per_second <= 0:
             continue
         same = one.global_batch == batch
         if same or (one.global_batch < batch and not verdict.batch_given):

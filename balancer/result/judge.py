@@ -97,7 +97,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
     limits = find_training_limits(report, seen, devices)
     verdict = Verdict(
         chosen=_describe_chosen(report, labels),
-        figure=_describe_figure(report, chosen.layout, figure),
+        rate=_describe_figure(report, chosen.layout, figure),
         equal_shares=_has_equal_shares(chosen.layout),
         simulated=record.header.job.simulated,
         rivals=named,
@@ -119,12 +119,12 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         ),
         notes=record.header.notes,
         short_budget=find_short_budget(report, seen, end),
-        retreats=find_retreats(report, len(labels)),
+        replaced=find_replaced(report, len(labels)),
         unfinished=() if end.interrupted else end.unfinished,
         link=find_link(seen, report.chosen.layout, devices),
         taken_memory=measurements.find_taken_memory(seen, devices),
         code_limit=measurements.find_code_limit(seen),
-        few_steps=measurements.find_few_steps(chosen.layout, record.facts.rows),
+        short_epoch=measurements.find_short_epoch(chosen.layout, record.facts.rows),
         pass_statistics=measurements.find_pass_statistics(
             chosen.layout, record.facts.batch_statistics
         ),
@@ -136,10 +136,10 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
         stopped_detail=end.end.detail,
         failed=sum(isinstance(one, Failed) for one in seen),
         sum_loss=_find_sum_loss(report, limits) if known else None,
-        unequal_twins=measurements.find_unequal_twins(seen, devices),
+        unequal_devices=measurements.find_unequal_devices(seen, devices),
         limits=limits,
     )
-    return msgspec.structs.replace(verdict, advice=advise(verdict))
+    return msgspec.structs.replace(verdict, recommendation=advise(verdict))
 
 
 # ---------------------------------------------------------------------- the answer
@@ -154,7 +154,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
     return Chosen(
         family=family.name,
         kind=find_kind(family, layout),
-        answer=family.answer(layout, labels, ratios),
+        description=family.describe(layout, labels, ratios),
         devices=tuple(labels[i] for i in layout.active),
         batches=tuple(layout.shares[i] for i in layout.active),
         micro=tuple(layout.pass_rows[i] for i in layout.active),
@@ -385,7 +385,7 @@ def _describe_rival(
         devices=tuple(labels[i] for i in layout.active),
         batches=tuple(layout.shares[i] for i in layout.active),
         global_batch=layout.global_batch,
-        figure=_describe_figure(report, layout, one.throughput),
+        rate=_describe_figure(report, layout, one.throughput),
         gain=gain,
         tie=one.tie,
         unclear=one.unclear,
@@ -393,7 +393,9 @@ def _describe_rival(
         trainings=layout.processes,
         knobs=layout.knobs,
         why_not=_why_not(report, one),
-        earlier=max([0.0, *(rate for rate in earlier if rate > one.throughput.value)]),
+        earlier_samples_per_second=max(
+            [0.0, *(rate for rate in earlier if rate > one.throughput.value)]
+        ),
         difference=one.difference if one.compared else None,
     )
 
@@ -622,7 +624,7 @@ def _name_missing(one: Candidate, devices: int) -> str:
     return name_layout(one, devices)
 
 
-def find_retreats(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
+def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
     """Return the layouts that ran out of memory, each with the smaller one measured instead."""
     return tuple(
         ReplacedLayout(

@@ -59,8 +59,8 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
     low, high = sorted(extra_rows(own, batch, each) for each in (scale.low, scale.high))
     return msgspec.structs.replace(
         found,
-        extra=(extra_rows(own, batch, scale.rows), low, high),
-        speed=chosen.throughput.value / report.own_rate,
+        extra_samples=(extra_rows(own, batch, scale.rows), low, high),
+        relative_speed=chosen.throughput.value / report.own_rate,
     )
 
 

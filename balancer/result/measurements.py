@@ -17,11 +17,11 @@ from ..search.ranking import ROUGH
 from ..types import Doubt, Failed, Layout, MeasurementDoubt, Observation, OutOfMemory, Stage, Timed
 from ..verdict import (
     CodeLimit,
-    FewSteps,
     LeftOut,
     PassStatistics,
+    ShortEpoch,
     TakenMemory,
-    UnequalTwins,
+    UnequalDevices,
     VerdictDoubt,
 )
 
@@ -176,9 +176,9 @@ def cut_place(detail: str) -> str:
 TWIN_TIMES = 1.25  # devices of the same product differ by less, unless something is wrong
 
 
-def find_unequal_twins(
+def find_unequal_devices(
     seen: Iterable[Observation], devices: Sequence[Device]
-) -> UnequalTwins | None:
+) -> UnequalDevices | None:
     """Return the two devices of one product and limit whose speeds alone differ most.
 
     The speeds are compared at the same batch. Return None if no two differ by at least 25 %.
@@ -189,7 +189,7 @@ def find_unequal_twins(
         if isinstance(one, Timed) and layout.traits.alone and not layout.length:
             key = (layout.active[0], layout.global_batch)
             best[key] = max(best.get(key, 0.0), one.samples_per_second)
-    found: UnequalTwins | None = None
+    found: UnequalDevices | None = None
     for (fast, batch), speed in best.items():
         for slow, other in enumerate(devices):
             slower = best.get((slow, batch), 0.0)
@@ -197,8 +197,8 @@ def find_unequal_twins(
             if not slower or not alike or speed < TWIN_TIMES * slower:
                 continue
             times = speed / slower
-            if found is None or times > found.times:
-                found = UnequalTwins(devices[fast].label, other.label, other.name, times)
+            if found is None or times > found.ratio:
+                found = UnequalDevices(devices[fast].label, other.label, other.name, times)
     return found
 
 
@@ -251,7 +251,7 @@ def _why_left_out(
     return "gone" if one.cause == "device" else None
 
 
-def find_few_steps(chosen: Layout, rows: int) -> FewSteps | None:
+def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
     """Return a warning if an epoch has fewer than 100 steps, as the model then learns little.
 
     `rows` is the size of the training data; 0 if unknown.
@@ -259,4 +259,4 @@ def find_few_steps(chosen: Layout, rows: int) -> FewSteps | None:
     batch = chosen.global_batch
     if not 0 < rows < FEW_STEPS * batch:
         return None
-    return FewSteps(rows // batch, batch, rows, rows // FEW_STEPS)
+    return ShortEpoch(rows // batch, batch, rows, rows // FEW_STEPS)

@@ -65,10 +65,10 @@ PLAIN_PARALLEL = {
 class VerdictText(msgspec.Struct, frozen=True):
     """A verdict as text. If devices were simulated, the answer begins with a mark that says so."""
 
-    answer: str
-    figure: str
+    description: str
+    rate: str
     gains: str
-    advice: str = ""  # what to do, in one sentence; empty for verdicts of older versions
+    recommendation: str = ""  # what to do, in one sentence; empty for verdicts of older versions
     remarks: tuple[str, ...] = ()
     warnings: tuple[str, ...] = ()  # reasons not to trust the measurements, and what was left out
     doubts: tuple[str, ...] = ()  # the warnings that are about the measurements
@@ -76,12 +76,14 @@ class VerdictText(msgspec.Struct, frozen=True):
     @property
     def headline(self) -> str:
         """The answer, its samples/s and its gains on one line."""
-        return BETWEEN.join(part for part in (self.answer, self.figure, self.gains) if part)
+        return BETWEEN.join(part for part in (self.description, self.rate, self.gains) if part)
 
     @property
     def text(self) -> str:
         """The advice, the headline and the remarks, a line each."""
-        return "\n".join((*([self.advice] if self.advice else []), self.headline, *self.remarks))
+        return "\n".join(
+            (*([self.recommendation] if self.recommendation else []), self.headline, *self.remarks)
+        )
 
 
 def write_verdict(verdict: Verdict) -> VerdictText:
@@ -90,10 +92,10 @@ def write_verdict(verdict: Verdict) -> VerdictText:
     knobs = [KNOBS.get(knob, knob) for knob in verdict.chosen.knobs]
     with_knobs = f", with {join_words(knobs)}" if knobs else ""
     return VerdictText(
-        f"{mark}{verdict.chosen.answer}{with_knobs}",
+        f"{mark}{verdict.chosen.description}{with_knobs}",
         _write_figure(verdict),
         ", ".join(_write_gains(verdict)),
-        f"{mark}{_write_advice(verdict)}" if verdict.advice is not None else "",
+        f"{mark}{_write_advice(verdict)}" if verdict.recommendation is not None else "",
         tuple(line for write in REMARKS for line in write(verdict)),
         tuple(line for write in WARNINGS for line in write(verdict)),
         tuple(_warn_of_doubts(verdict)),
@@ -116,18 +118,18 @@ def _write_advice(verdict: Verdict) -> str:
 
 
 def _write_action(verdict: Verdict) -> str:
-    advice = verdict.advice
+    advice = verdict.recommendation
     assert advice is not None
     if advice.action == "fix_code":
         return "Fix your code or data first: the loss was NaN or infinite, so nothing is learned."
     if advice.action == "measure_again":
         return f"Measure again before you decide: {_write_reason(verdict, advice.reason)}."
     if advice.action == "one_device":
-        return f"Use one device, without a plan: {advice.answer}."
+        return f"Use one device, without a plan: {advice.description}."
     if advice.action == "plain_parallel":
         plain = PLAIN_PARALLEL.get(verdict.framework, PLAIN_PARALLEL["none"])
-        return f"Use {plain}, without a plan: {advice.answer}."
-    return f"Use {PLANS[verdict.chosen.kind]}: {advice.answer}."
+        return f"Use {plain}, without a plan: {advice.description}."
+    return f"Use {PLANS[verdict.chosen.kind]}: {advice.description}."
 
 
 PLANS: dict[LayoutKind, str] = {
@@ -159,7 +161,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
             "device. Give it more time; the layout below is the best so far"
         )
     return (
-        f"the samples/s are only known to {write_error(verdict.figure)}. Measure longer, while "
+        f"the samples/s are only known to {write_error(verdict.rate)}. Measure longer, while "
         f"less else runs; the layout below is the best so far"
     )
 
@@ -173,7 +175,7 @@ def write_error(figure: MeasuredRate) -> str:
 
 
 def _write_figure(verdict: Verdict) -> str:
-    figure = verdict.figure
+    figure = verdict.rate
     speed = f"{rate(figure.samples_per_second)} samples/s"
     if not figure.known:
         return f"{speed} {write_error(figure)}, too uncertain to compare"
@@ -192,11 +194,11 @@ def _write_gains(verdict: Verdict) -> Iterator[str]:
 
     A gain is left out if the plan is that layout.
     """
-    if not verdict.figure.known:
+    if not verdict.rate.known:
         return
     even = _find_even(verdict)
     if even is not None:
-        over = "even by number of rows" if verdict.figure.tokens_per_second else "even"
+        over = "even by number of rows" if verdict.rate.tokens_per_second else "even"
         yield _write_gain(verdict, even, over)
     split = find_best_split(verdict) if verdict.chosen.kind not in SPLITS else None
     if split is not None:
@@ -211,8 +213,8 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
     """Yield how much longer each training of a pack takes than one training alone."""
     chosen = verdict.chosen
     if chosen.trainings > 1 and single.gain is not None:
-        seconds = chosen.global_batch * chosen.trainings / verdict.figure.samples_per_second
-        times = seconds / (single.global_batch / single.figure.samples_per_second)
+        seconds = chosen.global_batch * chosen.trainings / verdict.rate.samples_per_second
+        times = seconds / (single.global_batch / single.rate.samples_per_second)
         yield f"each training takes {times:.1f} times as long"
 
 
@@ -222,7 +224,7 @@ def _find_even(verdict: Verdict) -> Rival | None:
     It is the one with the fewest devices, but no fewer than the plan has. Return None if it has no
     meaningful gain, or if one device is advised.
     """
-    chosen, advice = verdict.chosen, verdict.advice
+    chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
         return None
     if advice is not None and advice.action == "one_device":
@@ -269,7 +271,7 @@ def _can_be_stated(rival: Rival) -> bool:
 
     Both are worth a sentence.
     """
-    return rival.gain is not None or not rival.figure.known
+    return rival.gain is not None or not rival.rate.known
 
 
 def _interval(figure: MeasuredRate) -> Interval:
@@ -281,8 +283,8 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
     For a tie, uses the gap measured by the comparison.
     """
-    if not rival.figure.known or rival.gain is None:
-        return f"{over} is too uncertain to compare ({write_error(rival.figure)})"
+    if not rival.rate.known or rival.gain is None:
+        return f"{over} is too uncertain to compare ({write_error(rival.rate)})"
     if rival.tie:
         return _write_tie(rival, over)
     in_turn = f" ({ALTERNATELY})" if rival.paired else ""
@@ -307,7 +309,7 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
     """Format the ± of a gain, in percentage points; empty if the gain is precise."""
-    figures = (_interval(verdict.figure), _interval(rival.figure))
+    figures = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*figures) or _is_doubtful(verdict)):
         return ""
     half = _half(rival.difference)
@@ -315,7 +317,7 @@ def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
 
 
 def _is_doubtful(verdict: Verdict) -> bool:
-    return verdict.advice is not None and verdict.advice.action == "measure_again"
+    return verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
 
 
 def _half(difference: RateGap) -> float:
@@ -397,7 +399,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     """Format the samples/s that the remedy would give, as measured or as expected."""
-    speed = verdict.figure.samples_per_second
+    speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
     if limit.gain >= 2:
@@ -432,15 +434,15 @@ def _say_batch(verdict: Verdict) -> Iterator[str]:
 
 def _say_unknown(verdict: Verdict) -> Iterator[str]:
     """Yield faster layouts with more precise samples/s, if the plan's are too uncertain."""
-    if verdict.figure.known:
+    if verdict.rate.known:
         return
-    own = verdict.figure.samples_per_second
-    faster = [one for one in verdict.rivals if one.figure.known]
-    faster = [one for one in faster if one.figure.samples_per_second > own]
+    own = verdict.rate.samples_per_second
+    faster = [one for one in verdict.rivals if one.rate.known]
+    faster = [one for one in faster if one.rate.samples_per_second > own]
     for one in faster[:MOST_NAMED]:
-        name, speed = one.name[:1].upper() + one.name[1:], rate(one.figure.samples_per_second)
+        name, speed = one.name[:1].upper() + one.name[1:], rate(one.rate.samples_per_second)
         at = f" at {one.global_batch} samples a step" if one.global_batch != _batch(verdict) else ""
-        figure = f"{speed} samples/s {write_error(one.figure)}"
+        figure = f"{speed} samples/s {write_error(one.rate)}"
         yield f"{name}{at} reached {figure}, which is better known."
 
 
@@ -453,7 +455,7 @@ def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
         return
     single = find_single(verdict)
     if single is not None and verdict.chosen.kind in ("equal_shares", "other_shares"):
-        speed = rate(single.figure.samples_per_second)
+        speed = rate(single.rate.samples_per_second)
         yield (
             f"One device is the simpler way: {single.name} reached {speed} samples/s, which is as "
             f"fast, and exchanges nothing."
@@ -491,7 +493,7 @@ def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
     loss = verdict.sum_loss
     if loss is None:
         return
-    head = f"The plan reaches {percent(loss.part)} of the sum of all devices alone"
+    head = f"The plan reaches {percent(loss.fraction)} of the sum of all devices alone"
     slowed = [one.device for one in verdict.doubts if one.code == "throttled" and one.device]
     if slowed:
         yield f"{head}: {join_words(slowed)} was held back while the devices trained together."
@@ -531,12 +533,12 @@ def _say_state(verdict: Verdict) -> Iterator[str]:
 def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
     """Yield why a working device has no part in the plan."""
     for one in verdict.left_out:
-        if one.reason == "not_faster" and verdict.figure.known:
+        if one.reason == "not_faster" and verdict.rate.known:
             whole = ""
             if one.global_batch != verdict.chosen.global_batch:
                 whole = f" = {one.global_batch} samples"
             yield (
-                f"{one.name} is left out: the fastest split with it ({one.why}{whole}) reached "
+                f"{one.name} is left out: the fastest split with it ({one.detail}{whole}) reached "
                 f"{rate(one.samples_per_second)} samples/s, {_write_less(one.loss)}."
             )
     untried = [one.name for one in verdict.left_out if one.reason == "not_tried"]
@@ -563,10 +565,10 @@ def _samples(verdict: Verdict) -> str:
 
 def _say_faster(verdict: Verdict) -> Iterator[str]:
     """Yield every layout with more samples/s than the plan, and why it isn't the plan."""
-    if not verdict.figure.known:
+    if not verdict.rate.known:
         return
     faster = [one for one in verdict.rivals if one.why_not is not None]
-    faster.sort(key=lambda one: -one.figure.samples_per_second)
+    faster.sort(key=lambda one: -one.rate.samples_per_second)
     larger = [one for one in faster if one.why_not == "tolerance"][:MOST_NAMED]
     if larger:
         found = [
@@ -587,7 +589,7 @@ def _say_faster(verdict: Verdict) -> Iterator[str]:
 
 def _write_more(verdict: Verdict, one: Rival) -> str:
     """Format a faster layout's samples/s, and its gain over the plan."""
-    speed = rate(one.figure.samples_per_second)
+    speed = rate(one.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_more(verdict, one), 1)} more"
     gap = one.difference
     if gap is None or not one.tie:
@@ -604,7 +606,7 @@ def _write_more(verdict: Verdict, one: Rival) -> str:
 
 def _more(verdict: Verdict, one: Rival) -> float:
     """Return a faster layout's samples/s divided by the plan's, minus 1."""
-    return printed_gain(one.figure.samples_per_second, verdict.figure.samples_per_second)
+    return printed_gain(one.rate.samples_per_second, verdict.rate.samples_per_second)
 
 
 def _write_why_not(one: Rival) -> str:
@@ -628,13 +630,13 @@ def _say_what_errors_mean(verdict: Verdict) -> Iterator[str]:
     """Yield an explanation of ±, if some difference is smaller than its error."""
     gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
     close = any(gap.low <= 0 <= gap.high for gap in gaps)
-    if close and verdict.figure.known:
+    if close and verdict.rate.known:
         yield "± is half of a 95 % interval: a difference below its own ± is too close to call."
 
 
 def _say_use(verdict: Verdict) -> Iterator[str]:
     """If the devices are simulated, yield how to make and use such a plan on real devices."""
-    planned = verdict.advice is not None and verdict.advice.action == "plan"
+    planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield (
             "Simulated devices train nothing. On real ones evener balance writes such a plan, and "
@@ -644,8 +646,8 @@ def _say_use(verdict: Verdict) -> Iterator[str]:
 
 def _say_earlier(verdict: Verdict) -> Iterator[str]:
     single = find_alone(verdict)
-    if single is not None and single.earlier and verdict.figure.known:
-        now, earlier = rate(single.figure.samples_per_second), rate(single.earlier)
+    if single is not None and single.earlier_samples_per_second and verdict.rate.known:
+        now, earlier = rate(single.rate.samples_per_second), rate(single.earlier_samples_per_second)
         yield (
             f"One device alone at {single.global_batch} samples, measured alternately with the "
             f"plan: {now} samples/s now, {earlier} earlier."
@@ -654,7 +656,7 @@ def _say_earlier(verdict: Verdict) -> Iterator[str]:
 
 def _say_knobs(verdict: Verdict) -> Iterator[str]:
     """Yield the gain or loss of each knob, whether the chosen layout uses it or not."""
-    if not verdict.figure.known:
+    if not verdict.rate.known:
         return
     for one in verdict.rivals:
         if one.kind != "knobs" or one.gain is None or _find_workers(verdict, one) is not None:
@@ -689,7 +691,7 @@ def _say_workers(verdict: Verdict) -> Iterator[str]:
     The fastest number comes first.
     """
     tried = [
-        (how, one.figure)
+        (how, one.rate)
         for one in verdict.rivals
         if (how := _find_workers(verdict, one)) is not None
     ]
@@ -697,7 +699,7 @@ def _say_workers(verdict: Verdict) -> Iterator[str]:
         return
     own = verdict.chosen.knobs
     best = WORKERS[own[0]] if own else "as your code has it"
-    found = sorted([(best, verdict.figure), *tried], key=lambda each: -each[1].samples_per_second)
+    found = sorted([(best, verdict.rate), *tried], key=lambda each: -each[1].samples_per_second)
     rates = [f"{how}: {_write_rate(figure)}" for how, figure in found]
     advice = f"Write num_workers={best} for your loader." if own else "Leave your loader as it is."
     yield f"Loader workers, in samples/s: {', '.join(rates)}. {advice}"
@@ -781,21 +783,21 @@ def _say_learning(verdict: Verdict) -> Iterator[str]:
     found = verdict.learning
     if found is None:
         return
-    if found.scale is not None and found.worth is not None:
+    if found.noise_scale is not None and found.worth is not None:
         value, low, high = found.worth
         worth = f"about {_span(percent(value), percent(low), percent(high))}"
         if high > 1 - 1e-9:
             worth = f"at least {percent(low)}"
-        if found.extra is not None and found.speed is not None:
-            more = _span(*map(factor, found.extra))
+        if found.extra_samples is not None and found.relative_speed is not None:
+            more = _span(*map(factor, found.extra_samples))
             yield (
-                f"{found.global_batch} samples: about {factor(found.speed)} x the samples/s of "
-                f"{found.own_batch}, and about {more} x the samples for the same loss."
+                f"{found.global_batch} samples: about {factor(found.relative_speed)} x the "
+                f"samples/s of {found.own_batch}, and about {more} x the samples for the same loss."
             )
         else:
             yield (
-                f"At a noise scale of {write_scale(found.scale)}, {found.global_batch} samples a "
-                f"step are worth {worth} of as many in small batches."
+                f"At a noise scale of {write_scale(found.noise_scale)}, {found.global_batch} "
+                f"samples a step are worth {worth} of as many in small batches."
             )
     if found.adam_rate is not None and found.sgd_rate is not None:
         rule = "linear, while the batch is below the noise scale"
@@ -812,21 +814,25 @@ def _span(middle: str, low: str, high: str) -> str:
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
-def _say_few_steps(verdict: Verdict) -> Iterator[str]:
+def _say_short_epoch(verdict: Verdict) -> Iterator[str]:
     """Yield a note about a short epoch, if evener chose the batch."""
-    few = verdict.few_steps
+    few = verdict.short_epoch
     if few is None or verdict.batch_given:
         return
     steps = "less than one step" if not few.steps else f"only {few.steps} step"
     steps += "s" if few.steps > 1 else ""
-    more = f"; for 100, search with --max-global-batch {few.most}" if few.most else ""
+    more = (
+        f"; for 100, search with --max-global-batch {few.largest_batch}"
+        if few.largest_batch
+        else ""
+    )
     yield f"An epoch is {steps}, because a step takes {few.global_batch} of the {few.rows} rows" + (
         f"{more}."
     )
 
 
 def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
-    hosts = [one for one in verdict.left_out if one.what == "host"]
+    hosts = [one for one in verdict.left_out if one.kind == "host"]
     if not hosts:
         return
     names = [one.name for one in hosts]
@@ -864,7 +870,7 @@ REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
     _say_short_budget,
     _say_batch,
     _say_learning,
-    _say_few_steps,
+    _say_short_epoch,
     _say_use,
 )
 
@@ -878,7 +884,7 @@ def _warn_of_notes(verdict: Verdict) -> Iterator[str]:
 
 def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
     """Yield the layouts that weren't compared, and why."""
-    yield from (one.why for one in verdict.left_out if one.what == "request")
+    yield from (one.detail for one in verdict.left_out if one.kind == "request")
     families = [one.name for one in verdict.left_out if one.reason == "by_rows"]
     if families:
         yield (
@@ -886,9 +892,9 @@ def _warn_of_left_out(verdict: Verdict) -> Iterator[str]:
             f"compares by rows."
         )
     for one in verdict.left_out:
-        if one.what == "layout" and one.reason == "failed":
-            yield f"Not compared: {one.name}: {one.why}."
-        elif one.what == "layout" and one.reason == "out_of_memory":
+        if one.kind == "layout" and one.reason == "failed":
+            yield f"Not compared: {one.name}: {one.detail}."
+        elif one.kind == "layout" and one.reason == "out_of_memory":
             yield f"Not compared: {one.name}: it ran out of memory."
     yield from _warn_of_time(verdict.left_out)
 
@@ -909,9 +915,9 @@ def _warn_of_time(left_out: Sequence[LeftOut]) -> Iterator[str]:
 
 
 def _warn_of_retreats(verdict: Verdict) -> Iterator[str]:
-    for one in verdict.retreats:
+    for one in verdict.replaced:
         name = one.name[:1].upper() + one.name[1:]
-        yield f"{name}: {one.wished} ran out of memory; {one.instead} was measured instead."
+        yield f"{name}: {one.original} ran out of memory; {one.replacement} was measured instead."
 
 
 def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
@@ -941,11 +947,11 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
         if one.code == "noisy" and changed > abs(one.value):
             continue
         yield write_doubt(one, verdict.on_gpus)
-    twins = verdict.unequal_twins
+    twins = verdict.unequal_devices
     if twins is not None:
         yield (
             f"{twins.fast} and {twins.slow} are the same kind of device ({twins.product}), and "
-            f"{twins.fast} was {twins.times:.1f} times as fast alone: suspect the measurement, or "
+            f"{twins.fast} was {twins.ratio:.1f} times as fast alone: suspect the measurement, or "
             f"something else that uses {twins.slow}."
         )
 
@@ -1008,7 +1014,7 @@ def _warn_of_taken_memory(verdict: Verdict) -> Iterator[str]:
 
 def _warn_of_left_out_devices(verdict: Verdict) -> Iterator[str]:
     for one in verdict.left_out:
-        if one.what != "device" or one.reason in ("not_faster", "not_tried"):
+        if one.kind != "device" or one.reason in ("not_faster", "not_tried"):
             continue
         fits = f"{one.rows} sample fits" if one.rows == 1 else f"{one.rows} samples fit"
         why = {
@@ -1017,7 +1023,7 @@ def _warn_of_left_out_devices(verdict: Verdict) -> Iterator[str]:
             "failed": "worked at first and then failed every time, so it was left out",
             "gone": "worked at first and can't be used now",
         }[one.reason]
-        yield f"{one.name} {why}: {one.why}."
+        yield f"{one.name} {why}: {one.detail}."
 
 
 def _warn_of_pass_statistics(verdict: Verdict) -> Iterator[str]:
@@ -1063,7 +1069,7 @@ def write_end(verdict: Verdict, words: str) -> str:
 
     Empty if the search ended by its own rules but the verdict is to measure again.
     """
-    again = verdict.advice is not None and verdict.advice.action == "measure_again"
+    again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
         return ""
     if verdict.stopped == "settled" and verdict.tolerance:
@@ -1114,16 +1120,16 @@ def _needs_time(finished: Finished) -> bool:
     found = finished.found
     if found is None:
         return False
-    uncompared = found.advice is not None and found.advice.reason == "uncompared"
-    return uncompared or not found.figure.known
+    uncompared = found.recommendation is not None and found.recommendation.reason == "uncompared"
+    return uncompared or not found.rate.known
 
 
 def recommends_plan(finished: Finished) -> bool:
     """True if the verdict recommends training with the plan, and its devices exist."""
     found = finished.found
-    if found is None or found.advice is None:
+    if found is None or found.recommendation is None:
         return True
-    return found.advice.action == "plan" and not found.simulated
+    return found.recommendation.action == "plan" and not found.simulated
 
 
 def find_one_device_command(finished: Finished) -> str:
@@ -1132,12 +1138,12 @@ def find_one_device_command(finished: Finished) -> str:
     The result is empty for other advice, and if there is no script or no such device.
     """
     found = finished.found
-    if found is None or found.advice is None or found.simulated:
+    if found is None or found.recommendation is None or found.simulated:
         return ""
     script = finished.plan.workload.rpartition(":")[0]
-    if found.advice.action != "one_device" or not script:
+    if found.recommendation.action != "one_device" or not script:
         return ""
-    (label,) = found.advice.devices
+    (label,) = found.recommendation.devices
     host, _, own = label.rpartition("/")
     kind, _, number = own.lower().partition(":")
     shares = finished.plan.layout.share

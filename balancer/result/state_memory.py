@@ -62,13 +62,13 @@ def write_state_memory(memory: StateMemory) -> str:
 
     Empty if a device was seen to hold the whole model and the plan isn't sharded.
     """
-    if memory.whole_on and not memory.held:
+    if memory.fits_on and not memory.shard_bytes:
         return ""
-    holders = join_words(memory.whole_on) if memory.whole_on else "no device"
-    verb = "hold" if len(memory.whole_on) > 1 else "holds"
+    holders = join_words(memory.fits_on) if memory.fits_on else "no device"
+    verb = "hold" if len(memory.fits_on) > 1 else "holds"
     state = f"The model's state takes {size(memory.state_bytes)}, which {holders} {verb} alone"
-    if memory.held:
-        parts = join_words([f"{size(part)} on {label}" for label, part in memory.held])
+    if memory.shard_bytes:
+        parts = join_words([f"{size(part)} on {label}" for label, part in memory.shard_bytes])
         state += f"; in shards it is {parts}"
     return " ".join([f"{state}.", *write_adapters(memory)])
 
@@ -81,8 +81,8 @@ def write_adapters(memory: StateMemory) -> list[str]:
     sentences = []
     for each in memory.adapters:
         fits = "no device holds that alone"
-        if each.fits:
-            fits = f"that fits {join_words(each.fits, 'or')} alone"
+        if each.fits_on:
+            fits = f"that fits {join_words(each.fits_on, 'or')} alone"
         need = size(each.state_bytes)
-        sentences.append(f"{each.words} would take about {need} and activations: {fits}.")
+        sentences.append(f"{each.description} would take about {need} and activations: {fits}.")
     return sentences

@@ -14,9 +14,9 @@ from evener.balancer.result.measurements import (
     describe_doubts,
     find_code_limit,
     find_doubts,
-    find_few_steps,
     find_left_out,
     find_pass_statistics,
+    find_short_epoch,
     find_taken_memory,
 )
 from evener.balancer.result.sentences import write_doubt
@@ -30,7 +30,7 @@ from evener.balancer.types import (
     layout_of,
     solo,
 )
-from evener.balancer.verdict import FewSteps, PassStatistics, TakenMemory
+from evener.balancer.verdict import PassStatistics, ShortEpoch, TakenMemory
 from evener.devices.types import Device
 from evener.tui.text.summaries import DOUBTS
 
@@ -182,7 +182,7 @@ def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
     alone = timed(layout=solo(2, 0, 8), stage=Stage.SOLO)
     (one,) = find_left_out([alone, failed(1)], DEVICES, alone.probe.layout)
     assert (one.name, one.reason) == ("GPU:1", "nothing_ran")
-    assert "SIGABRT" in one.why
+    assert "SIGABRT" in one.detail
     assert not find_left_out([timed(), failed(1)], DEVICES, SPLIT)
 
 
@@ -197,10 +197,10 @@ def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() 
 
 def test_an_epoch_of_few_steps_is_found_where_the_number_of_rows_is_certain() -> None:
     """With the batch that makes it longer."""
-    assert find_few_steps(SPLIT, 0) is None
-    assert find_few_steps(SPLIT, 100 * (820 + 568)) is None
-    assert find_few_steps(SPLIT, 28000) == FewSteps(20, 1388, 28000, 280)
-    assert find_few_steps(SPLIT, 64) == FewSteps(0, 1388, 64, 0)
+    assert find_short_epoch(SPLIT, 0) is None
+    assert find_short_epoch(SPLIT, 100 * (820 + 568)) is None
+    assert find_short_epoch(SPLIT, 28000) == ShortEpoch(20, 1388, 28000, 280)
+    assert find_short_epoch(SPLIT, 64) == ShortEpoch(0, 1388, 64, 0)
 
 
 RAISED = "GPU:0, warming up: limit.py:9: ValueError: this table holds 200 rows"

@@ -4,6 +4,7 @@ refused.
 
 from __future__ import annotations
 
+import json
 import os
 import resource
 import subprocess
@@ -17,8 +18,17 @@ from hypothesis import strategies as st
 
 from evener.balancer import journal
 from evener.balancer.journal import AskedEntry, Header, LaterEntry, ObservationEntry
+from evener.balancer.old_verdicts import upgrade_verdict
 from evener.balancer.request import Request
 from evener.balancer.types import Failed, OutOfMemory, Probe, Stage, Timed, solo
+from evener.balancer.verdict import (
+    AdapterMemory,
+    Chosen,
+    LeftOut,
+    MeasuredRate,
+    StateMemory,
+    Verdict,
+)
 from evener.devices.types import Device
 from evener.errors import EvenerError, RequestError
 
@@ -48,6 +58,25 @@ def path(tmp_path: Path) -> Path:
         written.append(entry)
     written.close()
     return path
+
+
+def test_an_old_verdict_is_read_by_its_new_names() -> None:
+    """Journals before 0.3 have other names for some fields."""
+    found = Verdict(
+        chosen=Chosen("solo", "one_device", "8 on CPU:0", ("CPU:0",), (8,), (8,), 8),
+        rate=MeasuredRate(100.0, 99.0, 101.0),
+        left_out=(LeftOut("device", "CPU:1", "failed", "SIGSEGV"),),
+        state=StateMemory(9, ("CPU:0",), (), (AdapterMemory("lora", "LoRA", 1, ("CPU:0",)),)),
+    )
+    today = json.loads(msgspec.json.encode(found))
+    old = json.loads(msgspec.json.encode(found))
+    old["figure"] = old.pop("rate")
+    old["chosen"]["answer"] = old["chosen"].pop("description")
+    old["left_out"] = [{"what": "device", "name": "CPU:1", "reason": "failed", "why": "SIGSEGV"}]
+    old["state"]["whole_on"] = old["state"].pop("fits_on")
+    old["state"]["adapters"][0]["fits"] = old["state"]["adapters"][0].pop("fits_on")
+    assert msgspec.convert(upgrade_verdict(old), Verdict) == found
+    assert upgrade_verdict(today) == today
 
 
 def test_what_was_written_is_read_back(path: Path) -> None:

@@ -66,7 +66,7 @@ def test_nothing_is_said_of_learning_where_nothing_is_known(balance: Any) -> Non
     fixed, _ = balance("--global-batch", "1000", "--own-batch", "250")
     assert free is None
     assert "same loss" not in "\n".join(said["text"])
-    assert fixed["scale"] is fixed["worth"] is None, "the batch was given"
+    assert fixed["noise_scale"] is fixed["worth"] is None, "the batch was given"
     assert (fixed["sgd_rate"], fixed["adam_rate"], fixed["sgd_rule"]) == (4, 2, "linear")
 
 
@@ -84,13 +84,13 @@ def test_a_training_tells_its_noise_scale_and_its_batch(
     folder.joinpath(TRAINING_JOURNAL).write_bytes(b"".join(lines))
     against, said = balance("--noise-scale", "last")
     assert against["own_batch"] == 512
-    assert against["extra"][1] <= against["extra"][0] <= against["extra"][2]
+    assert against["extra_samples"][1] <= against["extra_samples"][0] <= against["extra_samples"][2]
     own = said["layout"]["global_batch"]
     rates = {batch: rate for batch, rate, _ in against["frontier"]}
     assert rates[own] == said["throughput"]["samples_per_second"], "one figure for one layout"
-    assert against["extra"][0] == pytest.approx((own + 3900) / (512 + 3900))
+    assert against["extra_samples"][0] == pytest.approx((own + 3900) / (512 + 3900))
     assert against["sgd_rule"] == "adascale"
-    assert against["sgd_rate"] == pytest.approx(own / 512 / against["extra"][0])
+    assert against["sgd_rate"] == pytest.approx(own / 512 / against["extra_samples"][0])
     batches = [batch for batch, _, _ in against["frontier"]]
     assert batches == sorted(set(batches))
     assert own in batches

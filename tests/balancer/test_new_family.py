@@ -33,7 +33,7 @@ class SpareFamily(Family):
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         return "one device and a spare"
 
-    def answer(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
+    def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
         return f"{layout.global_batch} on {labels[layout.active[0]]}, with a spare"
 
 

@@ -116,13 +116,16 @@ def test_shares_that_nothing_was_compared_with_are_not_recommended() -> None:
     """A budget of 3 s leaves no time for equal shares or one device; one of 30 s does."""
     hasty = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=3.0)))
     assert hasty.found is not None
-    assert hasty.found.advice is not None
-    assert (hasty.found.advice.action, hasty.found.advice.reason) == ("measure_again", "uncompared")
+    assert hasty.found.recommendation is not None
+    assert (hasty.found.recommendation.action, hasty.found.recommendation.reason) == (
+        "measure_again",
+        "uncompared",
+    )
     assert any("--resume" in step for step in write_next_steps("run", hasty, "", measured=True))
     calm = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=30.0)))
     assert calm.found is not None
-    assert calm.found.advice is not None
-    assert calm.found.advice.action == "plan"
+    assert calm.found.recommendation is not None
+    assert calm.found.recommendation.action == "plan"
 
 
 def test_a_device_that_is_held_back_explains_what_is_missing_of_the_sum() -> None:

@@ -69,8 +69,8 @@ from tests.support.verdicts import (
 
 def advised(found: Verdict) -> str:
     """What to do."""
-    assert found.advice is not None
-    return found.advice.action
+    assert found.recommendation is not None
+    return found.recommendation.action
 
 
 # ---------------------------------------------------------------------- the headline
@@ -94,7 +94,7 @@ def test_one_device_that_is_as_fast_as_several_is_said_to_do() -> None:
 def test_an_answer_for_many_devices_leaves_room_for_what_is_gained(count: int) -> None:
     """Each device's share is in the table beside it."""
     many = candidate("split", Layout("split", tuple(range(10, 10 + count))))
-    answer = said(result(many, 5000)).answer
+    answer = said(result(many, 5000)).description
     assert len(answer) < 120
     assert (f"{count} devices" in answer) == (count > 8)
 
@@ -114,7 +114,7 @@ def test_every_figure_above_the_plan_s_is_explained() -> None:
         judged(result(SPLIT, 1000), [later], request=FIXED),
         judged(result(SPLIT, 1000), request=FIXED, results=(stray, result(SPLIT, 1000))),
     ):
-        above = [one for one in found.rivals if one.figure.samples_per_second > 1000]
+        above = [one for one in found.rivals if one.rate.samples_per_second > 1000]
         assert above
         assert all(one.why_not for one in above)
     other_batch = result(candidate("solo", solo(2, 0, 64)), 6011)
@@ -192,7 +192,7 @@ def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
         ("GPU:0", "GPU:1"),
         (128, 128),
         256,
-        figure=MeasuredRate(500.0, 500 * (1 - error), 500 * (1 + error)),
+        rate=MeasuredRate(500.0, 500 * (1 - error), 500 * (1 + error)),
         gain=1.0,
         difference=RateGap(1.0, 0.25 if error == 0.3 else -0.2, 1.0 + 4 * error),
     )
@@ -240,9 +240,9 @@ def test_the_advice_of_one_device_has_its_command() -> None:
         return write_next_steps("run", finished, "", measured=True)
 
     for_one = judged(result(SPLIT, 1000), [tied])
-    assert for_one.advice is not None
-    assert for_one.advice.action == "one_device"
-    number = for_one.advice.devices[0].partition(":")[2]
+    assert for_one.recommendation is not None
+    assert for_one.recommendation.action == "one_device"
+    number = for_one.recommendation.devices[0].partition(":")[2]
     command = f"CUDA_VISIBLE_DEVICES=GPU-{number}ab python 'my train.py'"
     assert steps(for_one) == (f"to train on it: {command}",)
     assert not any("python" in step for step in steps(uneven))
@@ -254,7 +254,9 @@ def test_a_loss_that_is_not_finite_is_mended_before_anything_else() -> None:
     one = msgspec.structs.replace(
         disturbed_turn(1.0), warnings=(MeasurementDoubt("not_finite", 3.0),)
     )
-    assert said(result(SPLIT, 1000), seen=[one]).advice.startswith("Fix your code or data first")
+    assert said(result(SPLIT, 1000), seen=[one]).recommendation.startswith(
+        "Fix your code or data first"
+    )
 
 
 def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
@@ -268,8 +270,8 @@ def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
         (smaller, FIXED, "plan"),
     ):
         found = judged(chosen, [standing(one, 998, -0.002, tie=True)], request=request)
-        assert found.advice is not None
-        assert found.advice.action == action
+        assert found.recommendation is not None
+        assert found.recommendation.action == action
 
 
 def test_devices_of_one_product_that_differ_much_are_suspected() -> None:
@@ -356,7 +358,7 @@ def test_a_tie_is_said_only_of_layouts_whose_speed_is_known() -> None:
         found = draw_outcome(random.Random(seed))[0].found
         assert found is not None
         ends.add(found.stopped)
-        figures = [found.figure, *(one.figure for one in found.rivals)]
+        figures = [found.rate, *(one.rate for one in found.rivals)]
         figures.sort(key=lambda one: -one.samples_per_second)
         assert found.stopped != "tied" or any(one.known for one in figures[:2]), seed
     assert {"tied", "uncertain"} <= ends

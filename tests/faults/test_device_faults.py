@@ -405,7 +405,7 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
         over.set()
         thread.join()
     assert finished.found is not None
-    rough = not finished.found.figure.known  # beside much other work
+    rough = not finished.found.rate.known  # beside much other work
     assert finished.found.doubts or rough, finished.verdict
     causes = (
         "Other work",

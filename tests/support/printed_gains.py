@@ -60,7 +60,7 @@ class Line(NamedTuple):
 class Printed(NamedTuple):
     """What a reader finds in the text of a result."""
 
-    advice: str  # the line before the headline
+    recommendation: str  # the line before the headline
     headline: str
     own: float
     error: float
@@ -237,17 +237,20 @@ def _close_faults(found: re.Match[str], text: str) -> Iterator[str]:
 def _advice_faults(lines: Sequence[str], printed: Printed) -> Iterator[str]:
     """The one recommendation, and what stands against it."""
     text = "\n".join(lines)
-    one, again = "Use one device" in printed.advice, "Measure again" in printed.advice
-    if not RECOMMENDS.match(printed.advice):
-        yield f"no recommendation before the headline: {printed.advice!r}"
-    if one and " + " in printed.advice:
-        yield f"several devices are no single one: {printed.advice}"
-    if one and " on " in printed.advice and "over even" in printed.headline:
+    one, again = (
+        "Use one device" in printed.recommendation,
+        "Measure again" in printed.recommendation,
+    )
+    if not RECOMMENDS.match(printed.recommendation):
+        yield f"no recommendation before the headline: {printed.recommendation!r}"
+    if one and " + " in printed.recommendation:
+        yield f"several devices are no single one: {printed.recommendation}"
+    if one and " on " in printed.recommendation and "over even" in printed.headline:
         yield f"one device would do, and a gain over even is the headline: {printed.headline}"
     if again and "Nothing left to measure" in text:
-        yield f"measure again, and nothing is left to measure: {printed.advice}"
+        yield f"measure again, and nothing is left to measure: {printed.recommendation}"
     if again and "Equal shares are right" in text:
-        yield f"measure again, and equal shares are right: {printed.advice}"
+        yield f"measure again, and equal shares are right: {printed.recommendation}"
     if "\nin all" in text and any(rival.name.startswith("sum") for rival in printed.rivals):
         yield "a sum of all devices for a plan of one"
 

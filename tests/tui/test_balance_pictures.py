@@ -42,7 +42,7 @@ def _with_verdict(events: Sequence[Event]) -> list[Event]:
         "split", "other_shares", "820 + 568 on SIM:0 + SIM:1", labels, (820, 568), (820, 568), 1388
     )
     found = Verdict(
-        chosen=chosen, figure=MeasuredRate(2127, 2118, 2136), simulated=True, rivals=(even,)
+        chosen=chosen, rate=MeasuredRate(2127, 2118, 2136), simulated=True, rivals=(even,)
     )
     *before, end = events
     assert isinstance(end, Finished)

@@ -249,7 +249,7 @@ def test_a_result_begins_with_its_figure_and_the_advice_and_says_each_once() -> 
         SessionState(devices=("SIM:0", "SIM:1")), finished=run.end, ended=True
     )
     figure, advice, *rows = [row.text.strip() for row in result_lines(state, 198, 40, ())]
-    assert figure.startswith(write_verdict(run.end.found).figure)
+    assert figure.startswith(write_verdict(run.end.found).rate)
     assert "826 + 571 on SIM:0 + SIM:1" in figure
     assert advice == "Use uneven shares by the plan."
     assert not any("826 + 571" in row or "Use uneven" in row for row in rows)
@@ -261,12 +261,12 @@ def test_an_advice_other_than_the_fastest_layout_stands_before_it() -> None:
     found = run.end.found
     assert found is not None
     again = msgspec.structs.replace(
-        found, advice=Recommendation("measure_again", (), (), "", "uncertain")
+        found, recommendation=Recommendation("measure_again", (), (), "", "uncertain")
     )
     end = msgspec.structs.replace(run.end, found=again)
     first, second, *_ = [row.text.strip() for row in verdict_head(end, 198)]
     assert first.startswith("Measure again before you decide")
-    assert second.startswith(write_verdict(again).figure)
+    assert second.startswith(write_verdict(again).rate)
 
 
 def test_the_page_of_a_result_says_each_gain_once() -> None:

@@ -127,14 +127,14 @@ def test_progress_replaces_progress_and_an_observation_ends_it(events: Any) -> N
 
 def test_rivals_are_layouts_that_ran(events: Any) -> None:
     before_end = _after(events, -1)
-    assert [(each.name, round(each.figure.value)) for each in rivals(before_end)] == [
+    assert [(each.name, round(each.rate.value)) for each in rivals(before_end)] == [
         ("best so far", 2127),
         ("even split", 1801),
         ("SIM:0 alone", 1346),
         ("sum of each alone", 2271),
     ]
     at_end = _after(events)
-    assert [(each.name, round(each.figure.value)) for each in rivals(at_end)] == [
+    assert [(each.name, round(each.rate.value)) for each in rivals(at_end)] == [
         ("the plan", 2127),
         ("even split", 1801),
         ("SIM:0 alone", 1346),
@@ -432,7 +432,7 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
     plan = RatedLayout("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
     assert versus(plan, rival) == "+29.3 %"
     assert versus(plan, rival._replace(tie=True)) == "tie"
-    rough = rival._replace(figure=Interval(100.0, 99.0, 140.0))
+    rough = rival._replace(rate=Interval(100.0, 99.0, 140.0))
     assert versus(plan, rough) == "unclear"
 
 

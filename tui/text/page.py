@@ -106,18 +106,18 @@ def _verdict(report: ReportData) -> Iterator[str]:
     written = report.written
     first = plain(report.verdict.split("\n")[0], 1000)
     if written is not None:
-        first = written.advice or written.answer
+        first = written.recommendation or written.description
     if first:
         yield f'<p class="verdict">{unbroken(escape(plain(first, 1000)))}</p>'
     if written is not None:
-        yield f"<p>{unbroken(escape(plain(f'{written.figure}: {written.answer}', 1000)))}</p>"
+        yield f"<p>{unbroken(escape(plain(f'{written.rate}: {written.description}', 1000)))}</p>"
     plan = report.rivals[0]
-    top = max(each.figure.value for each in report.rivals)
+    top = max(each.rate.value for each in report.rivals)
     rows = []
     for each in report.rivals:
         own = each is plan
-        figure = each.figure.value
-        words = rate(figure) if is_known(each.figure) else f"~{rate(figure)}"
+        figure = each.rate.value
+        words = rate(figure) if is_known(each.rate) else f"~{rate(figure)}"
         gain = "" if own else versus(plan, each)
         bar = _bar((figure, SERIES[2] if own else SERIES[0], 1), most=top)
         rows.append((PLAN_NAME if own else plain(each.name, 40), bar, words, gain))

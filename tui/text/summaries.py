@@ -253,7 +253,7 @@ def verdict_lines(
     if found is not None:
         written = write_verdict(found)
         said = (*written.doubts, SIMULATED) if found.simulated else written.doubts
-    head = [line for line in (written.advice, written.headline) if line]
+    head = [line for line in (written.recommendation, written.headline) if line]
     texts = [plain(line, 2000) for line in (*head, *steps)]
     texts += [f"warning: {plain(doubt)}" for doubt in written.doubts]
     texts += [plain(remark, 2000) for remark in written.remarks]
@@ -383,10 +383,10 @@ def versus(best: RatedLayout, each: RatedLayout) -> str:
     """
     gain = each.gain_of(best)
     if gain is None:
-        return "" if is_known(each.figure) else "unclear"
+        return "" if is_known(each.rate) else "unclear"
     if each.kind == "sum":
         return f"{percent(1 + gain)} of it"
-    size = write_gain(abs(gain), best.figure, each.figure)
+    size = write_gain(abs(gain), best.rate, each.rate)
     if each.tie:
         return "tie"
     sign = "-" if gain < 0 else "+"
@@ -409,7 +409,7 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
             continue
         where = f" at {rival.where}{_write_other_batch(own, rival)}" if rival.where else ""
         text = _versus(own, rival) if with_gains else _only_notes(own, rival)
-        lines.append(f"{rival.name}: {_write_rate(rival.figure)}{where}{text}")
+        lines.append(f"{rival.name}: {_write_rate(rival.rate)}{where}{text}")
     return lines
 
 
@@ -432,7 +432,7 @@ def _only_notes(own: RatedLayout, rival: RatedLayout) -> str:
 
 
 def _write_earlier(rival: RatedLayout) -> str:
-    return f"measured alternately: {rate(rival.figure.value)} now, {rate(rival.earlier)} earlier"
+    return f"measured alternately: {rate(rival.rate.value)} now, {rate(rival.earlier)} earlier"
 
 
 def _write_rate(figure: Interval) -> str:
@@ -445,9 +445,9 @@ def _write_rate(figure: Interval) -> str:
 
 def _why_unsaid(own: RatedLayout, rival: RatedLayout) -> str:
     """Return why the plan isn't compared with a layout."""
-    if not is_known(rival.figure):
+    if not is_known(rival.rate):
         return "; too uncertain to compare"
-    if not is_known(own.figure):
+    if not is_known(own.rate):
         return "; the plan's figure is too uncertain to compare"
     if len(rival.batches) - rival.batches.count(0) > 1:
         return f"; none was measured near {sum(own.batches)} samples"
@@ -460,12 +460,12 @@ def _versus(own: RatedLayout, rival: RatedLayout) -> str:
     if gain is None:
         return _why_unsaid(own, rival)
     if rival.kind == "sum":
-        part = write_gain(1 + gain, own.figure, rival.figure)
+        part = write_gain(1 + gain, own.rate, rival.rate)
         return f", an upper bound; the plan reaches {part} of it"
     if rival.tie:
-        in_turn = "" if overlap(own.figure, rival.figure) else "measured alternately, "
+        in_turn = "" if overlap(own.rate, rival.rate) else "measured alternately, "
         return f"; {in_turn}the plan is as fast: too close to call"
-    size = write_gain(abs(gain), own.figure, rival.figure)
+    size = write_gain(abs(gain), own.rate, rival.rate)
     in_turn = "measured alternately, " if rival.paired is not None else ""
     if rival.earlier:
         in_turn = f"{_write_earlier(rival)}; "

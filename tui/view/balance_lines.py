@@ -172,13 +172,13 @@ def rival_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
     found = rivals(state)
     if not found:
         return (line(Span(" Nothing has been measured yet.", "dim")),)
-    top = max(each.figure.high for each in found)
+    top = max(each.rate.high for each in found)
     name_cells = _count_name_cells(found, width)
     inline = width - _RIVAL_CELLS - name_cells
     lines: list[Line] = []
     for place, each in enumerate(found):
         tone: Tone = "accent" if place else "speed"
-        share = each.figure.value / top
+        share = each.rate.value / top
         drawn = bar(share, inline, tone) if inline >= 8 else ()
         lines.append(_rival_line(each, found[0], width, drawn, name_cells))
         if not drawn and height >= 2 * len(found):
@@ -237,12 +237,12 @@ def _rival_line(
     name_cells: int = USUAL_NAME,
 ) -> Line:
     first = each is best
-    half = relative_error(each.figure.value, each.figure.low, each.figure.high)
+    half = relative_error(each.rate.value, each.rate.low, each.rate.high)
     error = f"±{percent(half, 1 if half < 0.1 else 0)}"
     gain = "" if first else write_gain_of(best, each)
     spans: tuple[Span, ...] = (
         Span(f" {cut(each.name, name_cells):<{name_cells}}", "strong" if first else "text"),
-        Span(f"{rate(each.figure.value):>8}", "speed"),
+        Span(f"{rate(each.rate.value):>8}", "speed"),
     )
     if width < _WHOLE_CELLS:
         last = Span(f" {error}", "dim") if first else Span(f" {gain}", versus_tone(gain))
@@ -337,9 +337,9 @@ def verdict_head(finished: Finished, width: int) -> list[Line]:
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
     written, found = write_verdict(finished.found), finished.found
-    answer = written.answer.removeprefix(SIMULATED)
-    advice = written.advice.removeprefix(SIMULATED)
-    figure = _figure_lines(written.figure, answer, found.simulated, width)
+    answer = written.description.removeprefix(SIMULATED)
+    advice = written.recommendation.removeprefix(SIMULATED)
+    figure = _figure_lines(written.rate, answer, found.simulated, width)
     if advice.endswith(f": {answer}."):
         return [*figure, *text_lines(f"{advice.removesuffix(f': {answer}.')}.", width, 3)]
     return [*(text_lines(advice, width, 3, "strong") if advice else ()), *figure]

@@ -92,7 +92,7 @@ def gain_bars(state: SessionState, width: int) -> list[Line]:
     shown = [each for each in rivals(state) if each.kind != "sum"]
     if not shown:
         return []
-    plan, top = shown[0], max(each.figure.value for each in shown)
+    plan, top = shown[0], max(each.rate.value for each in shown)
     name_cells = min(WIDEST_NAME, max(len(PLAN_NAME), *(len(each.name) for each in shown)))
     lines = []
     for each in shown:
@@ -109,8 +109,8 @@ def _gain_bar(
     gain = "" if first else write_gain_of(plan, each)
     spans = [Span(f" {cut(plain(name), name_cells):<{name_cells}} ", "strong" if first else "text")]
     if bar_cells >= LEAST_BAR:
-        spans += _blocks(each.figure.value / top, bar_cells, first)
-    number = rate(each.figure.value) if is_known(each.figure) else f"~{rate(each.figure.value)}"
+        spans += _blocks(each.rate.value / top, bar_cells, first)
+    number = rate(each.rate.value) if is_known(each.rate) else f"~{rate(each.rate.value)}"
     spans += (Span(f"{number:>10}", "speed" if first else "text"),)
     spans += (Span(f"  {gain:<{GAIN_CELLS - 2}}", versus_tone(gain)),)
     return Line(pad(tuple(spans), width))

@@ -16,7 +16,7 @@ from evener.balancer.families import PackMode, Placement
 from evener.balancer.probes.simulated import SimulatedProber
 from evener.balancer.result.judge import (
     SearchEnd,
-    find_retreats,
+    find_replaced,
     find_short_budget,
     find_unmeasured,
 )
@@ -318,7 +318,7 @@ def test_without_a_budget_nothing_is_left_out() -> None:
     search, _ = compared(None, 12.0)
     assert search.evaluation.race.unmeasured == ()
     assert missing_in(search, 2) == []
-    assert find_retreats(reported(search), 2) == ()
+    assert find_replaced(reported(search), 2) == ()
 
 
 def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
@@ -340,9 +340,9 @@ def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> No
     ]
     assert [layout.global_batch < even.global_batch * 0.55 for layout in towers] == [True]
     assert found.evaluation.offers.list_failed() == []
-    (retreat,) = find_retreats(reported(found), 2)
+    (retreat,) = find_replaced(reported(found), 2)
     assert retreat.name == "place towers"
-    assert retreat.wished != retreat.instead
+    assert retreat.original != retreat.replacement
 
 
 def test_a_batch_that_is_given_does_not_shrink() -> None:

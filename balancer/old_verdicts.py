@@ -1,0 +1,55 @@
+"""Reads verdicts in journals written before the release of 0.3, whose fields had other names."""
+
+from __future__ import annotations
+
+from typing import Any
+
+# of the verdict itself; the old name and today's
+RENAMED = (
+    ("figure", "rate"),
+    ("advice", "recommendation"),
+    ("retreats", "replaced"),
+    ("few_steps", "short_epoch"),
+    ("unequal_twins", "unequal_devices"),
+)
+# of its parts: the part by today's name, the old name of the field and today's
+RENAMED_IN = (
+    ("chosen", "answer", "description"),
+    ("recommendation", "answer", "description"),
+    ("rivals", "figure", "rate"),
+    ("rivals", "earlier", "earlier_samples_per_second"),
+    ("sum_loss", "part", "fraction"),
+    ("unequal_devices", "times", "ratio"),
+    ("left_out", "what", "kind"),
+    ("left_out", "why", "detail"),
+    ("replaced", "wished", "original"),
+    ("replaced", "instead", "replacement"),
+    ("short_epoch", "most", "largest_batch"),
+    ("learning", "scale", "noise_scale"),
+    ("learning", "speed", "relative_speed"),
+    ("learning", "extra", "extra_samples"),
+    ("state", "whole_on", "fits_on"),
+    ("state", "held", "shard_bytes"),
+)
+
+
+def upgrade_verdict(verdict: dict[str, Any]) -> dict[str, Any]:
+    """Return a verdict, decoded from JSON, with today's names of its fields."""
+    upgraded = dict(verdict)
+    for old, new in RENAMED:
+        _rename(upgraded, old, new)
+    for part, old, new in RENAMED_IN:
+        _rename(upgraded.get(part), old, new)
+    state = upgraded.get("state")
+    if isinstance(state, dict):
+        _rename(state.get("adapters"), "words", "description")
+        _rename(state.get("adapters"), "fits", "fits_on")
+    return upgraded
+
+
+def _rename(part: Any, old: str, new: str) -> None:
+    """Rename a field of an object, or of each object in a list. Leave other values alone."""
+    objects = part if isinstance(part, list) else [part]
+    for each in objects:
+        if isinstance(each, dict) and old in each:
+            each[new] = each.pop(old)
