@@ -19,6 +19,7 @@ from .events import EventThread, Finished, Observed, Paused, ProbeProgress, Prob
 from .journal import AskedEntry, FactsEntry, FailedEntry, ObservationEntry, UnwrittenError
 from .objectives import find_objective
 from .probes.child_prober import make_prober
+from .request import Job
 from .result.explain_failure import explain_no_plan, find_unfinished
 from .result.judge import SearchEnd
 from .result.outcome import build_outcome
@@ -26,9 +27,9 @@ from .run import OpenRun
 from .search.report import SearchReport
 from .search.search import Search
 from .store import runs
-from .store.links import note_link
+from .store.links import find_known_link, note_link
 from .store.runs import make_search
-from .types import End, Facts, Failed, Observation, OutOfMemory, Probe, Stop, Timed
+from .types import End, Facts, Failed, KnownLink, Observation, OutOfMemory, Probe, Stop, Timed
 
 GRACE_SECONDS = 2.0  # beyond the budget, for probes that are still running when it ends;
 GRACE_SHARE = 0.1  # or this fraction of the budget, if that is more and a probe is running steps
@@ -66,7 +67,7 @@ class Session(EventThread):
         try:
             errors = runs.errors_path(record.header.run)
             self._search: Search = make_search(run.job, facts, seen, run.spend_all)
-            self._prober = make_prober(run.job, began, errors, end)
+            self._prober = make_prober(run.job, began, errors, end, _find_link(run.job))
         except BaseException:
             run.close()
             raise
@@ -372,3 +373,13 @@ def latest_end(budget_seconds: float | None) -> float:
 
 def _is_being_built(progress: ProbeProgress) -> bool:
     return progress.phase_seconds < FIRST_SECONDS.get(progress.phase, 0.0)
+
+
+def _find_link(job: Job) -> KnownLink | None:
+    """Return the link that was measured between the job's devices before; None if there is none.
+
+    Only PyTorch exchanges gradients as links are measured.
+    """
+    if job.simulated or job.framework != "torch":
+        return None
+    return find_known_link(job.devices, job.driver)

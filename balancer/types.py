@@ -444,6 +444,15 @@ class ModelState(msgspec.Struct, frozen=True):
     beside_bytes: int = 0
 
 
+class KnownLink(msgspec.Struct, frozen=True):
+    """The speed of an all-reduce between `ranks` of the devices, measured before any split."""
+
+    ranks: int
+    # of the data that crosses a link: 2 (n - 1) / n times the tensor's bytes
+    bytes_per_second: float
+    latency_seconds: float = 0.0
+
+
 class Problem(msgspec.Struct, frozen=True):
     """A problem for a search.
 
@@ -474,6 +483,9 @@ class Problem(msgspec.Struct, frozen=True):
     state: ModelState | None = None  # of the workload, once a sharded one was built; None: unknown
     # every layout uses all devices, as each holds a part of the model
     all_together: bool = False
+    link: KnownLink | None = None  # between the devices; None: unknown
+    gradient_bytes: int = 0  # exchanged in each step; 0: unknown
+    parameter_bytes: int = 0  # of the whole model; 0: unknown
 
 
 class Facts(msgspec.Struct, frozen=True):
@@ -494,6 +506,9 @@ class Facts(msgspec.Struct, frozen=True):
     lengths: tuple[int, ...] = ()
     longest_row: int = -1  # the index of the longest row in the data; -1: unknown
     state: ModelState | None = None  # what a sharded training divides, once one was built
+    link: KnownLink | None = None  # between the devices; None: unknown
+    gradient_bytes: int = 0  # of the model's trained parameters; 0: unknown
+    parameter_bytes: int = 0  # of all of the model's parameters; 0: unknown
 
 
 class Stop(StrEnum):

@@ -30,7 +30,18 @@ from evener.errors import DeviceError
 
 from ..events import Report
 from ..request import Job, assigns_by_cost
-from ..types import Facts, Failed, Layout, ModelState, Observation, OutOfMemory, Probe, Stage, Timed
+from ..types import (
+    Facts,
+    Failed,
+    KnownLink,
+    Layout,
+    ModelState,
+    Observation,
+    OutOfMemory,
+    Probe,
+    Stage,
+    Timed,
+)
 from .children import ChildGroup, Inbox
 from .failures import GroupError, RankFailure, StoppedError
 from .hosts import Hosts
@@ -73,6 +84,7 @@ class ChildProber:
         timeouts: Timeouts | None = None,
         start_seconds: float = 0.0,
         error_file: Path | None = None,
+        link: KnownLink | None = None,
     ) -> None:
         self._resolved = resolved
         self._devices = resolved.devices
@@ -84,7 +96,7 @@ class ChildProber:
         self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
         self._busy_cores: dict[int, float] = {}  # position -> cores kept busy by a step alone
-        self._facts = Facts(driver=resolved.driver)
+        self._facts = Facts(driver=resolved.driver, link=link)
         self._looked_at: set[Layout] = set()  # layouts whose limits were measured
         # positions of devices that took part in a probe, and so are watched
         self._used: set[int] = set()
@@ -347,10 +359,12 @@ class ChildProber:
         except BaseException:
             group.end()
             raise
+        link = None
         if grouped and needs_link_check(self._resolved.framework, [each[0] for each in assigned]):
             progress.enter("building")
             try:
-                group.link_speed = self._check_link(group, key, stop)
+                link = self._check_link(group, key, stop)
+                group.link_speed = link.bytes_per_second
                 group.link_path = name_path([self._devices[i] for i in key.active])
             except BaseException:
                 group.end()
@@ -360,12 +374,15 @@ class ChildProber:
         engine = facts.get("engine", engine) if engine not in ("", "auto") else ""
         with self._lock:
             self._facts = add_facts(self._facts, facts, engine, self._resolved)
+            if link is not None and link.bytes_per_second:
+                self._facts = msgspec.structs.replace(self._facts, link=link)
         return group
 
-    def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> float:
-        """Return the bytes per second of an all-reduce between the group's ranks.
+    def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> KnownLink:
+        """Return the speed of an all-reduce between the group's ranks, by the slowest rank.
 
-        Raises GroupError, with a remedy, if the all-reduce hangs or its sums are wrong.
+        Its bytes per second are 0 if the workload doesn't report it. Raises GroupError, with a
+        remedy, if the all-reduce hangs or its sums are wrong.
         """
         who = " – ".join(self._devices[i].label for i in key.active)
         remedy = "evener doctor --links finds the pair, and the variable of NCCL that cures it"
@@ -382,7 +399,11 @@ class ChildProber:
         if wrong:
             why = f"an all-reduce between {who} gives wrong sums ({wrong}); {remedy}"
             raise GroupError(RankFailure(0, "raised", why))
-        return min((speed.bytes_per_second for speed in speeds), default=0.0)
+        return KnownLink(
+            len(key.active),
+            min((speed.bytes_per_second for speed in speeds), default=0.0),
+            max((speed.latency_seconds for speed in speeds), default=0.0),
+        )
 
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
         """Return a child's environment. Raises GroupError if its devices don't support one."""
@@ -522,6 +543,9 @@ def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Jo
         lengths=tuple(map(int, found.get("lengths", "").split())) if by_cost else (),
         longest_row=int(found.get("longest_row", -1)),
         state=ModelState(*map(int, found["state"].split())) if "state" in found else before.state,
+        link=before.link,
+        gradient_bytes=int(found.get("gradient_bytes", 0)),
+        parameter_bytes=int(found.get("parameter_bytes", 0)),
     )
 
 
@@ -533,10 +557,11 @@ def make_prober(
     start_seconds: float = 0.0,
     error_file: Path | None = None,
     end_seconds: float = math.inf,
+    link: KnownLink | None = None,
 ) -> Prober:
     """Return a prober whose clock starts at `start_seconds`.
 
-    Tracebacks of children go to `error_file`.
+    Tracebacks of children go to `error_file`. `link` was measured between the devices before.
 
     Simulated probes stop at `end_seconds` on the simulated clock; real probes are stopped
     by the session.
@@ -545,4 +570,4 @@ def make_prober(
         return SimulatedProber(
             job.machine, job.request.seed, job.request.pace, start_seconds, end_seconds
         )
-    return ChildProber(job, start_seconds=start_seconds, error_file=error_file)
+    return ChildProber(job, start_seconds=start_seconds, error_file=error_file, link=link)

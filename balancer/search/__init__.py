@@ -21,7 +21,8 @@ from t_i and c_k (`evener.shares.waterfill`): exactly for up to 32 devices, by a
    stairs are the batches to train with.
 2. `split_stage`: the predicted layout is measured as a real synchronous step. It gives c_k and one more point of every
    curve under contention; the prediction is repeated until nothing new is predicted. For a number of devices that was
-   never measured, c_k is assumed low, so that using fewer devices gets tried. If the batch is free, the smallest split
+   never measured, c_k is assumed low, so that using fewer devices gets tried; for more devices than any split had, it
+   is at least what a known link takes (`model/link_time`). If the batch is free, the smallest split
    predicted to be within the tolerance of the fastest (`within`) is raced. A device that may beat every split alone is
    measured while the others are idle (stage `rest`); for a fixed batch, this may happen before the first split.
 3. `race`: every requested family (`balancer/families`) names its candidates, and all are measured in turns. They are

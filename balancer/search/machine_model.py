@@ -15,9 +15,15 @@ from functools import cached_property
 
 from evener.shares.waterfill import Costs, DeviceCurve
 
-from ..types import Layout, Problem, Stage, Timed, layout_of
+from ..types import KnownLink, Layout, Problem, Stage, Timed, layout_of
 from .device_model import DeviceModel
 from .model.evidence import group_devices, read_device, step_error, with_drift
+from .model.link_time import (
+    HIDDEN_BY_BACKWARD,
+    HIDDEN_IN_SHARDS,
+    all_reduce_seconds,
+    shard_pass_seconds,
+)
 from .model.step_time import rising_line
 from .observations import Observations
 from .time_left import TimeLeft
@@ -112,7 +118,40 @@ class MachineModel:
         It is given by the number of hosts, then by the number of devices.
         """
         samples = [self._exchange_sample(one) for one in self.splits]
-        return fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
+        costs = fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
+        return self._with_link(costs, max((k for k, *_ in samples), default=1))
+
+    def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
+        """Return the costs; where no split shows them, at least what the known link takes.
+
+        Splits show them up to `widest` devices. Links between hosts aren't known.
+        """
+        if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
+            return costs
+        within = list(costs[-1])
+        for k in range(widest + 1, len(within)):
+            within[k] = max(within[k - 1], within[k], self._unhidden_seconds(k, self.problem.link))
+        return (costs[0], tuple(within))
+
+    def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
+        """Return the least seconds by which an exchange over a link prolongs a step of `ranks`.
+
+        The step is divided evenly, and the slowest device hides the exchange for longest. A free
+        batch is as large as fits.
+        """
+        batch = self.problem.global_batch
+        left = []
+        for one in self.split_curves:
+            share = one.limit if batch is None else max(1, batch // ranks)
+            own_s = one.curve.seconds(share)
+            if self.problem.all_together:
+                passes = math.ceil(share / one.limit)
+                each_s = shard_pass_seconds(self.problem.parameter_bytes, ranks, link)
+                left.append(passes * each_s - HIDDEN_IN_SHARDS * own_s)
+            else:
+                sum_s = all_reduce_seconds(self.problem.gradient_bytes, ranks, link)
+                left.append(sum_s - HIDDEN_BY_BACKWARD * own_s)
+        return max(0.0, min(left))
 
     @cached_property
     def sync_seconds(self) -> float | None:

@@ -62,6 +62,13 @@ class Search:
             )
         if facts.state is not None:
             problem = msgspec.structs.replace(problem, shards=True, state=facts.state)
+        if facts.link is not None:
+            problem = msgspec.structs.replace(
+                problem,
+                link=facts.link,
+                gradient_bytes=facts.gradient_bytes,
+                parameter_bytes=facts.parameter_bytes,
+            )
         if problem != self.problem:
             self.problem = problem
             self._evaluation = Evaluation(problem, self.options, self._seen)

@@ -19,6 +19,7 @@ from evener.plan.file import Link
 from evener.system.files import make_private, state_folder, write_atomically
 
 from ..probes.links import LinkMeasurement, Transport
+from ..types import KnownLink
 
 OWN: Transport = "as it is"
 MOST_RECORDS = 256  # maximum number of records that are searched
@@ -76,15 +77,38 @@ def list_links(devices: Sequence[Device], driver: str) -> tuple[Link, ...]:
     There is one for each pair or larger set of the devices, pairs first.
     """
     labels = {device.id: device.label for device in devices}
-    found: dict[frozenset[str], Link] = {}
+    found = []
+    for ids, figure in _find_newest(devices, driver).items():
+        names = tuple(labels[each] for each in labels if each in ids)
+        found.append(Link(names, figure.path, figure.bytes_per_second))
+    return tuple(sorted(found, key=lambda link: (len(link.devices), link.devices)))
+
+
+def find_known_link(devices: Sequence[Device], driver: str) -> KnownLink | None:
+    """Return the slowest link that was measured between as many of these devices as possible.
+
+    Return None if none was measured.
+    """
+    newest = _find_newest(devices, driver)
+    widest = max(map(len, newest), default=0)
+    known = [
+        KnownLink(len(ids), figure.bytes_per_second, figure.latency_seconds)
+        for ids, figure in newest.items()
+        if len(ids) == widest
+    ]
+    return min(known, key=lambda link: link.bytes_per_second, default=None)
+
+
+def _find_newest(devices: Sequence[Device], driver: str) -> dict[frozenset[str], LinkMeasurement]:
+    """Return the newest working measurement of the default transport, by the devices' ids."""
+    known = {device.id for device in devices}
+    found = {}
     for record in _list_records(driver):
         for figure in record.figures:
             ids = _ids_of(record, figure)
-            if figure.transport != OWN or figure.outcome != "ok" or not ids <= labels.keys():
-                continue
-            names = tuple(labels[each] for each in labels if each in ids)
-            found[ids] = Link(names, figure.path, figure.bytes_per_second)
-    return tuple(sorted(found.values(), key=lambda link: (len(link.devices), link.devices)))
+            if figure.transport == OWN and figure.outcome == "ok" and ids <= known:
+                found[ids] = figure
+    return found
 
 
 def _list_records(driver: str) -> list[LinkRecord]:

@@ -56,6 +56,7 @@ def split_of(
         (seen,) = made[-1].measure((probe,), lambda _: None, threading.Event())
         return seen
 
+    measure.made = made  # type: ignore[attr-defined]
     yield measure
     for prober in made:
         prober.close()
@@ -66,6 +67,10 @@ def test_a_split_knows_the_speed_of_its_link(split_of: Any) -> None:
     assert isinstance(seen, Timed), seen
     assert seen.link_bytes_per_second is not None
     assert seen.link_bytes_per_second > 1e6
+    facts = split_of.made[-1].facts()
+    assert facts.link is not None
+    assert (facts.link.ranks, facts.link.bytes_per_second) == (2, seen.link_bytes_per_second)
+    assert 0 < facts.gradient_bytes == facts.parameter_bytes
 
 
 def test_a_link_that_hangs_is_named_soon_with_what_to_do(

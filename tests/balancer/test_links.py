@@ -15,7 +15,14 @@ import pytest
 from evener.balancer.diagnostics import describe_link
 from evener.balancer.probes import links
 from evener.balancer.probes.links import LinkMeasurement, measure_links
-from evener.balancer.store.links import find_links, list_links, note_link, save_links
+from evener.balancer.store.links import (
+    find_known_link,
+    find_links,
+    list_links,
+    note_link,
+    save_links,
+)
+from evener.balancer.types import KnownLink
 from evener.devices.cpu import slices
 from evener.devices.discover import discover
 from evener.devices.types import Device
@@ -138,6 +145,18 @@ def test_links_are_listed_for_the_devices_that_are_there() -> None:
     note_link(three[:2], "550", "PCIe, P2P", 20e9)
     assert [link.bytes_per_second for link in list_links(three, "550")] == [20e9, 5e9]
     assert list_links(three, "560") == ()
+
+
+def test_a_search_knows_the_slowest_link_between_most_of_its_devices() -> None:
+    three = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", None) for i in range(3))
+    assert find_known_link(three, "550") is None
+    slow = figure(devices=("GPU:1", "GPU:2"), bytes_per_second=2e9)
+    save_links(three, "550", [figure(), slow])
+    assert find_known_link(three, "550") == KnownLink(2, 2e9, 28e-6)
+    assert find_known_link(three[:2], "550") == KnownLink(2, 6.1e9, 28e-6)
+    note_link(three, "550", "", 3e9)
+    assert find_known_link(three, "550") == KnownLink(3, 3e9)
+    assert find_known_link(three[:1], "550") is None
 
 
 def test_what_a_search_measures_leaves_other_transports_of_the_doctor_s() -> None:

@@ -133,6 +133,10 @@ class TorchWorkload(Workload, StepListener):
         self._known = {
             "parameters": sum(map(torch.numel, module.parameters())),
             "digest": model_digest(module),
+            "parameter_bytes": sum(each.nbytes for each in module.parameters()),
+            "gradient_bytes": sum(
+                each.nbytes for each in module.parameters() if each.requires_grad
+            ),
         }
         self._shards = RecipeShards(self.recipe, place, self.device) if place.state else None
         if self._shards is None:
