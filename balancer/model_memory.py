@@ -14,18 +14,18 @@ import msgspec
 ADAPTER_BYTES = 16 * 0.01  # held whole on each device
 
 
-class TrainingWay(msgspec.Struct, frozen=True):
+class TrainingMethod(msgspec.Struct, frozen=True):
     """A training method, with its memory per parameter in bytes.
 
     Some bytes per parameter are sharded; the others are held whole by each device.
     """
 
     kind: str
-    words: str
+    description: str
     divided_bytes: float
     whole_bytes: float = 0.0
 
-    def need(self, parameters: int) -> int:
+    def bytes_needed(self, parameters: int) -> int:
         """Return the bytes of a model's state on one device."""
         return round(parameters * (self.divided_bytes + self.whole_bytes))
 
@@ -49,7 +49,7 @@ class TrainingWay(msgspec.Struct, frozen=True):
 
 
 # the parameter, its gradient and two averages
-FULL = TrainingWay("full", "AdamW in float32", 16.0)
-LORA = TrainingWay("lora", "LoRA (r=16, bfloat16)", 2.0, ADAPTER_BYTES)
+FULL = TrainingMethod("full", "AdamW in float32", 16.0)
+LORA = TrainingMethod("lora", "LoRA (r=16, bfloat16)", 2.0, ADAPTER_BYTES)
 # 4 bits per parameter, and a scale per block of 64 parameters, which is itself quantized
-QLORA = TrainingWay("qlora", "QLoRA (r=16, 4 bits)", 0.5, 0.016 + ADAPTER_BYTES)
+QLORA = TrainingMethod("qlora", "QLoRA (r=16, 4 bits)", 0.5, 0.016 + ADAPTER_BYTES)

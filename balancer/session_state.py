@@ -142,12 +142,12 @@ def chosen_layout(state: SessionState) -> Layout | None:
 
 def smallest_out_of_memory(state: SessionState, device: int) -> int | None:
     """Return the smallest number of rows per pass at which the device alone ran out of memory."""
-    walls = [
+    failed = [
         each.seen.probe.layout.pass_rows[device]
         for each in state.seen
         if isinstance(each.seen, OutOfMemory) and each.seen.probe.layout.active == (device,)
     ]
-    return min(walls, default=None)
+    return min(failed, default=None)
 
 
 def largest_run(state: SessionState, device: int) -> int:

@@ -22,7 +22,7 @@ from evener.errors import NoLayoutError, RequestError
 from evener.system.files import new_error_file
 
 from .events import ProbeProgress, Report
-from .model_memory import FULL, LORA, QLORA, TrainingWay
+from .model_memory import FULL, LORA, QLORA, TrainingMethod
 from .number_format import duration, join_words, millions, step_time
 from .probes.child_prober import Prober, make_prober
 from .request import Job
@@ -271,9 +271,9 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
         return (
             f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
             f"holds the model, and {millions(self.sharded)} in shards (split.shard); "
-            f"{LORA.words} {millions(self.lora.whole)} and {millions(self.lora.sharded)}, "
-            f"{QLORA.words} {millions(self.qlora.whole)} and {millions(self.qlora.sharded)}: by "
-            f"memory alone, as gathered units and activations take some"
+            f"{LORA.description} {millions(self.lora.whole)} and {millions(self.lora.sharded)}, "
+            f"{QLORA.description} {millions(self.qlora.whole)} and {millions(self.qlora.sharded)}: "
+            f"by memory alone, as gathered units and activations take some"
         )
 
 
@@ -465,13 +465,13 @@ def find_largest_model(job: Job) -> LargestModel | None:
     sizes = [size for size in job.problem.memory_bytes if size is not None]
     sharded = job.machine.shards is not None if job.machine is not None else job.problem.shards
     if sharded and job.problem.devices > 1 and len(sizes) == job.problem.devices:
-        full, lora, qlora = (_find_largest(way, sizes) for way in (FULL, LORA, QLORA))
+        full, lora, qlora = (_find_largest(method, sizes) for method in (FULL, LORA, QLORA))
         return LargestModel(full.whole, full.sharded, lora=lora, qlora=qlora)
     return None
 
 
-def _find_largest(way: TrainingWay, sizes: Sequence[int]) -> LargestSizes:
-    return LargestSizes(way.largest_whole(sizes), way.largest_sharded(sizes))
+def _find_largest(method: TrainingMethod, sizes: Sequence[int]) -> LargestSizes:
+    return LargestSizes(method.largest_whole(sizes), method.largest_sharded(sizes))
 
 
 def _predict_largest(

@@ -383,8 +383,8 @@ class BaseApp(App[int]):
         if self._session is None or message.source != self._session.source:
             return
         fault = f"{message.fault} {message.remedy}" if message.fault else ""
-        begun = self._before is None or not fault
-        if not begun:
+        has_started = self._before is None or not fault
+        if not has_started:
             self.balance = self._before or SessionState()
         else:
             self.balance = msgspec.structs.replace(
@@ -399,7 +399,7 @@ class BaseApp(App[int]):
         in_form = self.balance == SessionState()
         if in_form:
             self.start_fault = fault
-        shown = self.current_mode == "balance" and (begun or in_form)
+        shown = self.current_mode == "balance" and (has_started or in_form)
         if not self.replays and not shown:
             self._show_end(fault)
 

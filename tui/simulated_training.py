@@ -52,7 +52,7 @@ class TrainingSource(SimulatedSource):
         self._rule = Rebalancer(
             plan.layout.batches, read_curves(shares), most, passes=False, names=names
         )
-        self._begun = self._ticked = self._observed = self._clock()
+        self._began_at = self._ticked = self._observed = self._clock()
         self._steps = 0.0
         self._changes = list[ShareChange]()
         first = Training(
@@ -69,7 +69,7 @@ class TrainingSource(SimulatedSource):
         if self._first is None:
             return super().sample()
         now = self._clock()
-        hot = HOT_FROM <= (now - self._begun) % PERIOD_SECONDS < HOT_UNTIL
+        hot = HOT_FROM <= (now - self._began_at) % PERIOD_SECONDS < HOT_UNTIL
         reports = self._train_until(now, SLOWED if hot else 0.0, self._first)
         snapshot = super().sample()
         devices = (

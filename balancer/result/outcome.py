@@ -213,7 +213,7 @@ def _write_layout(
             device.host,
             *curves[i],
             layout.state[i] if layout.state else 0.0,
-            *(_expect_memory(layout, i, turns, facts.state) if chosen else (0, 0)),
+            *(_predict_memory(layout, i, turns, facts.state) if chosen else (0, 0)),
         )
         for i, device in enumerate(devices)
     )
@@ -221,7 +221,7 @@ def _write_layout(
     return PlanLayout(layout.kind, batch, shares, engine, layout.processes, layout.placement)
 
 
-def _expect_memory(
+def _predict_memory(
     layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
     """Return a device's expected bytes in a sharded training, and the most bytes it used.

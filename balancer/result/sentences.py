@@ -63,7 +63,7 @@ PLAIN_PARALLEL = {
 
 
 class VerdictText(msgspec.Struct, frozen=True):
-    """A verdict as text. If devices were simulated, the answer begins with a mark that says so."""
+    """A verdict as text. If devices were simulated, the description says so first."""
 
     description: str
     rate: str
@@ -75,12 +75,12 @@ class VerdictText(msgspec.Struct, frozen=True):
 
     @property
     def headline(self) -> str:
-        """The answer, its samples/s and its gains on one line."""
+        """The layout, its samples/s and its gains, on one line."""
         return BETWEEN.join(part for part in (self.description, self.rate, self.gains) if part)
 
     @property
     def text(self) -> str:
-        """The advice, the headline and the remarks, a line each."""
+        """The recommendation, the headline and the remarks, one per line."""
         return "\n".join(
             (*([self.recommendation] if self.recommendation else []), self.headline, *self.remarks)
         )
@@ -352,7 +352,7 @@ def _write_why_equal(gap: RateGap) -> str:
 # ---------------------------------------------------------------------- remarks
 
 
-def _say_limits(verdict: Verdict) -> Iterator[str]:
+def _describe_limits(verdict: Verdict) -> Iterator[str]:
     """Yield what takes the training's time, the largest limit first, with a remedy for each."""
     for limit in verdict.limits:
         if limit.taken_away:  # the plan's gain already shows it
@@ -365,7 +365,7 @@ def _say_limits(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _say_link(verdict: Verdict) -> Iterator[str]:
+def _describe_link(verdict: Verdict) -> Iterator[str]:
     """Yield the speed of the link between the chosen devices.
 
     Yield nothing if the exchange is a limit, because the limit then names the link.
@@ -414,7 +414,7 @@ def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
     return f"{how}: {about}{span}."
 
 
-def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
+def _describe_equal_shares(verdict: Verdict) -> Iterator[str]:
     if not verdict.equal_shares or _is_doubtful(verdict):
         return
     what = f"the batch, {verdict.chosen.global_batch} samples a step"
@@ -426,13 +426,13 @@ def _say_equal_shares(verdict: Verdict) -> Iterator[str]:
     )
 
 
-def _say_batch(verdict: Verdict) -> Iterator[str]:
+def _describe_batch(verdict: Verdict) -> Iterator[str]:
     """Yield a note that evener chose the batch, if it did."""
     if not verdict.batch_given and verdict.chosen.kind in (*SPLITS, "one_device"):
         yield f"You gave no --global-batch: evener chose {_samples(verdict)} a step."
 
 
-def _say_unknown(verdict: Verdict) -> Iterator[str]:
+def _name_better_known_layouts(verdict: Verdict) -> Iterator[str]:
     """Yield faster layouts with more precise samples/s, if the plan's are too uncertain."""
     if verdict.rate.known:
         return
@@ -446,7 +446,7 @@ def _say_unknown(verdict: Verdict) -> Iterator[str]:
         yield f"{name}{at} reached {figure}, which is better known."
 
 
-def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
+def _suggest_one_device(verdict: Verdict) -> Iterator[str]:
     """Yield a note if one device is as fast as several, whether that device is the plan or not."""
     if verdict.chosen.kind == "one_device":
         split = find_best_split(verdict)
@@ -462,7 +462,7 @@ def _say_one_would_do(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _say_split_loss(verdict: Verdict) -> Iterator[str]:
+def _describe_split_loss(verdict: Verdict) -> Iterator[str]:
     """Yield sentences that say why several devices are slower than one.
 
     If the reason wasn't measured, say so.
@@ -488,7 +488,7 @@ def _say_split_loss(verdict: Verdict) -> Iterator[str]:
         yield f"The split is slower: its step takes {step}{part}; the rest is unexplained."
 
 
-def _say_sum_loss(verdict: Verdict) -> Iterator[str]:
+def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
     """Yield why several devices reach much less than the sum of each device alone."""
     loss = verdict.sum_loss
     if loss is None:
@@ -519,7 +519,7 @@ def _write_cause(loss: SumLoss) -> str:
     return f"{lost}. Synchronizing explains {cost} of that; what takes the rest isn't known."
 
 
-def _say_state(verdict: Verdict) -> Iterator[str]:
+def _describe_state(verdict: Verdict) -> Iterator[str]:
     """Yield the memory of the model's state and of adapters.
 
     Yield nothing if a device was seen to hold the whole model and the plan isn't sharded.
@@ -530,7 +530,7 @@ def _say_state(verdict: Verdict) -> Iterator[str]:
             yield sentences
 
 
-def _say_idle_devices(verdict: Verdict) -> Iterator[str]:
+def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
     """Yield why a working device has no part in the plan."""
     for one in verdict.left_out:
         if one.reason == "not_faster" and verdict.rate.known:
@@ -563,7 +563,7 @@ def _samples(verdict: Verdict) -> str:
     return f"{verdict.chosen.global_batch} samples"
 
 
-def _say_faster(verdict: Verdict) -> Iterator[str]:
+def _describe_faster(verdict: Verdict) -> Iterator[str]:
     """Yield every layout with more samples/s than the plan, and why it isn't the plan."""
     if not verdict.rate.known:
         return
@@ -626,7 +626,7 @@ def _write_batches(one: Rival) -> str:
     return f"{batches} on {' + '.join(one.devices)}"
 
 
-def _say_what_errors_mean(verdict: Verdict) -> Iterator[str]:
+def _explain_plus_minus(verdict: Verdict) -> Iterator[str]:
     """Yield an explanation of ±, if some difference is smaller than its error."""
     gaps = [one.difference for one in verdict.rivals if one.tie and one.difference is not None]
     close = any(gap.low <= 0 <= gap.high for gap in gaps)
@@ -634,7 +634,7 @@ def _say_what_errors_mean(verdict: Verdict) -> Iterator[str]:
         yield "± is half of a 95 % interval: a difference below its own ± is too close to call."
 
 
-def _say_use(verdict: Verdict) -> Iterator[str]:
+def _explain_use_on_real_devices(verdict: Verdict) -> Iterator[str]:
     """If the devices are simulated, yield how to make and use such a plan on real devices."""
     planned = verdict.recommendation is not None and verdict.recommendation.action == "plan"
     if verdict.simulated and planned and verdict.chosen.kind in (*SPLITS, "one_device"):
@@ -644,7 +644,7 @@ def _say_use(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _say_earlier(verdict: Verdict) -> Iterator[str]:
+def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
     single = find_alone(verdict)
     if single is not None and single.earlier_samples_per_second and verdict.rate.known:
         now, earlier = rate(single.rate.samples_per_second), rate(single.earlier_samples_per_second)
@@ -654,7 +654,7 @@ def _say_earlier(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _say_knobs(verdict: Verdict) -> Iterator[str]:
+def _describe_knobs(verdict: Verdict) -> Iterator[str]:
     """Yield the gain or loss of each knob, whether the chosen layout uses it or not."""
     if not verdict.rate.known:
         return
@@ -685,7 +685,7 @@ def _find_workers(verdict: Verdict, one: Rival) -> str | None:
     return WORKERS[one.knobs[0]] if one.knobs else "as your code has it"
 
 
-def _say_workers(verdict: Verdict) -> Iterator[str]:
+def _describe_workers(verdict: Verdict) -> Iterator[str]:
     """Yield the samples/s for each number of loader workers, and the setting to use.
 
     The fastest number comes first.
@@ -719,10 +719,10 @@ def _percent_lost(gain: float) -> str:
     return percent(loss, 0 if loss >= 0.02 else 1)
 
 
-def _say_packs(verdict: Verdict) -> Iterator[str]:
+def _describe_packs(verdict: Verdict) -> Iterator[str]:
     """Yield the loss of the best pack and the best placement, and which of them tie."""
     others = [one for one in verdict.rivals if one.kind in ("side_by_side", "placed")]
-    yield from _say_losses(verdict, others)
+    yield from _describe_losses(verdict, others)
     tied = [one.name for one in others if one.tie and not one.unclear][:MOST_NAMED]
     unclear = [one.name for one in others if one.tie and one.unclear][:MOST_NAMED]
     if tied:
@@ -732,7 +732,7 @@ def _say_packs(verdict: Verdict) -> Iterator[str]:
         yield f"{join_words(unclear)} {verb} measured precisely enough to compare with it."
 
 
-def _say_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
+def _describe_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]:
     """Yield the loss of the first rival of each kind other than the plan's own, if any."""
     said: set[str] = {verdict.chosen.kind}
     for one in others:
@@ -749,7 +749,7 @@ def _batch(verdict: Verdict) -> int:
     return verdict.chosen.global_batch
 
 
-def _say_objective(verdict: Verdict) -> Iterator[str]:
+def _describe_objective(verdict: Verdict) -> Iterator[str]:
     reached = verdict.objective
     if reached is None:
         return
@@ -759,7 +759,7 @@ def _say_objective(verdict: Verdict) -> Iterator[str]:
     yield f"It reaches {value}, {most} fastest{more}."
 
 
-def _say_short_budget(verdict: Verdict) -> Iterator[str]:
+def _describe_short_budget(verdict: Verdict) -> Iterator[str]:
     short = verdict.short_budget
     if short is not None:
         yield (
@@ -769,7 +769,7 @@ def _say_short_budget(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _say_code_limit(verdict: Verdict) -> Iterator[str]:
+def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
     limit = verdict.code_limit
     if limit is not None:
         yield (
@@ -778,7 +778,7 @@ def _say_code_limit(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _say_learning(verdict: Verdict) -> Iterator[str]:
+def _describe_learning(verdict: Verdict) -> Iterator[str]:
     """Yield what the batch means for learning, and a learning rate to try."""
     found = verdict.learning
     if found is None:
@@ -814,7 +814,7 @@ def _span(middle: str, low: str, high: str) -> str:
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
-def _say_short_epoch(verdict: Verdict) -> Iterator[str]:
+def _describe_short_epoch(verdict: Verdict) -> Iterator[str]:
     """Yield a note about a short epoch, if evener chose the batch."""
     few = verdict.short_epoch
     if few is None or verdict.batch_given:
@@ -831,7 +831,7 @@ def _say_short_epoch(verdict: Verdict) -> Iterator[str]:
     )
 
 
-def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
+def _describe_left_out_hosts(verdict: Verdict) -> Iterator[str]:
     hosts = [one for one in verdict.left_out if one.kind == "host"]
     if not hosts:
         return
@@ -849,29 +849,29 @@ def _say_left_out_hosts(verdict: Verdict) -> Iterator[str]:
 
 
 REMARKS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
-    _say_limits,
-    _say_workers,
-    _say_unknown,
-    _say_equal_shares,
-    _say_one_would_do,
-    _say_state,
-    _say_split_loss,
-    _say_sum_loss,
-    _say_idle_devices,
-    _say_faster,
-    _say_what_errors_mean,
-    _say_earlier,
-    _say_packs,
-    _say_knobs,
-    _say_left_out_hosts,
-    _say_link,
-    _say_objective,
-    _say_code_limit,
-    _say_short_budget,
-    _say_batch,
-    _say_learning,
-    _say_short_epoch,
-    _say_use,
+    _describe_limits,
+    _describe_workers,
+    _name_better_known_layouts,
+    _describe_equal_shares,
+    _suggest_one_device,
+    _describe_state,
+    _describe_split_loss,
+    _describe_sum_loss,
+    _describe_idle_devices,
+    _describe_faster,
+    _explain_plus_minus,
+    _describe_earlier_rate,
+    _describe_packs,
+    _describe_knobs,
+    _describe_left_out_hosts,
+    _describe_link,
+    _describe_objective,
+    _describe_code_limit,
+    _describe_short_budget,
+    _describe_batch,
+    _describe_learning,
+    _describe_short_epoch,
+    _explain_use_on_real_devices,
 )
 
 

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 from evener.devices.types import Device
 
-from ..model_memory import LORA, QLORA, TrainingWay
+from ..model_memory import LORA, QLORA, TrainingMethod
 from ..number_format import join_words, size
 from ..search.observations import SHARDED
 from ..types import Facts, Layout, Observation, Timed
@@ -33,14 +33,14 @@ def find_state_memory(
     if chosen is not None and chosen.traits.sharded and chosen.state:
         parts = zip(devices, chosen.state, strict=True)
         held = tuple((device.label, round(part * state.state_bytes)) for device, part in parts)
-    ways: tuple[TrainingWay, ...] = ()
+    methods: tuple[TrainingMethod, ...] = ()
     if state.trained > FEW * state.parameters:
-        ways = (LORA, QLORA)
+        methods = (LORA, QLORA)
     return StateMemory(
         state.state_bytes,
         tuple(devices[position].label for position in sorted(whole)),
         held,
-        tuple(_find_adapters(way, state.parameters, devices) for way in ways),
+        tuple(_find_adapters(method, state.parameters, devices) for method in methods),
     )
 
 
@@ -51,10 +51,12 @@ def _holds_whole(one: Observation) -> bool:
     return isinstance(one, Timed) and not in_parts
 
 
-def _find_adapters(way: TrainingWay, parameters: int, devices: Sequence[Device]) -> AdapterMemory:
-    need = way.need(parameters)
+def _find_adapters(
+    method: TrainingMethod, parameters: int, devices: Sequence[Device]
+) -> AdapterMemory:
+    need = method.bytes_needed(parameters)
     fits = [device.label for device in devices if need < (device.usable_memory_bytes or 0)]
-    return AdapterMemory(way.kind, way.words, need, tuple(fits))
+    return AdapterMemory(method.kind, method.description, need, tuple(fits))
 
 
 def write_state_memory(memory: StateMemory) -> str:

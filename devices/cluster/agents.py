@@ -145,10 +145,10 @@ class Agent:
         except ray.exceptions.GetTimeoutError:
             raise HostLostError(self.host, f"has not answered for {seconds:.0f} s") from None
         except ray.exceptions.RayActorError as error:
-            why = _say_why(error)
+            why = _explain_failure(error)
             raise (ActorLostError if why == ACTOR_LOST else HostLostError)(self.host, why) from None
         except ray.exceptions.RayError as error:
-            raise HostLostError(self.host, _say_why(error)) from None
+            raise HostLostError(self.host, _explain_failure(error)) from None
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
         """Call a function of evener on the host, and return its result."""
@@ -359,7 +359,7 @@ def start_actor(node: Node, gpus: int) -> Any:
     )
 
 
-def _say_why(error: Exception) -> str:
+def _explain_failure(error: Exception) -> str:
     """Return why a host can't be called, worded as the end of a sentence."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:

@@ -7,7 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.balancer.model_memory import FULL, LORA, QLORA, TrainingWay
+from evener.balancer.model_memory import FULL, LORA, QLORA, TrainingMethod
 from evener.balancer.result.state_memory import (
     find_state_memory,
     write_adapters,
@@ -78,18 +78,18 @@ def test_nothing_is_said_of_adapters_where_they_are_trained_nor_of_what_is_unkno
 @pytest.mark.parametrize("way", [FULL, LORA, QLORA])
 @given(limits=st.lists(st.integers(GIB, 200 * GIB), min_size=1, max_size=8))
 def test_the_largest_model_fits_and_a_larger_one_does_not(
-    way: TrainingWay, limits: list[int]
+    method: TrainingMethod, limits: list[int]
 ) -> None:
     def fits_whole(parameters: float) -> bool:
-        return parameters * (way.divided_bytes + way.whole_bytes) <= min(limits)
+        return parameters * (method.divided_bytes + method.whole_bytes) <= min(limits)
 
     def fits_in_shards(parameters: float) -> bool:
-        left = [limit - parameters * way.whole_bytes for limit in limits]
-        return min(left) >= 0 and sum(left) >= parameters * way.divided_bytes
+        left = [limit - parameters * method.whole_bytes for limit in limits]
+        return min(left) >= 0 and sum(left) >= parameters * method.divided_bytes
 
     for largest, fits in (
-        (way.largest_whole(limits), fits_whole),
-        (way.largest_sharded(limits), fits_in_shards),
+        (method.largest_whole(limits), fits_whole),
+        (method.largest_sharded(limits), fits_in_shards),
     ):
         assert fits(0.999 * largest)
         assert not fits(1.001 * largest + 1)

@@ -169,11 +169,11 @@ def test_a_host_without_evener_is_said_to_lack_it() -> None:
         "task\nModuleNotFoundError: No module named 'evener'"
     )
     assert (
-        agents._say_why(Exception(text))
+        agents._explain_failure(Exception(text))
         == "can't run evener: ModuleNotFoundError: No module named 'evener'"
     )
     assert (
-        agents._say_why(Exception("The actor is dead because its node has died."))
+        agents._explain_failure(Exception("The actor is dead because its node has died."))
         == "has left the cluster"
     )
 

@@ -127,7 +127,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
     """Print the result of a dry run, and return the exit code."""
     stop = threading.Event()
     with stopped_by_signals(stop.set, "stopping") as caught:
-        result = dry_run(job, _say_phases(), stop)
+        result = dry_run(job, _phase_printer(), stop)
     if result is None:
         return caught[0] if caught else 1
     text = json_text(_dry_run_json(result)) if as_json else "\n".join(dry_run_lines(result))
@@ -135,7 +135,7 @@ def _run_dry(job: Job, as_json: bool) -> int:
     return 0
 
 
-def _say_phases() -> Callable[[ProbeProgress], None]:
+def _phase_printer() -> Callable[[ProbeProgress], None]:
     """Return a progress callback that prints the name of each phase once, as it begins."""
     phases = set[str]()
 

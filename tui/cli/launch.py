@@ -132,11 +132,11 @@ def launch(
         plan, script, host, rendezvous, wait_seconds, grace_seconds, check_use=plan_check
     )
     if rendezvous is None:
-        _say_other_hosts(job, max_restarts)
+        _print_other_hosts(job, max_restarts)
     with start_guard("evener-launch-") as guard:
         before = look_at_processes()
         code = _train(job, guard, _name(job), f"starts: {_list_shares(job)}", max_restarts)
-        _say_summary(job, guard, before, code, as_json)
+        _print_summary(job, guard, before, code, as_json)
         return code
 
 
@@ -164,7 +164,7 @@ def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_res
     return code
 
 
-def _say_summary(
+def _print_summary(
     job: HostJob,
     guard: GuardedTraining,
     before: ProcessUse,
@@ -210,7 +210,7 @@ def _list_shares(job: HostJob) -> str:
     return ", ".join(listed)
 
 
-def _say_other_hosts(job: HostJob, max_restarts: int) -> None:
+def _print_other_hosts(job: HostJob, max_restarts: int) -> None:
     """Print the command to run on each of the other hosts."""
     options = ["--max-restarts", str(max_restarts)] if max_restarts else []
     if not job.use_file:
@@ -292,7 +292,7 @@ def run(
         code = _train(job, guard, read.name, _write_start(job), max_restarts)
         left = read_notes(notes)
         say(*list_events(left))
-        _say_summary(job, guard, before, code, as_json, left)
+        _print_summary(job, guard, before, code, as_json, left)
         has_new_shares = len(job.processes) > 1 and (balance or not chosen.given)
         saved = None
         if has_new_shares and not code:

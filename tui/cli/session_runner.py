@@ -41,7 +41,7 @@ class _Progress:
 
     def __init__(self) -> None:
         self.state = SessionState()
-        self.said: list[str] = []
+        self.messages: list[str] = []
         self.drawn = False  # True while the lines are on a terminal
 
     def say(self, text: str) -> None:
@@ -49,7 +49,7 @@ class _Progress:
         error.
         """
         if self.drawn:
-            self.said.append(text)
+            self.messages.append(text)
         else:
             _write_error(text)
 
@@ -185,7 +185,7 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
             progress.state = advance(progress.state, event)
             line = event_line(event, progress.state.devices)
             if line is not None:
-                _say(line, live)
+                _print_line(line, live)
             if live is not None:
                 live.refresh()
     assert progress.state.finished is not None, "a session without a plan raises"
@@ -206,7 +206,7 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
     def draw() -> Group:
         lines = [
             *(line.text for line in search_screen(progress.state, console.width)),
-            *progress.said,
+            *progress.messages,
         ]
         return Group(*(Text(line, overflow="ellipsis", no_wrap=True) for line in lines))
 
@@ -217,7 +217,7 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
             yield live
     finally:
         progress.drawn = False
-        for text in progress.said:
+        for text in progress.messages:
             print(f"evener: {text}", file=sys.stderr)
 
 
@@ -229,7 +229,7 @@ def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))
 
 
-def _say(line: str, live: Live | None) -> None:
+def _print_line(line: str, live: Live | None) -> None:
     """Print a line above the lines that are redrawn."""
     if live is not None:
         live.console.print(plain(line), markup=False, highlight=False, soft_wrap=True)
