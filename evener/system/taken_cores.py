@@ -8,6 +8,7 @@ these counters, all times are 0.
 
 from __future__ import annotations
 
+import math
 import os
 import time
 from collections.abc import Collection, Mapping
@@ -76,9 +77,9 @@ class CoreWatch:
     def read(self) -> Starvation:
         """Return how long the process was starved since the last reading.
 
-        Threads that wait for cores used by the same process aren't starved by others. The CPU time
-        that they wanted is therefore capped at the time that they could have had together: all
-        cores for all of the time.
+        Threads also wait for each other, and for an idle core to wake. So the CPU time that they
+        missed is at most what other programs had on these cores, and the threads together wanted
+        at most all cores for all of the time. While a core is idle, no thread counts as starved.
         """
         before = self._last
         last = self._sum_up()
@@ -87,10 +88,12 @@ class CoreWatch:
         ran_s = last.ran_s - before.ran_s
         delayed_s = last.delayed_s - before.delayed_s + _find_stolen(before, last)
         wanted_s = min(ran_s + delayed_s, self._cores * wall_s)
-        if wall_s <= 0 or wanted_s <= ran_s:
+        missed_s = min(wanted_s - ran_s, _find_taken(before, last))
+        if wall_s <= 0 or missed_s <= 0:
             return Starvation(max(0.0, wall_s))
-        threads = max(1.0, wanted_s / wall_s)
-        starved_s = min(wall_s, (wanted_s - ran_s) / threads)
+        threads = max(1.0, (ran_s + missed_s) / wall_s)
+        all_busy_s = wall_s - _find_idle(before, last, len(self._own_cores)) / len(self._own_cores)
+        starved_s = min(wall_s, all_busy_s, missed_s / threads)
         return Starvation(wall_s, starved_s, max(0.0, last.throttled_s - before.throttled_s))
 
     def _sum_up(self) -> CoreTimes:
@@ -124,6 +127,30 @@ def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
     if stolen_s <= 0 or ran_s <= 0:
         return 0.0
     return stolen_s * min(1.0, ran_s / max(busy_s, ran_s))
+
+
+def _find_taken(before: CoreTimes, last: CoreTimes) -> float:
+    """Return the CPU time in seconds that others had on a process's cores between two readings.
+
+    It includes stolen and throttled time. It is infinite if the kernel doesn't report how busy
+    cores were.
+    """
+    if not last.busy_s:
+        return math.inf
+    others_s = (last.busy_s - before.busy_s) - (last.ran_s - before.ran_s)
+    stolen_s, throttled_s = last.stolen_s - before.stolen_s, last.throttled_s - before.throttled_s
+    return max(0.0, others_s + 1 / TICKS_PER_SECOND) + stolen_s + throttled_s
+
+
+def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
+    """Return the idle time in seconds of a process's cores, together, between two readings.
+
+    It is 0 if the kernel doesn't report it, and while a quota leaves cores idle.
+    """
+    if not last.busy_s or last.throttled_s > before.throttled_s:
+        return 0.0
+    used_s = last.busy_s - before.busy_s + last.stolen_s - before.stolen_s
+    return max(0.0, cores * (last.at_s - before.at_s) - used_s)
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:

@@ -15,9 +15,14 @@ import msgspec
 
 LEAST_SHARE = 0.05  # fraction of a step from which a part is a limit
 LEAST_GAIN = 0.05  # lower end of a remedy's gain from which its limit is reported
+# The same for the optimizer, whose usual remedy is a larger batch, which changes what is learned.
+LEAST_OPTIMIZER_GAIN = 0.1
 # The time in which a batch gets from a worker process to the loop: 0.2 ms for small batches on a
 # machine with cores to spare, 0.5 to 0.9 ms of CPU time on a busy one.
 HAND_OVER_S = 0.5e-3
+# The time between two steps that a trainer of a library needs for itself: 1 to 2.5 ms of callbacks,
+# schedules and counts in transformers and Lightning.
+TRAINER_S = 2e-3
 LEAST_STEP_LEFT = 1e-3  # fraction of a step: no remedy leaves less than this
 
 
@@ -158,8 +163,8 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
     A part isn't a limit if less than 5 % of the step remains for it after overlaps are removed, or
-    if the lower end of its gain's interval is below 5 %. If a step without the limit was measured
-    (`without_s`), the gain may be larger or smaller than the part.
+    if the lower end of its gain's interval is below `least_gain`. If a step without the limit was
+    measured (`without_s`), the gain may be larger or smaller than the part.
     """
     if step_s <= 0:
         return ()
@@ -234,7 +239,12 @@ def _is_limit(step_s: float, part: StepPart) -> bool:
     if part.seconds < LEAST_SHARE * step_s:
         return False
     left = _find_left(step_s, part)
-    return _gain(step_s, left.most_s + part.remaining_s) >= LEAST_GAIN
+    return _gain(step_s, left.most_s + part.remaining_s) >= least_gain(part.kind)
+
+
+def least_gain(kind: LimitKind) -> float:
+    """Return the lower end of a remedy's gain from which a limit of this kind is reported."""
+    return LEAST_OPTIMIZER_GAIN if kind is LimitKind.OPTIMIZER else LEAST_GAIN
 
 
 class _Left(NamedTuple):

@@ -14,7 +14,15 @@ from typing import NamedTuple
 from ..plan.layout import is_curve
 from ..plan.solver import join_curves, proportional_curves
 from ..shares.curves import Curve
-from .limits import HAND_OVER_S, LEAST_SHARE, LimitKind, StepPart, TrainingLimit, find_limits
+from .limits import (
+    HAND_OVER_S,
+    LEAST_SHARE,
+    TRAINER_S,
+    LimitKind,
+    StepPart,
+    TrainingLimit,
+    find_limits,
+)
 from .rebalance import Advice, advise
 from .step_sums import RankStep, StepSums, divide_meeting
 
@@ -27,6 +35,7 @@ MOST_ROWS = 1 << 24  # the most rows of a step for which shares are searched
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
 HALF = 0.5  # fraction saved by larger batches of a part that occurs once in each step
 
+REMAINING_S = {LimitKind.INPUT: HAND_OVER_S, LimitKind.BETWEEN: TRAINER_S}
 REMEDIES = {
     LimitKind.INPUT: (
         "Load rows in worker processes, or in more of them: DataLoader(num_workers=4, "
@@ -141,7 +150,7 @@ class _Finder:
         remedy = REMEDIES.get(kind, "")
         if self._ranks[0].framework == "tensorflow":
             remedy = IN_KERAS.get(kind, remedy)
-        remaining_s = HAND_OVER_S if kind is LimitKind.INPUT else 0.0
+        remaining_s = REMAINING_S.get(kind, 0.0)
         if min(means) >= seconds / 2:
             yield StepPart(
                 kind=kind,

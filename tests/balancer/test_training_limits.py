@@ -108,7 +108,7 @@ def test_input_of_a_framework_that_fetches_within_its_step_is_what_the_kept_batc
 def test_a_starved_host_says_by_whom_and_a_larger_limit_comes_first() -> None:
     part = PartSeconds(
         input_seconds=0.012,
-        update_seconds=0.04,
+        update_seconds=0.06,
         starved_seconds=0.05,
         taken_by="train.py (1.9 cores)",
     )
@@ -116,7 +116,7 @@ def test_a_starved_host_says_by_whom_and_a_larger_limit_comes_first() -> None:
     assert kinds(limits)[0] is LimitKind.HOST_STARVED
     assert limits[0].by == "train.py (1.9 cores)"
     assert set(kinds(limits)[1:]) == {LimitKind.INPUT, LimitKind.OPTIMIZER}
-    assert sum(each.share for each in limits) < 0.8, "half of both is want of cores"
+    assert sum(each.share for each in limits[1:]) < 0.4, "half of both is want of cores"
 
 
 def test_a_gpu_that_waits_for_kernels_is_limited_by_its_host() -> None:
@@ -277,14 +277,14 @@ def test_simulated_devices_and_measurements_of_older_versions_have_no_limits() -
 
 
 def test_the_verdict_names_its_limits_behind_the_answer_the_largest_first() -> None:
-    parts = (PartSeconds(input_seconds=0.08, update_seconds=0.016),) * 2
+    parts = (PartSeconds(input_seconds=0.07, update_seconds=0.028),) * 2
     seen = timed(SPLIT.layout, *parts, kept=KeptBatch(0.02, 0.02, 0.02))
     verdict = judged(result(SPLIT, 2560), seen=[seen])
     words = write_verdict(verdict)
     lines = words.text.splitlines()
     assert kinds(list(verdict.limits)) == [LimitKind.INPUT, LimitKind.OPTIMIZER]
     assert lines[1] == words.headline
-    assert lines[2].startswith("Limited by input: 80 ms of a step, 80 %.")
+    assert lines[2].startswith("Limited by input: 70 ms of a step, 70 %.")
     assert "12 800 samples/s" in lines[2]
     assert lines[3].startswith("Limited by the optimizer")
 
@@ -398,7 +398,12 @@ def find(prober: ChildProber, rows: int) -> list[TrainingLimit]:
 def test_a_training_with_one_cause_is_limited_by_it_first(
     prober_of: Any, code: str, rows: int, kind: LimitKind
 ) -> None:
-    found = find(prober_of(code), rows)
+    seen = measure(prober_of(code), rows)
+    (part,) = seen.parts
+    assert part is not None
+    # other tests run beside it
+    alone = msgspec.structs.replace(part, starved_seconds=0.0)
+    found = limits_of(msgspec.structs.replace(seen, parts=(alone,)), slices(2)[:1])
     assert kinds(found)[:1] == [kind]
 
 

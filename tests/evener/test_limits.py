@@ -8,13 +8,13 @@ from hypothesis import assume, given
 from hypothesis import strategies as st
 
 from evener.training.limits import (
-    LEAST_GAIN,
     LEAST_SHARE,
     LimitKind,
     StepPart,
     TrainingLimit,
     divide_step,
     find_limits,
+    least_gain,
 )
 
 STEP = st.floats(1e-4, 100.0)
@@ -53,7 +53,7 @@ def scale(part: StepPart, by: float) -> StepPart:
     )
 
 
-def least_gain(part: StepPart) -> float:
+def surely_gained(part: StepPart) -> float:
     """What a remedy gives in a step of a second, if the part is as small as it may be."""
     left = part.without_s
     error = part.without_error_s
@@ -64,7 +64,10 @@ def least_gain(part: StepPart) -> float:
 
 def _is_clear(part: StepPart) -> bool:
     """Not so near to the edge of 5 % that rounding decides."""
-    return min(abs(part.seconds - LEAST_SHARE), abs(least_gain(part) - LEAST_GAIN)) > 1e-6
+    return (
+        min(abs(part.seconds - LEAST_SHARE), abs(surely_gained(part) - least_gain(part.kind)))
+        > 1e-6
+    )
 
 
 @given(relative_parts())
@@ -75,9 +78,9 @@ def test_limits_surely_gain_five_percent_and_the_largest_gain_is_first(
     own = divide_step(1.0, parts)
     assume(all(map(_is_clear, own)))
     large = [part for part in own if part.seconds >= LEAST_SHARE]
-    gained = [part for part in large if least_gain(part) >= LEAST_GAIN]
+    gained = [part for part in large if surely_gained(part) >= least_gain(part.kind)]
     assert {each.kind for each in limits} == {part.kind for part in gained}
-    assert all(each.gain_low >= LEAST_GAIN for each in limits)
+    assert all(each.gain_low >= least_gain(each.kind) for each in limits)
     gains = [each.gain for each in limits]
     assert gains == sorted(gains, reverse=True)
 

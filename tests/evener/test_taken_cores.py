@@ -103,6 +103,27 @@ def test_programs_under_the_root_are_not_others(tmp_path: Path) -> None:
         end(load)
 
 
+@pytest.mark.parametrize(
+    ("busy_s", "starved_s"),
+    [(0.65, 0.0), (1.0, 0.4), (0.8, 0.2)],
+    ids=["its own threads", "another program", "half of both"],
+)
+def test_threads_that_wait_for_each_other_are_not_starved(
+    busy_s: float, starved_s: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """On one core, 0.6 s of work in a second; three threads wait for each other all the time."""
+    monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0})
+    clock, spent = iter((10.0, 11.0)), [0.0, 0.0]
+    monkeypatch.setattr("evener.system.taken_cores.time.perf_counter", lambda: next(clock))
+    monkeypatch.setattr(taken_cores, "read_core_seconds", lambda _: (5.0 + spent[0], 0.0))
+    ran = {str(thread): (0, 0) for thread in range(3)}
+    monkeypatch.setattr(taken_cores, "_read_threads", lambda _: dict(ran))
+    watch = CoreWatch()
+    spent[0] = busy_s
+    ran |= dict.fromkeys(ran, (200000000, 900000000))
+    assert watch.read().starved_s == pytest.approx(starved_s, abs=0.07)
+
+
 def test_time_that_the_hypervisor_takes_is_none_that_a_thread_sleeps(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
