@@ -164,23 +164,28 @@ def _states(sharded: Sharded, optimizer: Any) -> Iterator[Tensors]:
     The keys are "parameter/kind", such as "head.weight/exp_avg". Step counters are left out.
     """
     for flat in _flats(sharded):
-        slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
-        kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
-        for kind in dict.fromkeys(kinds):
-            values = {slot: optimizer.state[slot.piece].get(kind) for slot in slots}
-            values = {slot: value for slot, value in values.items() if _is_shard(value)}
-            dtype = next(iter(values.values())).dtype
-            shard = torch.zeros(flat.stop - flat.start, dtype=dtype, device=flat.shard.device)
-            for slot, value in values.items():
-                low, high = flat.range_of(slot)
-                shard[low:high].copy_(value)
-            names = {slot.names[0] for slot in values}
-            whole = _whole(flat, shard).items()
-            yield {f"{name}/{kind}": tensor for name, tensor in whole if name in names}
+        yield from _states_of(flat, optimizer)
     for slot in _whole_slots(sharded):
         state = optimizer.state.get(slot.piece, {})
         kinds = _shard_kinds(state)
         yield _on_host(sharded, {f"{slot.names[0]}/{kind}": state[kind] for kind in kinds})
+
+
+def _states_of(flat: Flat, optimizer: Any) -> Iterator[Tensors]:
+    """Yield a dict of a flat's whole state for each kind of state."""
+    slots = [slot for slot in flat.slots if optimizer.state.get(slot.piece)]
+    kinds = [kind for slot in slots for kind in _shard_kinds(optimizer.state[slot.piece])]
+    for kind in dict.fromkeys(kinds):
+        values = {slot: optimizer.state[slot.piece].get(kind) for slot in slots}
+        values = {slot: value for slot, value in values.items() if _is_shard(value)}
+        dtype = next(iter(values.values())).dtype
+        shard = torch.zeros(flat.stop - flat.start, dtype=dtype, device=flat.shard.device)
+        for slot, value in values.items():
+            low, high = flat.range_of(slot)
+            shard[low:high].copy_(value)
+        names = {slot.names[0] for slot in values}
+        whole = _whole(flat, shard).items()
+        yield {f"{name}/{kind}": tensor for name, tensor in whole if name in names}
 
 
 def _shard_kinds(state: Mapping[str, Any]) -> list[str]:
@@ -387,28 +392,37 @@ def _read_optimizer(
     """Return this rank's shard of the optimizer's state."""
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
-    for name, value in own["counters"].items():
+
+    def put(name: str, value: Any) -> None:
         parameter, _, kind = name.rpartition("/")
-        state.setdefault(numbers[parameter], {})[kind] = torch.tensor(value)
+        state.setdefault(numbers[parameter], {})[kind] = value
+
+    for name, value in own["counters"].items():
+        put(name, torch.tensor(value))
     for flat in _flats(sharded):
-        named = {f"{slot.names[0]}/" for slot in flat.slots}
-        kinds = dict.fromkeys(
-            name.rpartition("/")[2]
-            for name in own["optimizer"]
-            if f"{name.rpartition('/')[0]}/" in named
-        )
-        for kind in kinds:
-            shard = reader.read(flat, f"/{kind}", flat.shard.dtype)
-            for slot in flat.slots:
-                if f"{slot.names[0]}/{kind}" in own["optimizer"]:
-                    low, high = flat.range_of(slot)
-                    state.setdefault(numbers[slot.names[0]], {})[kind] = shard[low:high].clone()
+        for name, shard in _read_states(reader, flat, own["optimizer"]):
+            put(name, shard)
     parameters = {slot.names[0] for slot in _whole_slots(sharded)}
     kept = [name for name in own["optimizer"] if name.rpartition("/")[0] in parameters]
     for name, tensor in reader.read_whole(kept, sharded.place.device).items():
-        parameter, _, kind = name.rpartition("/")
-        state.setdefault(numbers[parameter], {})[kind] = tensor
+        put(name, tensor)
     return {"state": state, "param_groups": _number(own["groups"])}
+
+
+def _read_states(
+    reader: _Reader, flat: Flat, stored: Iterable[str]
+) -> Iterator[tuple[str, torch.Tensor]]:
+    """Yield this rank's shards of the stored states of a flat's parameters, with their names."""
+    parameters = {slot.names[0] for slot in flat.slots}
+    names = {name for name in stored if name.rpartition("/")[0] in parameters}
+    kinds = dict.fromkeys(name.rpartition("/")[2] for name in stored if name in names)
+    for kind in kinds:
+        shard = reader.read(flat, f"/{kind}", flat.shard.dtype)
+        for slot in flat.slots:
+            name = f"{slot.names[0]}/{kind}"
+            if name in names:
+                low, high = flat.range_of(slot)
+                yield name, shard[low:high].clone()
 
 
 class _Reader:

@@ -371,19 +371,30 @@ class Sharded:
         """Set the `.grad` of each parameter that any rank used."""
         flats = [flat for unit in [self.root, *self.units] for flat in unit.trained]
         fired = [slot.fired for flat in flats for slot in flat.slots]
-        whole = self.whole
-        if whole is not None and self.waits:
-            whole.keep()
-        elif whole is not None:
-            whole.add_up()
-            fired += [slot.fired for slot in whole.slots]
+        fired += self._add_up_whole()
         if not fired:
             return
-        used = iter(self._find_used(fired))
+        used = self._find_used(fired)
+        first = 0
         for flat in flats:
-            flat.settle([next(used) for _ in flat.slots])
-        if whole is not None and not self.waits:
-            whole.settle(list(used))
+            last = first + len(flat.slots)
+            flat.settle(used[first:last])
+            first = last
+        if self.whole is not None and not self.waits:
+            self.whole.settle(used[first:])
+
+    def _add_up_whole(self) -> list[bool]:
+        """Sum the gradients of parameters that aren't sharded; return whether each was used here.
+
+        Return an empty list if there are none, or if later passes add to the sum.
+        """
+        if self.whole is None:
+            return []
+        if self.waits:
+            self.whole.keep()
+            return []
+        self.whole.add_up()
+        return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
         """Return for each parameter whether any rank used it.
