@@ -2,6 +2,7 @@
 
     python -m benchmarks.torch_audits            # on a GPU, some minutes
     python -m benchmarks.torch_audits --tiny     # on a CPU, to try it
+    python -m benchmarks.torch_audits --part work     # calls and bytecode, on a CPU
     torchrun --nproc-per-node 2 -m benchmarks.torch_audits --part ranks
 
 Prints JSON lines: the peak of a training step's memory with and without an audit, for a decoder of
@@ -15,12 +16,15 @@ from __future__ import annotations
 import argparse
 import copy
 import json
+import sys
 import tempfile
 import time
 import warnings
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager, nullcontext
 from functools import partial
+from multiprocessing import get_context
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +34,7 @@ import msgspec
 import torch
 from torch import nn
 from torch.nn import functional
+from torch.utils._python_dispatch import _get_current_dispatch_mode
 from torch.utils.data import TensorDataset
 
 from evener.errors import EvenerError
@@ -55,7 +60,9 @@ from .exact_programs import CLASSES, EXACT_PROGRAMS, WIDTH
 
 STEPS = 2000  # of which audits take their part
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+NEAR = 0.5  # of the difference that is an alarm: programs nearer to it are printed
 Loss = Callable[[Any], torch.Tensor]
+Figures = dict[str, Any]
 
 
 class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
@@ -89,13 +96,14 @@ def audit_rows(
     few: FewRows,
     measures: bool = False,
     known: KnownPasses | None = None,
+    moves: bool = False,
 ) -> bool:
     """True if one device's gradient of these rows is that of two parts.
 
-    `measures` and `known` are those of GradientSketcher.
+    `measures` and `known` are those of GradientSketcher, and `moves` that of audit.
     """
     sketcher = GradientSketcher([model], name_tensors([model]), measures=measures, known=known)
-    return audit(sketcher, make_computations(loss, few)).difference is None
+    return audit(sketcher, make_computations(loss, few), moves).difference is None
 
 
 def make_computations(loss: Loss, few: FewRows) -> Computations:
@@ -110,9 +118,10 @@ def make_computations(loss: Loss, few: FewRows) -> Computations:
 def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool) -> None:
     """Print a step's memory and time, and what audits of several kinds add.
 
-    "first" is the very first audit, with all that is done once; "thorough" a later one of as many
-    rows, as after a change; "quick" the usual one, with fewer rows after step 64 ("late quick");
-    "measuring" one that measures rounding too.
+    "first" is the very first audit, with all that is done once; "early" one of as many rows, until
+    step 64; "late" one of fewer rows, after it; "thorough" one after a change; "measuring" one that
+    measures rounding too. Times are of steps that follow each other without waiting for the GPU, as
+    in a loop that doesn't read its loss in each step, and then of steps that wait for it.
     """
     device = next(model.parameters()).device
     optimizer = _make_optimizer(model)
@@ -121,59 +130,66 @@ def measure_cost(model: nn.Module, words: int, rows: int, length: int, amp: bool
     loss_of = partial(loss_of_texts, model)
     known = KnownPasses()
 
-    def step(most: int = 0, measures: bool = False, quick: bool = False) -> None:
+    def step(most: int = 0, **options: Any) -> None:
         with torch.autocast(device.type, torch.bfloat16) if amp else nullcontext():
             loss = loss_of(batch)
         loss.backward()
         if most:
             few = _take_rows(read, device, min(most, rows // 2))
-            audit_rows(model, loss_of, few, measures, known if quick else None)
+            audit_rows(model, loss_of, few, **options)
         optimizer.step()
         optimizer.zero_grad()
 
-    step()
-    step_seconds, step_peak = _time(step, device.type)
-    few = _take_rows(read, device, ROWS)
     kinds: dict[str, Callable[[], None]] = {
-        "first": partial(step, ROWS),
+        "early": partial(step, ROWS, known=known),
+        "late": partial(step, FEWER, known=known),
         "thorough": partial(step, ROWS),
-        "quick": partial(step, ROWS, quick=True),
-        "late quick": partial(step, FEWER, quick=True),
-        "measuring": partial(step, ROWS, True),
+        "measuring": partial(step, ROWS, measures=True),
     }
-    count = sum(map(is_audited, range(1, STEPS + 1)))
+    for _ in range(3):
+        step()
+    step_peak = _measure_peak(step)
+    first = _time_added(step, partial(step, ROWS, known=known, moves=True), device.type, turns=1)
+    peaks = {name: _measure_peak(kind) for name, kind in kinds.items()}
     figures: dict[str, Any] = {
         "parameters": sum(map(torch.numel, model.parameters())),
         "rows": rows,
-        "step ms": round(step_seconds * 1e3, 2),
-        f"audits in {STEPS} steps": count,
+        "peak beside a step's": {
+            name: round(peak / (step_peak or 1), 4) for name, peak in peaks.items()
+        },
     }
-    more = {}
-    for name, kind in kinds.items():
-        if name == "quick":
-            audit_rows(model, loss_of, few, known=known)
-        if name != "first":
-            kind()
-        seconds, peak = _time(kind, device.type, 1 if name == "first" else 3)
-        more[name] = max(0.0, seconds - step_seconds)
-        figures[f"{name} audit ms"] = round(more[name] * 1e3, 2)
-        if step_peak:
-            figures[f"{name} audit: peak beside a step's"] = round(peak / step_peak, 4)
-    early = sum(map(is_audited, range(2, EARLY + 1)))
-    spent = more["first"] + early * more["quick"] + (count - 1 - early) * more["late quick"]
-    part = spent / (STEPS * step_seconds)
-    figures["audits: part of the time"] = round(part, 5)
     print(json.dumps(figures), flush=True)
+    for waits in (False, True):
+        more = {name: _time_added(step, kind, device.type, waits) for name, kind in kinds.items()}
+        _print_part(_time_steps([step] * 8, device.type, waits) / 8, {"first": first} | more, waits)
     few = _take_rows(read, device, FEWER)
     measure_parts(model, loss_of, few, known)
 
 
+def _print_part(step_seconds: float, more: Mapping[str, float], waits: bool) -> None:
+    """Print what each kind of audit adds to a step, and all audits of STEPS steps to these."""
+    early = sum(map(is_audited, range(2, EARLY + 1)))
+    late = sum(map(is_audited, range(EARLY + 1, STEPS + 1)))
+    spent = more["first"] + early * more["early"] + late * more["late"]
+    figures = {
+        "each step waits for the GPU": waits,
+        "step ms": round(step_seconds * 1e3, 2),
+        "audits ms": {name: round(each * 1e3, 1) for name, each in more.items()},
+        f"audits: part of {STEPS} steps": round(spent / (STEPS * step_seconds), 5),
+        "all but the first": round((spent - more["first"]) / (STEPS * step_seconds), 5),
+    }
+    print(json.dumps(figures), flush=True)
+
+
 def _take_rows(read: list[torch.Tensor], device: torch.device, most: int) -> FewRows:
-    """Some rows of a batch that a loader has read, on the device."""
+    """Some rows of a batch that a loader has read, on the device; the host doesn't wait for it."""
     few = cut_few(read, len(read[0]), most=most)
     assert few is not None
-    parts = tuple([each.to(device) for each in part] for part in few.parts)
-    return msgspec.structs.replace(few, whole=[each.to(device) for each in few.whole], parts=parts)
+
+    def move(rows: Any) -> Any:
+        return [each.to(device, non_blocking=True) for each in rows]
+
+    return msgspec.structs.replace(few, whole=move(few.whole), parts=tuple(map(move, few.parts)))
 
 
 def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses) -> None:
@@ -224,18 +240,40 @@ def _wait(device: str) -> None:
         torch.cuda.synchronize()
 
 
-def _time(step: Callable[[], None], device: str, times: int = 3) -> tuple[float, int]:
-    """The seconds of the fastest of some steps, and the peak of memory."""
+def _measure_peak(step: Callable[[], None]) -> int:
+    """The peak of the GPU's memory in a step, or 0 without a GPU."""
+    if DEVICE != "cuda":
+        return 0
+    torch.cuda.reset_peak_memory_stats()
+    step()
+    return int(torch.cuda.max_memory_allocated())
+
+
+def _time_steps(steps: Sequence[Callable[[], None]], device: str, waits: bool) -> float:
+    """The seconds of these steps; with `waits`, the host waits for the GPU after each of them."""
     _wait(device)
-    if device == "cuda":
-        torch.cuda.reset_peak_memory_stats()
-    seconds = []
-    for _ in range(times):
-        began = time.perf_counter()
+    began = time.perf_counter()
+    for step in steps:
         step()
-        _wait(device)
-        seconds.append(time.perf_counter() - began)
-    return min(seconds), torch.cuda.max_memory_allocated() if device == "cuda" else 0
+        if waits:
+            _wait(device)
+    _wait(device)
+    return time.perf_counter() - began
+
+
+def _time_added(
+    step: Callable[[], None],
+    audited: Callable[[], None],
+    device: str,
+    waits: bool = False,
+    turns: int = 5,
+) -> float:
+    """The seconds that an audited step takes more than a usual one: the median of some turns."""
+    added = []
+    for _ in range(turns):
+        usual = _time_steps([step] * 6, device, waits)
+        added.append(_time_steps([step, step, audited, step, step, step], device, waits) - usual)
+    return median(added)
 
 
 def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
@@ -276,42 +314,65 @@ def audit_decoder(
     print(json.dumps(figures | margins.summarize()), flush=True)
 
 
-def count_alarms(audits: int, seconds: float, device: str, names: Sequence[str]) -> None:
-    """Train each program with an audit in each step, and print the number of alarms.
+def count_alarms(
+    audits: int, seconds: float, device: str, names: Sequence[str], processes: int
+) -> None:
+    """Train each program with an audit in each step, by several processes; print the alarms.
 
-    Also prints the largest difference, as a part of what rounding may cause. A program takes
-    `audits` steps, or `seconds` at most.
+    Each program is trained in float32 and under autocast, and takes `audits` steps, or `seconds` at
+    most. Prints the total, and each program with an alarm or near one.
     """
-    for amp in (False, True):
-        for name in names:
-            program = EXACT_PROGRAMS[name]
-            points = torch.randn(256, WIDTH, device=device)
-            classes = torch.randint(0, CLASSES, (256,), device=device)
-            model = program.model().to(device)
-            program.loss(model, [points[:2], classes[:2]])  # lazy layers
-            trained = torch.compile(model, dynamic=True) if program.compiled else model
-            sparse = name.startswith("sparse")
-            optimizer = (torch.optim.SGD if sparse else torch.optim.Adam)(model.parameters(), 1e-3)
-            alarms = count = 0
-            known = KnownPasses()
-            began = time.monotonic()
-            with noted_margins() as margins:
-                while count < audits and time.monotonic() < began + seconds:
-                    chosen = torch.randint(0, 256, (16,), device=device)
-                    batch = [points[chosen], classes[chosen]]
-                    with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
-                        made = program.loss(trained, batch)
-                    made.backward()
-                    few = cut_few(batch, 16, most=ROWS if count % 2 == 0 else FEWER)
-                    assert few is not None
-                    known = KnownPasses() if count % 2 == 0 else known
-                    loss = partial(program.loss, trained)
-                    alarms += not audit_rows(model, loss, few, known=known)
-                    count += 1
-                    optimizer.step()
-                    optimizer.zero_grad()
-            figures = {"program": name, "autocast": amp, "audits": count, "alarms": alarms}
-            print(json.dumps(figures | margins.summarize()), flush=True)
+    jobs = [(name, amp, audits, seconds, device) for amp in (False, True) for name in names]
+    with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
+        found = list(pool.map(_audit_program, *zip(*jobs, strict=True)))
+    for figures in found:
+        if figures["alarms"] or figures["largest by the measure"] > NEAR:
+            print(json.dumps(figures), flush=True)
+    nearest = max(found, key=lambda each: each["largest by the measure"])
+    total = {
+        "device": device,
+        "programs": len(names),
+        "audits": sum(each["audits"] for each in found),
+        "alarms": sum(each["alarms"] for each in found),
+        "fewest audits of a program": min(each["audits"] for each in found),
+        "beyond a floor": sum(each["measured"] for each in found),
+        "nearest to an alarm": [nearest["largest by the measure"], nearest["program"]],
+    }
+    print(json.dumps(total), flush=True)
+
+
+def _audit_program(name: str, amp: bool, audits: int, seconds: float, device: str) -> Figures:
+    """Train a program with an audit in each step, and return how many found a difference."""
+    torch.manual_seed(0)
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    program = EXACT_PROGRAMS[name]
+    points = torch.randn(256, WIDTH, device=device)
+    classes = torch.randint(0, CLASSES, (256,), device=device)
+    model = program.model().to(device)
+    program.loss(model, [points[:2], classes[:2]])  # lazy layers
+    trained = torch.compile(model, dynamic=True) if program.compiled else model
+    sparse = name.startswith("sparse")
+    optimizer = (torch.optim.SGD if sparse else torch.optim.Adam)(model.parameters(), 1e-3)
+    alarms = count = 0
+    known = KnownPasses()
+    began = time.monotonic()
+    with noted_margins() as margins:
+        while count < audits and time.monotonic() < began + seconds:
+            chosen = torch.randint(0, 256, (16,), device=device)
+            batch = [points[chosen], classes[chosen]]
+            with torch.autocast(device, torch.bfloat16) if amp else nullcontext():
+                made = program.loss(trained, batch)
+            made.backward()
+            few = cut_few(batch, 16, most=ROWS if count % 2 == 0 else FEWER)
+            assert few is not None
+            known = KnownPasses() if count % 2 == 0 else known
+            alarms += not audit_rows(model, partial(program.loss, trained), few, known=known)
+            count += 1
+            optimizer.step()
+            optimizer.zero_grad()
+    figures = {"program": name, "autocast": amp, "audits": count, "alarms": alarms}
+    return figures | margins.summarize()
 
 
 class Margins:
@@ -519,14 +580,75 @@ def _train_by(split: Split, check: bool, data: torch.Tensor, tiny: bool, words: 
     return seconds
 
 
+def measure_work() -> None:
+    """Print what audits cost the host: passes, and calls and bytecode beside bare passes'.
+
+    The decoder has as many layers as the one of 100 million parameters, and is narrow. None of the
+    figures depends on what else the machine does.
+    """
+    words = 50
+    model = Decoder(64, 10, words)
+    read = [torch.randint(0, words, (16, 9))]
+    loss = partial(loss_of_texts, model)
+    known = KnownPasses()
+    passes = intercepted = 0
+
+    def count_pass(batch: Any) -> torch.Tensor:
+        nonlocal passes, intercepted
+        passes += 1
+        intercepted += _get_current_dispatch_mode() is not None
+        return loss(batch)
+
+    def audit_some(most: int) -> None:
+        few = cut_few(read, 16, most=most)
+        assert few is not None
+        audit_rows(model, count_pass, few, known=known)
+
+    bare = count_work(lambda: loss(read).backward())
+    for name, most in (("first", ROWS), ("early", ROWS), ("late", FEWER)):
+        passes = intercepted = 0
+        known = KnownPasses() if name == "first" else known
+        audit_some(most)
+        figures = {"audit": name, "passes": passes, "intercepted": intercepted}
+        if name == "first":
+            known = KnownPasses()
+        calls, bytecode = count_work(partial(audit_some, most))
+        figures |= {"calls": calls, "bytecode": bytecode}
+        beside = [round(calls / bare[0] / 3, 2), round(bytecode / bare[1] / 3, 2)]
+        print(json.dumps(figures | {"beside three bare passes": beside}), flush=True)
+
+
+def count_work(work: Callable[[], Any]) -> tuple[int, int]:
+    """The calls of functions and the bytecode instructions of this thread in some work."""
+    calls = bytecode = 0
+
+    def note(_: Any, event: str, __: Any) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    def trace(frame: Any, event: str, _: Any) -> Any:
+        nonlocal bytecode
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        bytecode += event == "opcode"
+        return trace
+
+    for start, listen in ((sys.setprofile, note), (sys.settrace, trace)):
+        start(listen)
+        try:
+            work()
+        finally:
+            start(None)
+    return calls, bytecode
+
+
 def measure_large(tiny: bool) -> None:
     """The decoder of a billion parameters: alarms, memory."""
     words, rows, length = (500, 8, 32) if tiny else (32_000, 16, 256)
     torch.manual_seed(1)
     model = (Decoder(64, 2, words) if tiny else Decoder(2048, 20, words)).to(DEVICE)
+    measure_cost(model, words, rows, length, amp=True)
     for mode, audits, seconds in (("autocast", 13, 16.0), ("float32", 6, 8.0), ("TF32", 6, 8.0)):
         audit_decoder(model, words, rows, length, mode, audits, seconds)
-    measure_cost(model, words, rows, length, amp=True)
 
 
 def measure_small(tiny: bool) -> None:
@@ -544,9 +666,11 @@ def main() -> None:
     """Measure."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--part", choices=("large", "small", "passes", "programs", "ranks"))
+    parser.add_argument("--part", choices=("large", "small", "passes", "programs", "ranks", "work"))
     parser.add_argument("--audits", type=int, default=0, help="of each exact program")
     parser.add_argument("--seconds", type=float, default=60.0, help="at most, of each program")
+    parser.add_argument("--processes", type=int, default=2, help="that train the programs")
+    parser.add_argument("--device", default=DEVICE, help="that trains the programs")
     parser.add_argument("--programs", nargs="*", choices=EXACT_PROGRAMS, metavar="NAME")
     options = parser.parse_args()
     torch.manual_seed(0)
@@ -561,7 +685,9 @@ def main() -> None:
         names = options.programs or [
             name for name, each in EXACT_PROGRAMS.items() if not (options.tiny and each.compiled)
         ]
-        count_alarms(audits, options.seconds, DEVICE, names)
+        count_alarms(audits, options.seconds, options.device, names, options.processes)
+    if options.part == "work":
+        measure_work()
     if options.part == "ranks":
         train_ranks(options.tiny)
 

@@ -547,11 +547,21 @@ class TrainingAudits:
         if few is None:
             return None
         device = self._training.device
-        moved = {
-            name: each_tensor(lambda tensor: tensor.to(device), getattr(few, name))
-            for name in ("whole", "parts", "cut", "even")
-        }
-        return msgspec.structs.replace(few, **moved)
+        # the host waits neither for a copy nor for what a GPU computes before it
+        at_once = device.type != "cuda"
+
+        def move(rows: Any) -> Any:
+            return each_tensor(lambda tensor: tensor.to(device, non_blocking=not at_once), rows)
+
+        parts = move(few.parts)
+        return msgspec.structs.replace(
+            few,
+            whole=move(few.whole),
+            parts=parts,
+            cut=parts if few.cut is few.parts else move(few.cut),
+            even=move(few.even),
+            even_cut=move(few.even_cut),
+        )
 
     def _sketcher(
         self, compute: Callable[..., Any] | None, losses_only: bool = False

@@ -213,13 +213,11 @@ def _distance(one: Sketch, other: Sketch, name: str) -> float:
     second = other.sums.get(name)
     if first is None or second is None:
         return _size(first or second or ())
-    return _size([a - b for a, b in zip(first, second, strict=True)])
+    return math.dist(first, second) / math.sqrt(len(first))
 
 
 def _size(sums: Sequence[float]) -> float:
-    if not sums:
-        return 0.0
-    return math.sqrt(sum(each * each for each in sums) / len(sums))
+    return math.hypot(*sums) / math.sqrt(len(sums)) if sums else 0.0
 
 
 def compare_ranks(

@@ -7,6 +7,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable
 from functools import partial
+from types import SimpleNamespace
 from typing import Any
 
 import numpy
@@ -16,6 +17,7 @@ torch = pytest.importorskip("torch")
 
 from torch import nn  # noqa: E402
 from torch.nn import functional  # noqa: E402
+from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
 
 from evener.torch.audit.compute import GradientSketcher  # noqa: E402
@@ -23,7 +25,12 @@ from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
 from evener.torch.audit.sketch import SIGNS, GradientSums, name_tensors, project_together  # noqa: E402
 from evener.torch.audit.step import DRAWN, Audited, Computations, audit  # noqa: E402
-from evener.torch.training_audits import make_share_computations, weigh_gradients  # noqa: E402
+from evener.torch.rows.structure import tensors_in  # noqa: E402
+from evener.torch.training_audits import (  # noqa: E402
+    TrainingAudits,
+    make_share_computations,
+    weigh_gradients,
+)
 
 Loss = Callable[[Any, Any, Any], Any]
 
@@ -238,6 +245,35 @@ def test_only_random_numbers_beside_dropout_s_keep_audits_from_being_quick() -> 
         if known.draws:
             drawing.add(name)
     assert drawing == {"noise and times", "random slopes"}
+
+
+def test_an_audit_is_three_passes_and_only_the_very_first_pass_is_intercepted() -> None:
+    """An intercepted pass takes several times as long on the host."""
+    intercepted = []
+
+    def note_pass(model: Any, x: Any, y: Any) -> Any:
+        intercepted.append(_get_current_dispatch_mode() is not None)
+        return classify(model, x, y)
+
+    model, known = nn.Sequential(head(), nn.Dropout(0.3)), KnownPasses()
+    for most in (ROWS, ROWS, FEWER):
+        audit_rows(model, note_pass, Points(45), default_collate, known, most)
+    assert intercepted == [True] + 8 * [False]
+
+
+def test_all_rows_of_an_audit_are_on_the_device() -> None:
+    """Also those that are only computed to find the cause of a difference."""
+
+    class Training(SimpleNamespace):  # held by a weak reference
+        pass
+
+    training = Training(world=1, rank=0, strict=False, device=torch.device("meta"))
+    few = TrainingAudits(training).take_rows(Texts(45), pad, range(45))
+    assert few is not None
+    assert few.cut is not few.parts
+    rows = tensors_in([few.whole, few.parts, few.cut, few.even, few.even_cut])
+    assert len(rows) == 2 * (1 + 4 * 2)
+    assert {each.device.type for each in rows} == {"meta"}
 
 
 def test_a_generator_that_starts_to_draw_ends_quick_audits() -> None:

@@ -30,7 +30,7 @@ from .randomness import (
     seed_all,
     seed_torch,
 )
-from .sketch import SIGNS, GradientSums
+from .sketch import SIGNS, GradientSums, read_scalars
 from .state import keep_with_frozen
 
 HOST_ROOM = 1 << 29  # bytes
@@ -80,9 +80,8 @@ class GradientSketcher:
         known: KnownPasses | None = None,
     ) -> None:
         self._models = list(models)
-        self._modules = [
-            module for each in self._models for module in each.modules() if module is not None
-        ]
+        self._named = [pair for each in self._models for pair in each.named_modules()]
+        self._modules = [module for _, module in self._named]
         self._tensors = tensors
         self._holders = holders
         self._apart = [each for each in apart if each is not None]
@@ -152,21 +151,29 @@ class GradientSketcher:
         return sums.sketch(computed)
 
     @property
-    def is_quick(self) -> bool:
-        """True if `sum_quickly` can be used: passes are known to draw no random numbers."""
-        return self._known.draws is False and not (self.losses_only or self.measures)
+    def may_be_quick(self) -> bool:
+        """True if `sum_quickly` can be tried: passes aren't known to draw random numbers."""
+        return not (self._known.draws or self.losses_only or self.measures)
 
     def sum_quickly(self, computation: Sequence[Piece]) -> GradientSums | None:
         """Run the pieces of a computation quickly; return None if a pass draws random numbers.
 
-        `read` converts the returned sums to a sketch. The host waits for the GPU only then.
+        `read` converts the returned sums to a sketch. The host waits for the GPU only then. If
+        nothing is known about the passes yet, each operation of the first piece is intercepted, as
+        in `sketch`.
         """
         sums = GradientSums(self._tensors, SIGNS, self._at_once)
         for piece in computation:
-            quick = QuickPass()
-            self._compute(piece, sums, quick, SEED)
-            if quick.has_drawn:
-                self._known.draws = True
+            if self._known.draws is None:
+                randomness = EvenRandomness()
+                self._compute(piece, sums, randomness, SEED)
+                self._known.computed |= randomness.kinds
+                self._known.draws = randomness.random > 0
+            else:
+                quick = QuickPass()
+                self._compute(piece, sums, quick, SEED)
+                self._known.draws = quick.has_drawn
+            if self._known.draws:
                 return None
         return sums
 
@@ -204,9 +211,10 @@ class GradientSketcher:
     def _list_buffers(self) -> dict[str, tuple[int, int]]:
         """Return each buffer's id and version by name, to detect changes."""
         return {
-            name: (id(buffer), buffer._version)
-            for model in self._models
-            for name, buffer in model.named_buffers()
+            f"{name}.{own}" if name else own: (id(buffer), buffer._version)
+            for name, module in self._named
+            for own, buffer in module._buffers.items()
+            if buffer is not None
         }
 
     def _note_changes(self, before: Mapping[str, tuple[int, int]]) -> None:
@@ -299,6 +307,6 @@ def _list_equal(tensors: Iterable[Any]) -> list[tuple[torch.Tensor, torch.Tensor
     equal = [(each == value).all() for each, value in zip(several, values, strict=True)]
     return [
         (each, value)
-        for each, value, same in zip(several, values, equal, strict=True)
-        if bool(same)
+        for each, value, same in zip(several, values, read_scalars(equal), strict=True)
+        if same
     ]

@@ -208,19 +208,30 @@ class GradientSums:
         trained = {name: each for name, each in self._tensors.items() if each.requires_grad}
         if not scaled.requires_grad or not trained:
             return
-        take = partial(torch.autograd.grad, scaled.sum(), list(trained.values()))
+        found = self._differentiate(scaled.sum(), trained, retain_graph)
+        with torch.no_grad(), without_modes():
+            for name, gradient in found.items():
+                self._take(name, gradient)
+            self._project_waiting()
+
+    def _differentiate(
+        self, loss: torch.Tensor, trained: Mapping[str, torch.Tensor], retain_graph: bool | None
+    ) -> dict[str, torch.Tensor]:
+        """Return the gradients of a loss by name.
+
+        Return none of them if each was projected and freed as soon as it was computed.
+        """
         with ExitStack() as stack:
             for name, each in trained.items():
                 if each._backward_hooks or not self._at_once:
                     hook = None if self._at_once else partial(self._exchange, name)
                     stack.enter_context(_only_hook(each, hook))
-            found = take(retain_graph=retain_graph, allow_unused=True)
-        with torch.no_grad(), without_modes():
-            if self._at_once:
-                for name, gradient in zip(trained, found, strict=True):
-                    if gradient is not None:
-                        self._take(name, gradient)
-            self._project_waiting()
+            tensors = list(trained.values())
+            found = torch.autograd.grad(loss, tensors, retain_graph=retain_graph, allow_unused=True)
+        if not self._at_once:
+            return {}
+        pairs = zip(trained, found, strict=True)
+        return {name: gradient for name, gradient in pairs if gradient is not None}
 
     def _exchange(self, name: str, gradient: torch.Tensor) -> torch.Tensor:
         """Add a gradient to the sums, and return zeros that need no memory in its place."""
@@ -259,7 +270,7 @@ class GradientSums:
 
         `computed` has the dtypes that the losses were computed in.
         """
-        made = Sketch(loss=math.fsum(_read_all(self._losses)))
+        made = Sketch(loss=math.fsum(read_scalars(self._losses)))
         for device in {sums.device for _, sums in self._sums}:
             own = [(names, sums) for names, sums in self._sums if sums.device == device]
             lines = torch.cat([sums for _, sums in own]).tolist()
@@ -269,8 +280,11 @@ class GradientSums:
         return made
 
 
-def _read_all(values: Sequence[torch.Tensor]) -> list[float]:
-    """Return the values of scalar tensors, which may be on several devices."""
+def read_scalars(values: Sequence[torch.Tensor]) -> list[float]:
+    """Return the values of scalar tensors, which may be on several devices.
+
+    On one device, the host waits only once.
+    """
     if len({each.device for each in values}) == 1:
         return list(torch.stack(list(values)).tolist())
     return [float(each) for each in values]

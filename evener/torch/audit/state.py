@@ -21,18 +21,21 @@ from .randomness import RandomState
 MOST_ITEMS = 10_000  # longer lists and dicts are data, not counters, and aren't inspected
 _CONTAINERS = (dict, list, deque, set)
 _PLAIN = {bool, int, float, str, type(None)}
+_EMPTY = ()  # what restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
     """The saved content of a dict, list or deque: its items, their ids, and the keys of a dict.
 
-    `inner` has the items that can change in place, each with the data that restore it.
+    `inner` has the items that can change in place, each with the data that restore it. `empty` has
+    the containers among the items that were empty, as most containers of a module are.
     """
 
     keys: list[Any] | None
     items: list[Any]
     ids: list[int]
     inner: list[tuple[Any, Any]]
+    empty: list[Any]
 
 
 @contextmanager
@@ -131,8 +134,8 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
     if not isinstance(value, _CONTAINERS) or len(value) > MOST_ITEMS:
         return None
     memo[id(value)] = value
-    if not value:  # like most containers of a module
-        return ()
+    if not value:
+        return _EMPTY
     if isinstance(value, set):
         return set(value)
     return _copy_items(value, memo, most_bytes)
@@ -142,8 +145,9 @@ def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
     keys = list(value) if isinstance(value, dict) else None
     items = list(value) if keys is None else list(value.values())
     copies = [(item, copy_data(item, memo, most_bytes)) for item in items]
-    inner = [(item, was) for item, was in copies if was is not None]
-    return _Items(keys, items, list(map(id, items)), inner)
+    empty = [item for item, was in copies if was is _EMPTY]
+    inner = [(item, was) for item, was in copies if was is not None and was is not _EMPTY]
+    return _Items(keys, items, list(map(id, items)), inner, empty)
 
 
 def _copy_tensor(value: torch.Tensor, memo: dict[int, Any], most_bytes: float) -> Any:
@@ -166,9 +170,8 @@ def put_back(value: Any, was: Any) -> None:
     """Restore a value from what `copy_data` returned for it."""
     if was is None:
         return
-    if was == ():
-        if value:
-            value.clear()
+    if was is _EMPTY:
+        value.clear()
     elif isinstance(value, torch.Tensor):
         version, copied = was
         with torch.no_grad():  # a tensor changed through .data alone still has its version
@@ -181,6 +184,9 @@ def put_back(value: Any, was: Any) -> None:
 
 
 def _put_back_items(value: Any, was: _Items) -> None:
+    for item in was.empty:
+        if item:
+            item.clear()
     for item, inner in was.inner:
         put_back(item, inner)
     if isinstance(value, dict):

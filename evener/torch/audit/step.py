@@ -110,15 +110,15 @@ def _agree_quickly(
     sketcher: GradientSketcher, computations: Computations, moves: bool
 ) -> Audited | None:
     """Return the result of an audit with quick passes, or None if they can't be used or differ."""
-    if not sketcher.is_quick:
+    if not sketcher.may_be_quick:
         return None
     with sketcher.open(moves):
-        found = [
-            sketcher.sum_quickly(computation)
-            for computation in (computations.reference, computations.trained)
-        ]
-        sketches = [sketcher.read(sums) for sums in found if sums is not None]
-    if len(sketches) < 2 or compare(sketches[0], sketches[1]) is not None:
+        reference = sketcher.sum_quickly(computations.reference)
+        trained = None if reference is None else sketcher.sum_quickly(computations.trained)
+        if reference is None or trained is None:
+            return None
+        sketches = sketcher.read(reference), sketcher.read(trained)
+    if compare(*sketches) is not None:
         return None
     return _report(sketcher, computations, sketches[0])
 
