@@ -35,8 +35,8 @@ from evener.devices.cluster.discovery import (
 from evener.devices.network import (
     RENDEZVOUS_PORT,
     VARIABLES,
+    Endpoint,
     Listener,
-    Place,
     find_interface,
     find_unreachable,
 )
@@ -454,24 +454,26 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
     return closed or (Check("ports", "ok", "every host reaches every other"),)
 
 
-def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Place, str]]:
+def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
     """Return the connections between hosts that fail.
 
     Each has the host it comes from, the address and port it goes to, and the reason.
     """
     with ExitStack() as stack:
-        doors = {
+        listeners = {
             agent: stack.enter_context(closing(agent.keep(Listener, agent.host)))
             for agent in agents
         }
-        places = {agent: door.ask("places") for agent, door in doors.items()}
+        endpoints = {agent: listener.ask("endpoints") for agent, listener in listeners.items()}
         calls = {}
         for agent in agents:
-            others = [place for other in agents if other is not agent for place in places[other]]
+            others = [
+                endpoint for other in agents if other is not agent for endpoint in endpoints[other]
+            ]
             calls[agent] = agent.begin("call", find_unreachable, others)
         found = []
         for agent, call in calls.items():
-            found += [(agent.host, place, why) for place, why in agent.finish(call)]
+            found += [(agent.host, endpoint, why) for endpoint, why in agent.finish(call)]
         return found
 
 

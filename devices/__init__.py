@@ -1,4 +1,4 @@
-"""The devices of this machine: finding them, sampling them and assigning them to children.
+"""Find and sample the devices of this machine, and assign them to child processes.
 
 Start with `types` for the terms and `discover` for how requests are resolved, then read the
 sources: `nvidia`, `cpu` and `simulated`.

@@ -1,10 +1,10 @@
 """The interface of a kind of devices, implemented by NVIDIA GPUs, CPU slices and simulated devices.
 
 The module also holds what the implementations share: selecting devices by the rules of
-CUDA_VISIBLE_DEVICES, which other makers' variables follow too, and reading a device's
-vitals, which reveal what can spoil a measurement (throttling, memory used by others, a
-driver that stops answering). docs/architecture.md, "To add a maker of devices", says which
-file to write and which line to add.
+CUDA_VISIBLE_DEVICES, which other makers' variables follow too, and reading the vitals of a device,
+which reveal what can spoil a measurement (throttling, memory that other programs use, a driver that
+stops answering). docs/architecture.md, "To add a maker of devices", lists the files and lines that
+a new maker needs.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ class Listing(msgspec.Struct, frozen=True):
     """The devices of one kind that a driver lists, and notes on devices that don't answer."""
 
     devices: tuple[Device, ...]
-    used_bytes: dict[str, int | None] = {}  # by id: the memory in use on it now
+    used_bytes: dict[str, int | None] = {}  # memory in use now, by device id
     notes: tuple[str, ...] = ()
     driver: str = ""  # the driver's version; empty if it doesn't report one
 
@@ -39,8 +39,9 @@ class Discovery(msgspec.Struct, frozen=True):
     """The devices that a request selects, and notes on them."""
 
     devices: tuple[Device, ...]
-    notes: tuple[str, ...] = ()  # to show: what `auto` chose and why, or that others use a device
-    machine: Machine | None = None  # the physics, if the devices are simulated
+    # shown to the user: what `auto` chose and why, or that others use a device
+    notes: tuple[str, ...] = ()
+    machine: Machine | None = None  # the simulated machine, if the devices are simulated
     driver: str = ""  # version of the devices' driver
 
 
@@ -50,8 +51,8 @@ def choose_devices(
     """Return the listed devices that the terms name.
 
     A term without a pick selects all visible devices. Raises DeviceError if none is visible;
-    `hidden` is the setting that hides them. The result has a note on each device of whose memory
-    more than 5 % is used by others.
+    `hidden` is the setting that hides them. The result has a note on each device of which other
+    programs use more than 5 % of the memory.
     """
     chosen: list[Device] = []
     for term in terms:
@@ -125,24 +126,25 @@ def _matching(devices: Sequence[Device], pick: str) -> list[Device]:
 
 
 class Vitals(msgspec.Struct, frozen=True):
-    """One reading of a device's condition; a field is None if the device doesn't report it.
+    """One reading of a device's condition. A field is None if the device doesn't report it.
 
     Seconds are cumulative since the driver was loaded or the watch began.
     """
 
     at_seconds: float = 0.0  # monotonic
-    # throttled by heat, a power brake or a fault: the longest of these
+    # seconds throttled by heat, a power brake or a fault: the longest of the three
     held_seconds: float | None = None
-    braked_seconds: float | None = None  # throttled by a power brake
-    capped_seconds: float | None = None  # throttled by the power limit
+    braked_seconds: float | None = None  # seconds throttled by a power brake
+    capped_seconds: float | None = None  # seconds throttled by the power limit
     # current clock of the multiprocessors as a fraction of the highest that it reached
-    clock_part: float | None = None
-    used_bytes: int | None = None  # in total; only full readings update this and the next three
+    clock_fraction: float | None = None
+    # total memory in use; only full readings update this and the next three fields
+    used_bytes: int | None = None
     processes: Mapping[int, int | None] = {}  # pid -> bytes, as far as the driver reports
     # pid -> fraction of the time since the last full reading in which its kernels ran
     busy: Mapping[int, float] = {}
     busy_percent: float | None = None  # percentage of the last moments in which any kernel ran
-    # by the driver's energy counter, or else power integrated over the readings
+    # from the driver's energy counter, or else power integrated over the readings
     joules: float | None = None
     trouble: str = ""  # a message that says why the device can't be used now
 
@@ -164,14 +166,15 @@ class VitalsReader(Protocol):
 
 
 class VitalsWatch:
-    """Reads one device's vitals on threads of its own, so that a driver that hangs blocks nobody.
+    """Reads one device's vitals on separate threads, so that a driver that hangs blocks nobody.
 
     A driver that has never answered isn't reported as trouble; its vitals stay empty.
     """
 
     def __init__(self, reader: VitalsReader) -> None:
         self._reader = reader
-        self._ever = False  # the driver has answered before, so from now on silence is trouble
+        # the driver has answered before, so a missing answer is trouble from now on
+        self._has_answered = False
         self._last = Vitals()
         self._began: float | None = None  # when the thread called the driver
         self._thread: threading.Thread | None = None  # one thread per reading
@@ -221,14 +224,14 @@ class VitalsWatch:
         thread = threading.Thread(
             target=target, args=(argument,), name="evener-vitals", daemon=True
         )
-        thread.start()  # start it before others see it, as they may join it at once
+        thread.start()  # start it before it can be seen, as another thread may join it at once
         self._thread = thread
 
     def _answer(self, full: bool) -> None:
         self._began = time.monotonic()
         found = self._reader.read(full)
-        self._ever = self._ever or not found.trouble
-        self._last = found if self._ever else Vitals(found.at_seconds)
+        self._has_answered = self._has_answered or not found.trouble
+        self._last = found if self._has_answered else Vitals(found.at_seconds)
         self._began = None
 
     def _finish(self, before: threading.Thread | None) -> None:
@@ -249,20 +252,20 @@ class ChildEnvironment(msgspec.Struct, frozen=True):
 
     variables: dict[str, str]  # to set; the rest of the environment is inherited
     cores: tuple[int, ...] = ()  # for os.sched_setaffinity; empty: leave it
-    # how much it may grow after importing the framework; None: no cap
+    # bytes by which it may grow after importing the framework; None: no cap
     address_space_bytes: int | None = None
     threads: int | None = None  # compute threads; None: the framework's own choice
 
 
 class Backend(Protocol):
-    """Base class of a kind of devices.
+    """Base class for one kind of devices.
 
-    A maker's class overrides the methods that its devices support. A process has one
-    instance of each class, created by `devices/registry.py`. Importing a backend's
-    module must not start a driver.
+    A maker's class overrides the methods that its devices support. A process has one instance of
+    each class, created by `devices/registry.py`. Importing a backend's module must not start a
+    driver.
     """
 
-    # the word in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
+    # the name in `--devices`, in labels (GPU:0) and in `Device.kind`; lower case letters and digits
     kind: str
     maker: str = ""  # the maker's name; empty: there is no maker's driver
     own_memory: bool = True  # False: devices share the host's memory, or are simulated
@@ -281,7 +284,7 @@ class Backend(Protocol):
     memory_words: tuple[str, ...] = ()
     torch_name: str = ""  # PyTorch's word for these devices: "cuda"
     tensorflow_name: str = ""  # TensorFlow's: "GPU"
-    # run by `python -m`; exits with 0 if the first visible device computes
+    # module run by `python -m`; exits with 0 if the first visible device computes
     check_module: str = "evener.errors"
     remedy: str = "Check the driver and dmesg."  # for devices that don't compute
     # (package, the package that evener needs) that both install the same module
@@ -347,8 +350,9 @@ class Backend(Protocol):
         return {self.visible_variable: ",".join(ids)} if self.visible_variable else {}
 
     def name_in(self, framework: str, number: int) -> str:
-        """Return the framework's name for a child's device with this number,
-        such as "cuda:0" or "GPU:0".
+        """Return the framework's name for a child's device, such as "cuda:0" or "GPU:0".
+
+        `number` counts the devices that the child sees.
         """
         words = {"torch": self.torch_name, "tensorflow": self.tensorflow_name}
         return f"{words.get(framework) or self.kind.upper()}:{number}"
@@ -363,21 +367,20 @@ class Backend(Protocol):
     def name_path(self, first: Device, second: Device) -> str:
         """Return the name of the data path between two devices of this kind, such as "NVLink".
 
-        The result is empty if the path is unknown.
+        Return an empty string if the path is unknown.
         """
         return ""
 
     def bus_address(self, device: Device) -> str:
         """Return the PCI address in sysfs notation, such as 0000:3b:00.0; empty if there is none.
 
-        The device's sysfs file is locked so that different users don't
-        measure on it at the same time.
+        Sessions lock the device's sysfs file, so that different users don't measure on it at the
+        same time.
         """
         return ""
 
     def daemon_runs(self) -> bool:
-        """True if a daemon such as NVIDIA's MPS runs.
-
-        With it, several processes can compute on one device at the same time.
+        """True if a daemon such as NVIDIA's MPS runs, which lets several processes share one
+        device.
         """
         return False

@@ -1,7 +1,7 @@
 """CPU slices as devices: disjoint sets of cores, each with an equal part of the free memory.
 
-A child is confined to its cores, threads and memory. The monitor shows the load of the cores, and
-the temperature and clock of the processor.
+A child is confined to the cores, threads and memory of its slices. The monitor shows the load of
+the cores, and the temperature and clock of the processor.
 """
 
 from __future__ import annotations
@@ -148,7 +148,7 @@ class CpuSource:
 def read_heat() -> tuple[Reading, Reading]:
     """Return the processor's temperature and the temperature at which it throttles, in °C.
 
-    Both are those of its hottest sensor.
+    Both are readings of its hottest sensor.
     """
     sensors: dict[str, list[Any]] = {}
     with suppress(OSError, AttributeError, RuntimeError):
@@ -172,8 +172,8 @@ def read_clock(cores: Sequence[int]) -> tuple[Reading, Reading]:
 
 
 MIB = 1 << 20
-# Without these, glibc maps and unmaps the large buffers of every step, which costs 15 % of the
-# speed and causes half of the noise.
+# Without these settings, glibc maps and unmaps the large buffers of every step, which costs 15 % of
+# the speed and causes half of the noise.
 STEADY_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": "4000000000",
     "MALLOC_TRIM_THRESHOLD_": "4000000000",

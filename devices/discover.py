@@ -1,7 +1,7 @@
 """Find the devices that `--devices` names, and open the source that samples them.
 
-Devices that other programs are using are detected: measurements taken beside other programs' work
-hold only while that work goes on.
+Devices that other programs use are detected, because a measurement taken beside other work is valid
+only while that work goes on.
 """
 
 from __future__ import annotations
@@ -70,8 +70,8 @@ def _check_limit(device: Device) -> None:
 def _all_memory(device: Device) -> int | None:
     """Return the most memory that a device can ever have; None if unknown.
 
-    For a CPU slice this is the machine's memory, because slices share
-    it and more may be free later.
+    For a CPU slice this is the machine's memory, because slices share it and more may be free
+    later.
     """
     if not device.on_cpu:
         return device.memory_bytes
@@ -142,7 +142,8 @@ def _busy_note(device: Device, seen: Vitals) -> str:
 def _full_note(device: Device, seen: Vitals) -> str:
     """Return a message about a device without enough free memory.
 
-    The result is empty if there is room for its own limit, or if it doesn't report its memory.
+    Return an empty string if there is room for the device's own limit, or if it doesn't report its
+    memory.
     """
     total = device.memory_bytes
     if total is None or seen.used_bytes is None:
@@ -162,6 +163,6 @@ def _full_note(device: Device, seen: Vitals) -> str:
 
 
 def _name_pids(seen: Vitals) -> str:
-    """Return the first few pids on a device, for a message; empty if the driver names none."""
+    """Return the first few pids on a device as text; empty if the driver names none."""
     pids = [str(pid) for pid in seen.processes]
     return ", ".join([*pids[:MOST_NAMED], *(["..."] if len(pids) > MOST_NAMED else [])])

@@ -29,7 +29,7 @@ MIB = 1 << 20
 # power at full load if a file gives none; power at idle as a fraction of full load
 USUAL_WATTS = 250.0
 IDLE_POWER = 0.08
-SMALLEST_STALL_MS = 1e-6  # shorter stalls are ignored
+SMALLEST_STALL_MS = 1e-6  # ms; shorter stalls are ignored
 LARGEST = 1e12  # limit of any number in a machine file, so that no product of two overflows
 
 Amount = Annotated[float, Meta(ge=0, le=LARGEST)]
@@ -53,7 +53,7 @@ class Sync(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     def seconds(self, devices: int, hosts: int = 1) -> float:
         """Return the seconds per step that the devices with samples spend synchronizing.
 
-        They are on `hosts` hosts. Return 0 for one device.
+        `hosts` is the number of hosts that they are on. Return 0 for one device.
         """
         within = self.base_ms + self.per_device_ms * (devices - 1) if devices >= 2 else 0.0
         across = self.network_ms + self.per_host_ms * (hosts - 1) if hosts >= 2 else 0.0
@@ -71,7 +71,8 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     curve: Curve  # (batch, step ms), as recorded: a larger batch may take less time
     memory_base_mib: Amount = 0.0
     memory_per_sample_mib: Amount = 0.0
-    memory_curve: Curve = ()  # (batch, MiB): a piecewise linear curve in place of the two above
+    # (batch, MiB): a piecewise linear curve that replaces the two fields above
+    memory_curve: Curve = ()
     noise: Annotated[float, Meta(ge=0, le=1)] = 0.0  # relative standard deviation of one step
     stall_ms: Amount = 0.0  # step time is rounded up to a multiple of it
     # overhead of each further pass; None: a pass costs as much as a step of its rows
@@ -79,7 +80,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     contention: Amount = 0.0  # relative slow-down while other devices work too
     # (runs side by side, combined throughput / throughput of one); flat beyond the last
     pack_gain: Points = ()
-    power_watts: Positive | None = None  # at full load; None: not reported to a search
+    power_watts: Positive | None = None  # at full load; None: no power is reported to a search
     host: str = ""  # the device's host, if a file has several hosts
     source: str = ""  # where the values come from
 
@@ -101,7 +102,7 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     def fixed_ms(self) -> float:
         """Milliseconds of a step without rows.
 
-        This is the lowest intercept of the lines through neighbouring points of the curve.
+        It is the lowest intercept of the lines through neighbouring points of the curve.
         """
         begins = (
             t0 - max(0.0, t1 - t0) / (b1 - b0) * b0 for (b0, t0), (b1, t1) in pairwise(self.curve)
@@ -172,14 +173,15 @@ class SimulatedDevice(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A model whose parts lie on several devices of a machine file, described by one curve.
+    """A model whose parts are placed on several devices of a machine file, described by one curve.
 
     A placement never runs out of memory.
     """
 
     name: Annotated[str, Meta(min_length=1)]
     curve: Curve  # (batch, step ms)
-    devices: Annotated[int, Meta(ge=2)] = 2  # number of devices it uses, from the first on
+    # number of devices that it uses, beginning with the first
+    devices: Annotated[int, Meta(ge=2)] = 2
 
     def __post_init__(self) -> None:
         check_rising("curve", self.curve)
@@ -190,9 +192,7 @@ class SimulatedPlacement(msgspec.Struct, frozen=True, kw_only=True, forbid_unkno
 
 
 class SimulatedShards(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The memory of the model's state that sharded training divides among the
-    devices, and the cost of sharding.
-    """
+    """The memory of the model's state that sharded training divides, and the cost of sharding."""
 
     # parameters, gradients and optimizer state; part of each device's own memory use
     state_mib: Positive
@@ -239,7 +239,7 @@ class Machine(msgspec.Struct, frozen=True):
         return self.limits[position] if self.limits else Limit()
 
     def described(self) -> tuple[Device, ...]:
-        """Return the devices as Device objects, the form common to all kinds."""
+        """The devices as `Device` objects, the form common to all kinds."""
         return tuple(
             Device(
                 id=f"sim-{position}-{device.slug}",
@@ -298,11 +298,10 @@ class Machine(msgspec.Struct, frozen=True):
         return self.devices[position].memory_bytes(rows)
 
     def part_bytes(self, position: int, rows: int, part: float, in_passes: bool = False) -> int:
-        """Return the peak memory of one device that computes these rows in one pass and holds
-        the fraction `part` of the model's state.
+        """Return the peak memory of a device in sharded training, for these rows in one pass.
 
-        With `in_passes`, it holds the gradients of other passes meanwhile. Raises ValueError if
-        the machine file describes no shards.
+        The device holds the fraction `part` of the model's state. With `in_passes`, it also holds
+        the gradients of other passes. Raises ValueError if the machine file describes no shards.
         """
         shards = self.shards
         if shards is None:
@@ -320,7 +319,7 @@ class Machine(msgspec.Struct, frozen=True):
         return own if capped is None else min(own, capped)
 
     def short_bytes(self, position: int, at_seconds: float) -> int:
-        """Return by how many bytes other processes reduce the usable memory at this time."""
+        """Return how many bytes of the usable memory other processes take at this time."""
         taken = sum(
             each.memory_taken_mib for each in self.events if each.applies_to(position, at_seconds)
         )

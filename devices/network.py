@@ -24,7 +24,7 @@ RENDEZVOUS_PORT = 29400  # for a launch over several hosts; PyTorch's default
 VARIABLES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 CONNECT_SECONDS = 3.0
 MOST_CALLERS = 4096  # backlog: each host connects once
-Place = tuple[str, int]  # a host's address, and a port
+Endpoint = tuple[str, int]  # a host's address, and a port
 
 
 def loopback_interface() -> dict[str, str]:
@@ -36,7 +36,8 @@ def loopback_interface() -> dict[str, str]:
 
 
 def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
-    """Return the variables that make gloo and NCCL use the interface towards the other hosts.
+    """Return the environment variables that make gloo and NCCL use the interface to the other
+    hosts.
 
     Variables that are already set are left out.
     """
@@ -48,11 +49,11 @@ def choose_interface(host: str, hosts: Iterable[str]) -> dict[str, str]:
 
 
 def find_interface(host: str) -> str:
-    """Return the name of the interface that packets to `host` leave from.
+    """Return the name of the interface through which packets to `host` leave.
 
-    The result is empty if there is no route.
+    Return an empty string if there is no route.
     """
-    own = find_source(host)
+    own = find_source_address(host)
     interfaces: dict[str, Any] = psutil.net_if_addrs()
     for name, addresses in interfaces.items():
         if own and own in {each.address for each in addresses}:
@@ -60,23 +61,23 @@ def find_interface(host: str) -> str:
     return ""
 
 
-def find_source(host: str) -> str:
+def find_source_address(host: str) -> str:
     """Return this machine's source address for packets to `host`; empty if there is no route."""
     for family, kind, protocol, _, address in resolve(host, port=9):
-        with suppress(OSError), socket.socket(family, kind, protocol) as door:
-            door.connect(address)  # on a UDP socket: chooses the route, sends nothing
-            return str(door.getsockname()[0])
+        with suppress(OSError), socket.socket(family, kind, protocol) as sock:
+            sock.connect(address)  # on a UDP socket: chooses the route, sends nothing
+            return str(sock.getsockname()[0])
     return ""
 
 
 def find_own_address(host: str, hosts: Iterable[str]) -> str:
     """Return the address at which the other hosts, which know this host as `host`, can reach it.
 
-    A machine's own name often resolves to loopback (127.0.1.1 on Debian); the result is then the
+    The name of a machine often resolves to loopback (127.0.1.1 on Debian). In that case, return the
     source address of packets to the other hosts.
     """
     named = [str(address[0]) for *_, address in resolve(host)]
-    others = [find_source(other) for other in hosts if other != host]
+    others = [find_source_address(other) for other in hosts if other != host]
     outward = [source for source in others if source and not is_loopback(source)]
     if outward and (not named or is_loopback(named[0])):
         return outward[0]
@@ -91,32 +92,32 @@ class Listener:
 
     def __init__(self, address: str) -> None:
         self._address = address
-        self._doors = [socket.create_server((address, 0), backlog=MOST_CALLERS)]
+        self._sockets = [socket.create_server((address, 0), backlog=MOST_CALLERS)]
         with suppress(OSError):
-            self._doors.append(
+            self._sockets.append(
                 socket.create_server((address, RENDEZVOUS_PORT), backlog=MOST_CALLERS)
             )
 
-    def places(self) -> list[Place]:
+    def endpoints(self) -> list[Endpoint]:
         """Return the address and ports on which the listener waits."""
-        return [(self._address, door.getsockname()[1]) for door in self._doors]
+        return [(self._address, sock.getsockname()[1]) for sock in self._sockets]
 
     def close(self) -> None:
         """Stop listening."""
-        for door in self._doors:
-            door.close()
+        for sock in self._sockets:
+            sock.close()
 
 
-def find_unreachable(places: Sequence[Place]) -> list[tuple[Place, str]]:
+def find_unreachable(endpoints: Sequence[Endpoint]) -> list[tuple[Endpoint, str]]:
     """Return the addresses and ports to which this host can't connect, each with the reason."""
     with ThreadPoolExecutor(32) as pool:
-        faults = list(pool.map(_try_connecting, places))
-    return [(place, fault) for place, fault in zip(places, faults, strict=True) if fault]
+        faults = list(pool.map(_try_connecting, endpoints))
+    return [(endpoint, fault) for endpoint, fault in zip(endpoints, faults, strict=True) if fault]
 
 
-def _try_connecting(place: Place) -> str:
+def _try_connecting(endpoint: Endpoint) -> str:
     try:
-        socket.create_connection(place, CONNECT_SECONDS).close()
+        socket.create_connection(endpoint, CONNECT_SECONDS).close()
     except OSError as error:
         return error.strerror or str(error)
     return ""

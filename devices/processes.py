@@ -139,8 +139,9 @@ def _look_up(process: psutil.Process) -> ProcessReading:
 
 
 def clean_text(text: str) -> str:
-    """Return the text without characters that could control a terminal or reverse its direction,
-    cut to at most 4096 characters.
+    """Return the text without characters that could control a terminal or reverse its direction.
+
+    It is cut to at most 4096 characters.
     """
     return "".join(sign if sign.isprintable() else " " for sign in text[:LONGEST_COMMAND]).strip()
 

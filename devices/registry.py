@@ -34,8 +34,8 @@ BACKENDS = {
 def find_backend(kind: str) -> Backend:
     """Return the backend for this kind of devices.
 
-    Raises RequestError if this version of evener has none, for example
-    for a newer version's journal.
+    Raises RequestError if this version of evener has none, for example for the journal of a newer
+    version.
     """
     if kind not in BACKENDS:
         raise RequestError(
@@ -89,9 +89,7 @@ def find_here(terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
 
 
 def _use_the_cpu(limit: Limit, variables: Mapping[str, str], why: str) -> Discovery:
-    """Return CPU slices for a machine without other devices, with a note
-    that says why they are used.
-    """
+    """Return CPU slices for a machine without other devices, with a note that says why."""
     found = find_backend("cpu").find((Term("cpu", limit=limit),), variables)
     each = len(found.devices[0].cores)
     named = ", ".join(device.label for device in found.devices)
@@ -117,11 +115,10 @@ def _load(place: str) -> Backend:
 
 
 def child_environment(devices: Sequence[Device], framework: str) -> ChildEnvironment:
-    """Return the environment of a child that trains on `devices` with
-    "tensorflow", "torch" or "none".
+    """Return the environment of a child that trains on `devices`.
 
-    Raises DeviceError if a device has a limit that can't be enforced, and ValueError if the
-    devices are of several kinds.
+    `framework` is "tensorflow", "torch" or "none". Raises DeviceError if a device has a limit that
+    can't be enforced, and ValueError if the devices are of several kinds.
     """
     (kind, *more) = {device.kind for device in devices}
     if more:
@@ -135,11 +132,11 @@ def child_environment(devices: Sequence[Device], framework: str) -> ChildEnviron
 
 
 def import_path(inherited: str) -> str:
-    """Return the PYTHONPATH for a child that has to import this same evener.
+    """Return the PYTHONPATH for a child that has to import the same evener.
 
     If `evener` was found through a folder on `sys.path`, that folder comes first. An editable
     install needs no folder: the checkout's folder would also expose its other packages, which may
-    clash with a user's own, such as a folder `workloads`.
+    clash with packages of the user, such as a folder `workloads`.
     """
     home = Path(evener.__file__).resolve().parent.parent
     known = {Path(entry or os.curdir).resolve() for entry in sys.path}

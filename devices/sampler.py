@@ -1,4 +1,4 @@
-"""Samples a source on a thread of its own, keeps a history and notifies a subscriber.
+"""Sample a source on a separate thread, keep a history and notify a subscriber.
 
 If the source hangs, neither readers of the history nor the subscriber are blocked.
 """
@@ -36,8 +36,8 @@ log = logging.getLogger(__name__)
 
 
 class Sampler:
-    """Polls a source on one thread, and calls the subscriber from its own threads,
-    never twice at the same time.
+    """Polls a source on one thread, and calls the subscriber from its own threads, one call at a
+    time.
 
     Ticks come at whole intervals from the start; ticks missed by a slow source are skipped.
     """
@@ -51,7 +51,7 @@ class Sampler:
         self.interval_seconds = interval_seconds
         self._history = History(HISTORY_TICKS)
         self._subscriber: Subscriber = lambda _: None
-        # guards what readers see; never held while the source or the subscriber runs
+        # guards the fields that readers use; never held while the source or the subscriber runs
         self._lock = threading.Lock()
         self._notifying = threading.Lock()  # one call at a time
         self._stop = threading.Event()
@@ -63,11 +63,10 @@ class Sampler:
         )
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """Set the load of each device by id, as the samples/s and the share of the probe on it.
+        """Set the load of each device by id: the samples/s and the share of the probe on it.
 
-        The samples/s are None if they aren't known yet.
-
-        Only simulated devices use these loads; on real devices the probes report themselves.
+        The samples/s are None while unknown. Only simulated devices use these loads; on real
+        devices the probes report their own samples/s.
         """
         if isinstance(self.source, SimulatedSource):
             for position, device in enumerate(self.source.devices()):

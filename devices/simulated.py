@@ -92,8 +92,8 @@ def parse_machine(text: bytes, source: str = "machine.toml") -> Machine:
 
 
 def _check_positions(file: MachineFile, source: str) -> None:
-    """Raise RequestError unless placements and events refer to existing devices
-    and placement names are unique.
+    """Raise RequestError unless placements and events refer to existing devices, and names are
+    unique.
     """
     devices = len(file.device)
     for i, placement in enumerate(file.placement):
@@ -117,7 +117,7 @@ def _check_positions(file: MachineFile, source: str) -> None:
 def catalogue(names: Sequence[str]) -> Machine:
     """Return a machine of catalogue devices.
 
-    Devices of different kinds synchronize at the cost of the most expensive one. Raises
+    Devices of different kinds synchronize at the cost of the most expensive kind. Raises
     RequestError for an unknown name.
     """
     entries, default = _entries()
@@ -218,8 +218,8 @@ HEAT_LAG_SECONDS = 25.0
 IDLE_MHZ = 210.0
 FULL_MHZ = 1900.0
 IDLE_MEMORY_BYTES = 12 * MIB
-BYTES_PER_SAMPLE = 28 * 28 * 4  # bytes that the workload's host sends per sample
-# per second, in both directions, when steps follow each other without a pause
+BYTES_PER_SAMPLE = 28 * 28 * 4  # bytes that the host sends to the device per sample
+# bytes per second, in both directions, if steps follow each other without a pause
 FULL_LINK_BYTES = 9e9
 
 
@@ -234,8 +234,9 @@ class SimulatedLoad(msgspec.Struct, frozen=True):
 
 
 class _LoadMeter:
-    """Averages a device's loads from one reading to the next, so that work between readings is
-    included. Times are in seconds, by the source's clock.
+    """Averages a device's loads between two readings, so that work in between is included.
+
+    Times are in seconds, by the source's clock.
     """
 
     def __init__(self, load: SimulatedLoad, now: float) -> None:
@@ -249,9 +250,9 @@ class _LoadMeter:
         self._load = load
 
     def read(self, now: float) -> SimulatedLoad:
-        """Return the mean load since the last reading, but the highest memory use.
+        """Return the mean load since the last reading, with the highest memory use in that time.
 
-        It is the highest because memory isn't released at once.
+        Memory isn't averaged, because it isn't released at once.
         """
         self._note(now)
         past = self._past
@@ -349,7 +350,7 @@ class SimulatedSource:
     def _load(self, position: int, samples_per_second: float, share: int) -> SimulatedLoad:
         """Return the load of a device that trains at this rate, with `share` samples a step.
 
-        The fraction of time in which it is busy is the steps per second times a step's seconds.
+        The busy fraction is the steps per second times the seconds per step.
         """
         physics = self.machine.devices[position]
         busy = 0.0
@@ -367,7 +368,7 @@ class SimulatedSource:
     def _sample(self, position: int, load: SimulatedLoad, together: bool) -> DeviceSample:
         """Return one device's sample.
 
-        Without `together`, the device trains alone and has no link traffic.
+        With `together` False, the device trains alone and has no link traffic.
         """
         device = self._devices[position]
         state = self._states[position]

@@ -1,7 +1,7 @@
 """Build the parts of a snapshot that every source needs: the host's sample and the processes.
 
 The samples/s of processes come from the reports that training processes write, and are assigned to
-this machine's devices.
+the devices of this machine.
 """
 
 from __future__ import annotations
@@ -66,8 +66,8 @@ class SnapshotBuilder:
     ) -> Snapshot:
         """Return the snapshot of this tick.
 
-        `seen` holds the driver's processes by device id; `host` is the
-        host's sample if already taken.
+        `seen` holds the driver's processes by device id. `host` is the sample of the host if it has
+        already been taken.
         """
         devices, processes = self.complete(samples, seen or {})
         self._book.forget_others(each.pid for each in processes)
@@ -86,8 +86,9 @@ class SnapshotBuilder:
     def complete(
         self, samples: Sequence[DeviceSample], seen: Mapping[str, Sequence[DeviceUse]]
     ) -> tuple[tuple[DeviceSample, ...], tuple[ProcessSample, ...]]:
-        """Return the samples with samples/s filled in, and a row for each process that the driver
-        reports or that reports itself.
+        """Return the samples with samples/s filled in, and a row for each known process.
+
+        A process is known if the driver reports it or if it writes reports of its own.
         """
         devices = [sample.device for sample in samples]
         pids = {identity: [each.pid for each in there] for identity, there in seen.items()}
@@ -109,8 +110,8 @@ class SnapshotBuilder:
 
 
 def _on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
-    """Return the processes on one device: those its driver reports, then those
-    known only by their own reports.
+    """Return the processes on one device: first the driver's, then others with reports of their
+    own.
     """
     known = {each.pid for each in seen}
     reported = [pid for pid, identity in rates if identity == device.id]
@@ -169,7 +170,7 @@ class TrainingRates:
         self._trainings: Sequence[Training] = ()
         # ended ranks of training runs whose other ranks go on
         self._ended: Sequence[Training] = ()
-        # all reports, with device ids as of the last call of `by_process`
+        # all reports, with the device ids of the last call of `by_process`
         self.reports: tuple[Training, ...] = ()
 
     def by_process(self, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]) -> Rates:
@@ -204,9 +205,7 @@ class TrainingRates:
         self._ended = [each for each in left if each.training in going]
 
     def tokens(self, pid: int) -> tuple[Reading, Reading]:
-        """Return the process's tokens/s and its padding in percent, as of
-        the last call of `by_process`.
-        """
+        """Return the process's tokens/s and its padding in percent, as of the last `by_process`."""
         found = [each for each in self._trainings if each.pid == pid and each.tokens_per_second]
         if not found:
             return UNSUPPORTED, UNSUPPORTED
@@ -244,12 +243,12 @@ def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
 def _place(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
-    """Return the training run with its devices identified by this machine's ids,
-    if they are on this machine.
+    """Return the training run with its devices identified by this machine's ids.
 
-    A device with an id keeps it. A bare index is the framework's own numbering, which
-    CUDA_VISIBLE_DEVICES shifts. Bare indices are matched to the GPUs on which the driver reports
-    the process if there are equally many, and to the driver's numbering otherwise.
+    Devices that aren't on this machine are unchanged, and so is a device with an id. A bare index
+    is the framework's own numbering, which CUDA_VISIBLE_DEVICES shifts. Bare indices are matched to
+    the GPUs on which the driver reports the process if there are equally many, and to the driver's
+    numbering otherwise.
     """
     seen = [device for device in devices if training.pid in pids.get(device.id, ())]
     if not training.devices:

@@ -129,9 +129,7 @@ def _parse_device(body: str, limit: Limit, before: Term | None) -> Term:
 
 
 def _parse_pick(body: str, limit: Limit, before: Term | None) -> Term:
-    """Return the term of a device without its kind: an id, or a pick that takes
-    the kind of the term before it.
-    """
+    """Return the term of a device without a kind: an id, or a pick of the previous term's kind."""
     if "-" in body:
         for backend in all_backends():
             if body.lower().startswith(backend.id_prefixes):

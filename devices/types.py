@@ -33,10 +33,10 @@ class Limit(msgspec.Struct, frozen=True):
 class Device(msgspec.Struct, frozen=True):
     """One device of a request: a GPU, a CPU slice or a simulated device."""
 
-    # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, equal again on the same
-    # machine
+    # the GPU's UUID; "cpu-0-of-2"; "sim-0-gtx1080ti": unique on a host, and the same after a
+    # restart
     id: str
-    index: int  # among devices of its kind, for display and for frameworks that use indices
+    index: int  # index among devices of its kind, for display and for frameworks that use indices
     name: str  # the product name
     kind: DeviceKind
     memory_bytes: int | None  # available to a training process, before any limit; None: unknown
@@ -47,8 +47,8 @@ class Device(msgspec.Struct, frozen=True):
 
     @property
     def on_cpu(self) -> bool:
-        """True for a CPU slice, which owns cores, shares the host's
-        memory and doesn't report energy.
+        """True for a CPU slice, which owns cores, shares the host's memory and doesn't report
+        energy.
         """
         return self.kind == "cpu"
 
@@ -104,12 +104,13 @@ class State(StrEnum):
     STALE = "stale"  # the last value, too old to be called current
 
 
-# looked up thousands of times in a tick, and an enum's member takes five times as long
+# constants, because they are used thousands of times per tick and an enum's member takes five times
+# as long
 _VALUE = State.VALUE
 
 
 class Reading(msgspec.Struct, frozen=True, gc=False):
-    """One reading of a metric. `value` is None unless the state is VALUE or STALE."""
+    """One reading of a metric. `value` is None unless `state` is VALUE or STALE."""
 
     state: State
     value: float | None = None
@@ -223,7 +224,7 @@ class Snapshot(msgspec.Struct, frozen=True, kw_only=True):
     devices: tuple[DeviceSample, ...]
     processes: tuple[ProcessSample, ...]
     host: HostSample
-    sampling_seconds: float  # time that this tick took
+    sampling_seconds: float  # seconds that this tick took
     driver: str = ""  # its version; "" without one
     notes: tuple[str, ...] = ()  # "No NVIDIA driver: ..." and the like
     # reports of this user's training processes, with these devices' ids

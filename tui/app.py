@@ -204,15 +204,15 @@ class EvenerApp(BaseApp):
         if not isinstance(self.screen, ModalScreen):
             self.push_screen(WelcomeDialog(), self._begin_with)
 
-    def _begin_with(self, door: str | None) -> None:
+    def _begin_with(self, key: str | None) -> None:
         """Open what the user chose on the welcome screen."""
-        if door == "b":
+        if key == "b":
             self.action_show("balance")
-        elif door == "w":
+        elif key == "w":
             snapshot = self.snapshot
             trains = snapshot is not None and bool(snapshot.reports)
             self.action_show("trainings" if trains else "monitor")
-        elif door == "d":
+        elif key == "d":
             self.wants_demo = True
             self.exit()
 

@@ -329,12 +329,12 @@ def _add_lost(
     Clocks are lower while heat or power limits them. The lost fraction is the clock's relative
     distance from the highest clock.
     """
-    if now is None or now.clock_part is None:
+    if now is None or now.clock_fraction is None:
         return part
     braked = _share_of_time(before, now, "braked_seconds")
     heat = _share_of_time(before, now, "held_seconds") - braked
     power = max(braked, _share_of_time(before, now, "capped_seconds"))
-    lost = (1 - now.clock_part) * wall_seconds
+    lost = (1 - now.clock_fraction) * wall_seconds
     heat_seconds = max(0.0, heat) * lost
     power_seconds = min(power, 1 - max(0.0, heat)) * lost
     return msgspec.structs.replace(part, heat_seconds=heat_seconds, power_seconds=power_seconds)

@@ -1,3 +1,1 @@
-"""The hosts of a Ray cluster: their devices, and an actor on each host
-that works for this process.
-"""
+"""The hosts of a Ray cluster: their devices, and an actor on each that works for this process."""

@@ -1,5 +1,4 @@
-"""One actor on each host, which reserves the host's GPUs for this process and
-runs evener's own code there.
+"""Start one actor on each host, which reserves the host's GPUs and runs evener's code there.
 
 A call to a host that has gone or doesn't answer raises HostLostError.
 """
@@ -24,7 +23,7 @@ T = TypeVar("T")
 ACTOR_LOST = "has lost evener's actor"
 NODE_DIED = "node has died"  # in Ray's message if an actor ended with its node
 RESTART_SECONDS = 30.0  # for one actor
-MOST_RESTARTS = 5  # per host, as whatever kills an actor so often would kill the next one too
+MOST_RESTARTS = 5  # per host: if an actor was killed this often, the next one would be killed too
 START_SECONDS = 60.0  # for all actors together, as Python and Ray start slowly on a busy host
 ALIVE_SECONDS = 12.0  # timeout for an answer from a started actor
 ANSWER_SECONDS = 30.0  # timeout of a call
@@ -70,7 +69,7 @@ class HostActor:
         return tuple(ray.get_runtime_context().get_accelerator_ids().get("GPU", ()))
 
     def call(self, function: Callable[..., T], *arguments: Any) -> T:
-        """Call a function of evener on this host."""
+        """Call a function of evener on this host, and return its result."""
         return function(*arguments)
 
     def keep(self, name: str, make: Callable[..., Any], *arguments: Any) -> None:
@@ -89,9 +88,9 @@ class HostActor:
 
 
 def _end_with_parent() -> None:
-    """Exit soon after the raylet that started this process has ended, because Ray doesn't kill it.
+    """Exit soon after the raylet that started this process has exited, because Ray doesn't kill it.
 
-    Its children end with it.
+    The child processes of this process exit with it.
     """
     parent = os.getppid()
     while os.getppid() == parent:
@@ -112,7 +111,7 @@ class Agent:
         self._kept: dict[str, tuple[Callable[..., Any], tuple[Any, ...]]] = {}
         self._restarting = threading.Lock()
         self._held_cpus = 0.0
-        self._group: Any = None  # a placement group that holds them
+        self._group: Any = None  # the placement group that holds the reserved CPUs
 
     def begin(self, method: str, *arguments: Any) -> Any:
         """Start a call of the actor's method without waiting; `finish` returns the answer."""
@@ -173,8 +172,8 @@ class Agent:
     def restart(self, generation: int) -> bool:
         """Replace the dead actor of this generation by a new one, and recreate the objects it kept.
 
-        Return False if the host has gone, a new actor can't be started, or it
-        has been restarted too often.
+        Return False if the host has gone, if no new actor can be started, or if the actor has been
+        restarted too often.
         """
         with self._restarting:
             if self.generation != generation:  # another thread has restarted it
@@ -308,10 +307,9 @@ def ask_each(
 ) -> dict[Agent, Any]:
     """Run a function on every host at the same time, and return the results by agent.
 
-    Each call gets the host's entry of `given`.
-
-    With `held`, the function also gets the ids of the GPUs that the agent reserves, else None. A
-    RequestError raised on a host is raised here with the host's name.
+    Each call gets the entry of `given` for its host. With `held`, the function also gets the ids of
+    the GPUs that the agent reserves, else None. A RequestError raised on a host is raised here,
+    with the name of the host.
     """
     ids = [agent.finish(agent.begin("gpu_ids")) if held else None for agent in agents]
     calls = [
@@ -322,7 +320,7 @@ def ask_each(
 
 
 def _finish(agent: Agent, call: Any) -> Any:
-    """Return the answer to a call; a RequestError from the host is raised with the host's name."""
+    """Return the answer to a call. A RequestError from the host is raised with the host's name."""
     try:
         return agent.finish(call)
     except RequestError as fault:
@@ -335,7 +333,7 @@ REMEDY = (
 
 
 def find_agent(host: str) -> Agent:
-    """Return the agent started on the host; raises HostLostError if there is none."""
+    """Return the agent that was started on the host. Raises HostLostError if there is none."""
     agent = _agents.get(host)
     if agent is None:
         raise HostLostError(host, "has no actor of evener")
@@ -360,7 +358,7 @@ def start_actor(node: Node, gpus: int) -> Any:
 
 
 def _explain_failure(error: Exception) -> str:
-    """Return why a host can't be called, worded as the end of a sentence."""
+    """Return why a host can't be called, as the end of a sentence."""
     missing = [line.strip() for line in str(error).splitlines() if _MISSING.search(line)]
     if missing:
         return f"can't run evener: {missing[-1].rstrip('.')}"

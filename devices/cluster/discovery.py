@@ -145,10 +145,10 @@ def name_gpus(gpu_ids: Sequence[str]) -> tuple[str, ...]:
 def _list_accelerators(
     kind: str, held: Sequence[str] | None
 ) -> tuple[Devices, Devices, dict[str, str]]:
-    """Return all devices of this kind, those that Ray reserves, and the
-    environment variables that select them.
+    """Return all devices of this kind, the ones that Ray reserves, and their environment variables.
 
-    The kind "auto" means the first kind of accelerator on this host.
+    The environment variables select the devices. The kind "auto" means the first kind of
+    accelerator on this host.
     """
     for backend in all_backends():
         if backend.visible_variable and kind in ("auto", backend.kind):
@@ -273,11 +273,10 @@ def explain_versions(by_host: dict[str, dict[str, str]]) -> tuple[str, ...]:
 
 
 def find_plan_nodes(plan: Plan, address: str) -> dict[str, Node]:
-    """Return the node of each host that has a share, by the plan's name for the
-    host and in the plan's order.
+    """Return the node of each host that has a share, by the plan's name for it and in its order.
 
-    Raises PlanError if the plan names no hosts, and RequestError or DeviceError if a host isn't
-    in the cluster at `address`.
+    Raises PlanError if the plan names no hosts, and RequestError or DeviceError if a host isn't in
+    the cluster at `address`.
     """
     hosts = list(dict.fromkeys(share.host for share in plan.layout.active))
     if not hosts[0]:
@@ -323,8 +322,8 @@ OpenHost = Callable[[tuple[Device, ...]], Source]
 class ClusterSource:
     """A source of samples for devices on several hosts.
 
-    HostLostError is raised if a host doesn't answer at creation. A host that stops answering later
-    is shown as lost.
+    Raises HostLostError if a host doesn't answer at creation. A host that stops answering later is
+    shown as lost.
     """
 
     def __init__(
@@ -362,8 +361,8 @@ class ClusterSource:
         )
 
     def _ask_hosts(self) -> tuple[dict[str, Snapshot], dict[str, str]]:
-        """Return the snapshot of each host that answers, and the reason for
-        each that doesn't, both by host.
+        """Return the snapshot of each host that answers, and why each other host doesn't, both by
+        host.
         """
         calls = {host: kept.begin("sample") for host, kept in self._hosts.items()}
         found: dict[str, Snapshot] = {}
@@ -425,7 +424,7 @@ def _place(live: LiveDevice, host: str) -> LiveDevice:
 
 
 def _add_hosts(hosts: Sequence[HostSample]) -> HostSample:
-    """Return all hosts as one: the sums, and the mean CPU use weighted by cores."""
+    """Return one sample for all hosts: the sums, and the mean CPU use weighted by cores."""
     cores = sum(host.cores for host in hosts)
     return HostSample(
         cpu_percent=sum(host.cpu_percent * host.cores for host in hosts) / max(1, cores),

@@ -31,8 +31,9 @@ P2P_WORKS = 0
 
 
 class NvmlVitals:
-    """Reads the vitals of a GPU, identified by its UUID. NVML is opened at the first reading
-    and reopened after a failure.
+    """Reads the vitals of a GPU, identified by its UUID.
+
+    NVML is opened at the first reading, and reopened after a failure.
     """
 
     def __init__(self, device: Device) -> None:
@@ -70,8 +71,8 @@ class NvmlVitals:
 
 
 class NvidiaGpus(Backend):
-    """GPUs and MIG instances listed by NVML, selected by
-    CUDA_VISIBLE_DEVICES and shared through MPS.
+    """GPUs and MIG instances, listed by NVML, selected by CUDA_VISIBLE_DEVICES and shared through
+    MPS.
     """
 
     kind = "gpu"
@@ -102,10 +103,10 @@ class NvidiaGpus(Backend):
         return listing
 
     def find(self, terms: Sequence[Term], variables: Mapping[str, str]) -> Discovery:
-        """Return the GPUs that the terms name; a note says if CUDA may number them differently.
+        """Return the GPUs that the terms name, with a note if CUDA may number them differently.
 
-        CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set; nvidia-smi
-        and evener number by PCI bus.
+        CUDA numbers the fastest GPU first unless CUDA_DEVICE_ORDER is set. nvidia-smi and evener
+        number GPUs by PCI bus.
         """
         found = super().find(terms, variables)
         named = variables.get(self.visible_variable, "")
@@ -158,8 +159,8 @@ class NvidiaGpus(Backend):
     def bus_address(self, device: Device) -> str:
         """Return the GPU's PCI address.
 
-        The result is empty for a MIG instance, because different users
-        may use instances of one GPU.
+        Return an empty string for a MIG instance, because different users may use instances of one
+        GPU.
         """
         if device.id.startswith("MIG-"):
             return ""
@@ -173,13 +174,13 @@ class NvidiaGpus(Backend):
             return f"{int(domain, 16):04x}:{rest.lower()}"
         except (
             Exception
-        ):  # whatever the driver raises: the lock against one's own sessions holds in any case
+        ):  # whatever the driver raises: the lock between the user's own sessions still holds
             return ""
 
     def name_path(self, first: Device, second: Device) -> str:
         """Return NVLink, PCIe with P2P or PCIe without P2P.
 
-        The result is empty for MIG instances or if the driver doesn't say.
+        Return an empty string for MIG instances, or if the driver doesn't report the path.
         """
         if any(device.id.startswith("MIG-") for device in (first, second)):
             return ""
@@ -190,7 +191,7 @@ class NvidiaGpus(Backend):
                 for index, words in P2P_PATHS.items():
                     if nvml.nvmlDeviceGetP2PStatus(*handles, index) == P2P_WORKS:
                         return words
-        except Exception:  # whatever the driver raises: a link is measured without its name
+        except Exception:  # whatever the driver raises: a link is measured without a name
             return ""
         return "PCIe, no P2P"
 

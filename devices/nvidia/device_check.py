@@ -1,7 +1,7 @@
-"""Check that this process's GPU computes: `python -m
-evener.devices.nvidia.device_check` exits with 0 if it does.
+"""Check that this process's GPU computes: exit with 0 if it does.
 
-It uses only the CUDA driver, which takes about a second, whereas importing PyTorch may take ten.
+Run as `python -m evener.devices.nvidia.device_check`. It uses only the CUDA driver, which takes
+about a second, whereas importing PyTorch may take ten.
 """
 
 from __future__ import annotations

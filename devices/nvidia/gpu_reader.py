@@ -1,4 +1,4 @@
-"""Read all that NVML reports about one GPU: at each tick, every few seconds or once, by cost.
+"""Read everything that NVML reports about one GPU: each tick, every few seconds or once, by cost.
 
 Costs on an H200: GetPcieThroughput blocks for 21 ms and is never called; static values take 2 to 3
 ms, temperature and clock 0.4 ms each; one batch of fields and the GPM pair cover the rest.
@@ -34,17 +34,18 @@ from .nvml_calls import (
 )
 from .nvml_library import NOT_FOUND, SUCCESS, Handle, Library, error_code, failed_reading, memory
 
-SLOW_SECONDS = 5.0  # limits that rarely change, the fan
+SLOW_SECONDS = 5.0  # limits that rarely change, and the fan
 ENERGY_SECONDS = 9.9  # the energy counter, 4.4 ms; it only grows
 ONCE_SECONDS = 3600.0
 CALM_SECONDS = 1.9  # every other second: the temperature, 0.4 ms
-THROTTLE_SECONDS = 3.9  # throttling counters, 1 to 3 ms; they are cumulative and miss nothing
-SHORTEST_WINDOW_SECONDS = 0.4  # for rates, as drivers update some counters only ten times a second
+THROTTLE_SECONDS = 3.9  # throttling counters, 1 to 3 ms; they are cumulative, so nothing is missed
+# for rates, because some drivers update counters only ten times a second
+SHORTEST_WINDOW_SECONDS = 0.4
 ALL_LINKS = 0xFFFFFFFF  # the scope that sums NVLink's counters
 MIB = 1 << 20
 KIB = 1 << 10
 
-# Field ids of nvml.h; those of throttling count nanoseconds
+# Field ids of nvml.h; the throttling fields count nanoseconds
 ECC_UNCORRECTED = 4
 POWER_CAP = 74
 SYNC_BOOST = 76
@@ -85,10 +86,11 @@ HELD_FIELDS = (SOFTWARE_HEAT, HARDWARE_HEAT, POWER_BRAKE)
 # bits of the reasons' mask, for chips without the counters
 HELD_BITS = 0x08 | 0x20 | 0x40 | 0x80
 CAPPED_BITS = 0x04
-# Part of the driver's highest clock from which a device's own highest one counts: GeForce cards
-# stay 5 to 20 % below the driver's, and at a third of it a device is idle.
+# Fraction of the driver's highest clock above which the highest clock that the device reached is
+# used instead: GeForce cards stay 5 to 20 % below the driver's value, and at a third of it a device
+# is idle.
 REACHED = 0.75
-SPOKEN_SHARE = 0.5  # least percentage of a tick for a reason to be named
+LEAST_NAMED_PERCENT = 0.5  # least percentage of a tick for which a reason is named
 
 
 class GpuReader:
@@ -129,10 +131,10 @@ class GpuReader:
         self._watts = 0.0
         self._watts_at = 0.0
         self._full = Vitals()  # the last full reading
-        self._used_since = 0  # the driver's time up to which it has the use of each process
+        self._used_since = 0  # the driver's time up to which the use of each process has been read
         # seconds throttled and at the power cap, as last read
         self._slowed_before: tuple[float | None, float | None] = (None, None)
-        self._reached_mhz = 0.0  # the highest clock that was read
+        self._reached_mhz = 0.0  # the highest clock read so far
         self._metrics = {name: Metric(nvml, call, period) for name, call, period in self._calls()}
 
     def sample(self, now: float) -> DeviceSample:
@@ -195,17 +197,17 @@ class GpuReader:
             held_seconds=held,
             braked_seconds=None if brake is None else brake / 1e9,
             capped_seconds=capped,
-            clock_part=self._clock_part(now) if is_slowed else None,
+            clock_fraction=self._clock_fraction(now) if is_slowed else None,
             joules=self._used_joules(now, energy),
         )
 
-    def _clock_part(self, now: float) -> float | None:
-        """Return the current clock as a fraction of the highest.
+    def _clock_fraction(self, now: float) -> float | None:
+        """Return the current clock as a fraction of the highest clock.
 
-        That is the highest clock that this device has reached itself, as many never come to the
-        one that the driver names; but the driver's while only low clocks were seen, as of a device
-        that was idle or has been throttled all along. Return None if the driver doesn't report
-        either of them.
+        The highest clock is the highest that this device has reached, because many devices never
+        reach the maximum that the driver reports. The driver's maximum is used while only low
+        clocks were seen, for example on a device that was idle or always throttled. Return None if
+        the driver doesn't report the current or the highest clock.
         """
         clock = self._note_clock(self._metrics["clock"].read_one(now))
         highest = self._metrics["clock_max"].read_one(now).current
@@ -216,7 +218,7 @@ class GpuReader:
         return min(1.0, clock / highest)
 
     def _note_clock(self, read: Reading) -> float | None:
-        """Return a clock that was read, in MHz, after noting whether it is the highest so far."""
+        """Return the clock of a reading in MHz, and remember it if it is the highest so far."""
         clock = read.current
         if clock is not None:
             self._reached_mhz = max(self._reached_mhz, clock)
@@ -243,7 +245,7 @@ class GpuReader:
     ) -> tuple[float | None, float | None]:
         """Return the seconds throttled and the seconds at the power cap.
 
-        They come from the driver's nanosecond counters, or are estimated from the throttling
+        They are read from the driver's nanosecond counters, or estimated from the throttling
         reasons at each reading.
         """
         counts = {
@@ -255,14 +257,14 @@ class GpuReader:
             held = [counts[field] for field in HELD_FIELDS if field in counts]
             return (max(held) if held else None), counts.get(POWER_CAP)
         if any(reading.state is not State.UNSUPPORTED for reading in found.values()):
-            return None, None  # it has the counters, but doesn't answer just now
+            return None, None  # the device has the counters, but doesn't answer at the moment
         return self._estimate_slowed(now)
 
     def _estimate_slowed(self, now: float) -> tuple[float | None, float | None]:
         """Return estimates of the seconds throttled and the seconds at the power cap.
 
         A throttling reason in one of two successive readings counts for half of the time between
-        them, and a reason in both for all of it.
+        them, and a reason in both readings for all of it.
         """
         reasons = self._metrics["reasons"].read_one(now).current
         if reasons is None:
@@ -362,10 +364,10 @@ class GpuReader:
     def _throttling(self, now: float) -> tuple[Reading, tuple[str, ...]]:
         """Return how long the GPU throttled in the last seconds, in percent, and why.
 
-        The percentage is that of the longest reason. Reasons below 0.5 % are left out.
+        The percentage is the one of the longest reason. Reasons below 0.5 % are left out.
 
-        Without a percentage (not yet known, or not supported by this chip), the
-        reasons are those of this moment.
+        Without a percentage (not yet known, or not supported by this chip), the reasons are the
+        current ones.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -375,7 +377,7 @@ class GpuReader:
             if rate.current is not None
         }
         if shares:
-            named = [field for field, share in shares.items() if share >= SPOKEN_SHARE]
+            named = [field for field, share in shares.items() if share >= LEAST_NAMED_PERCENT]
             named.sort(key=lambda field: -shares[field])
             age = max(rate.age_seconds for rate in rates.values())
             return value(max(shares.values()), age), tuple(THROTTLING[field] for field in named)
@@ -424,8 +426,9 @@ FIRST_WINDOW_MICROSECONDS = 3_000_000  # part of the driver's buffer to read at 
 
 
 class GpuProcesses:
-    """The process table of one GPU. The last answer is kept between readings
-    and during temporary failures.
+    """The process table of one GPU.
+
+    The last answer is kept between readings and during temporary failures.
     """
 
     def __init__(self, nvml: Library, handle: Handle, is_mig: bool, since: int = 0) -> None:
@@ -435,7 +438,7 @@ class GpuProcesses:
         self._due = 0.0
         self._looks = 0
         self._memory: dict[str, dict[int, int | None]] = {"compute": {}, "graphics": {}}
-        # use by pid, and the reading of all other processes
+        # use by pid, and the reading of all other processes together
         self._use: tuple[Mapping[int, float], Reading] = ({}, UNSUPPORTED)
         self.since = since  # the driver's time of the newest utilization sample, in microseconds
         self._seen: tuple[DeviceUse, ...] = ()

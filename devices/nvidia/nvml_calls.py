@@ -26,7 +26,7 @@ from .nvml_library import (
     failed_reading,
 )
 
-# failures are retried, as a driver may be updated
+# failures that are retried, because a driver may be updated
 RETRY_SECONDS = {State.UNSUPPORTED: 60.0, State.DENIED: 10.0}
 VALUE_MEMBERS = (
     "dVal",
@@ -36,7 +36,7 @@ VALUE_MEMBERS = (
     "sllVal",
     "siVal",
     "usVal",
-)  # by nvml.h's type of a field
+)  # by the type of a field in nvml.h
 FAILED_RETRY_SECONDS = 5.0  # longest wait after a temporary failure
 Outcome = tuple[int, float]  # NVML's return code, and the number if it is 0
 
@@ -132,13 +132,14 @@ class Batch:
             return self._ask(due, now)
         except self._nvml.NVMLError as error:
             code = error_code(error)
-        except AttributeError:  # a binding older than the function
+        except AttributeError:  # a pynvml older than the function
             code = FUNCTION_NOT_FOUND
         return dict.fromkeys(due, (code, 0.0))
 
     def _ask(self, due: Sequence[int], now: float) -> Mapping[int, Outcome]:
-        """Call NVML for the due ids, and return the outcomes by id, without
-        ids that have no outcome yet.
+        """Call NVML for the due ids, and return the outcomes by id.
+
+        Ids that have no outcome yet are left out.
         """
         raise NotImplementedError
 
@@ -246,14 +247,14 @@ PCIE_RECEIVE = 21
 LINK_RECEIVE = 60
 LINK_SEND = 61
 METRICS = (SM, OCCUPANCY, TENSOR, DRAM, PCIE_SEND, PCIE_RECEIVE, LINK_RECEIVE, LINK_SEND)
-SHORTEST_SECONDS = 0.1  # between two samples, by nvml.h
+SHORTEST_SECONDS = 0.1  # between two samples, according to nvml.h
 LARGEST = 1e12  # larger values are invalid
 
 
 class Activity(Batch):
     """The GPM metrics of one device, computed from two samples.
 
-    `instance` is the GPU instance id if the handle belongs to a MIG device's parent.
+    `instance` is the id of the GPU instance if the handle is that of the parent of a MIG device.
     """
 
     def __init__(self, nvml: Library, handle: Handle, instance: int | None = None) -> None:

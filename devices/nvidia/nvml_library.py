@@ -190,9 +190,9 @@ def mig_instances(nvml: Library, handle: Handle) -> tuple[Handle, ...] | None:
 def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
     """Return the GPU or MIG instance with this UUID; None if the driver doesn't list it.
 
-    Raises NVMLError if a GPU that doesn't answer might be the one. The search goes by
-    number rather than NVML's lookup by UUID, so that a lost GPU raises its own error
-    instead of appearing to be missing.
+    Raises NVMLError if a GPU that doesn't answer might be the one. The GPUs are searched by number
+    instead of by NVML's lookup by UUID, so that a lost GPU raises its own error instead of
+    appearing to be missing.
     """
     handles, silent = enumerate_gpus(nvml)
     for each in handles:
@@ -207,7 +207,7 @@ def find_gpu(nvml: Library, uuid: str) -> GpuHandle | None:
 
 
 def describe(nvml: Library, handle: Handle, index: int) -> Device:
-    """Return the device of a handle; raises NVMLError if its identity can't be read."""
+    """Return the device of a handle. Raises NVMLError if its identity can't be read."""
     uuid = str(nvml.nvmlDeviceGetUUID(handle))
     total, _ = memory(nvml, handle)
     name = str(nvml.nvmlDeviceGetName(handle))

@@ -1,5 +1,5 @@
-"""A source of samples for NVIDIA GPUs: opens the driver, keeps a reader for each
-GPU, and recovers lost GPUs.
+"""A source of samples for NVIDIA GPUs: opens the driver, keeps a reader per GPU, recovers lost
+GPUs.
 
 XID errors, ECC errors and lost GPUs are watched on a thread that never delays the program's exit.
 """
@@ -56,7 +56,7 @@ class _Slot:
         self.note = ""
         self.retry_at = 0.0
         self.events: tuple[str, ...] = ()
-        # first value of the energy counter, kept across readers
+        # first value of the energy counter, kept if the reader is replaced
         self.first_joules: float | None = None
 
 
@@ -139,7 +139,7 @@ class NvmlSource:
     def _watch_events(self) -> None:
         """Start watching for events with the third sample.
 
-        A program that takes only one sample thus needn't wait for the thread to exit.
+        A program that takes only one sample then needn't wait for the thread to exit.
         """
         self._looks += 1
         if self._is_open and self._events is None and self._looks > 2:

@@ -75,7 +75,7 @@ def test_nothing_is_said_of_adapters_where_they_are_trained_nor_of_what_is_unkno
     assert write(ModelState(GIB, GIB), [full(0)], SHARDED) == ""
 
 
-@pytest.mark.parametrize("way", [FULL, LORA, QLORA])
+@pytest.mark.parametrize("method", [FULL, LORA, QLORA])
 @given(limits=st.lists(st.integers(GIB, 200 * GIB), min_size=1, max_size=8))
 def test_the_largest_model_fits_and_a_larger_one_does_not(
     method: TrainingMethod, limits: list[int]

@@ -187,7 +187,7 @@ def test_without_ray_it_is_one_sentence(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_ports_are_reached_while_somebody_listens() -> None:
     listener = Listener("127.0.0.1")
-    places = listener.places()
-    assert find_unreachable(places) == []
+    endpoints = listener.endpoints()
+    assert find_unreachable(endpoints) == []
     listener.close()
-    assert find_unreachable(places[:1]) == [(places[0], "Connection refused")]
+    assert find_unreachable(endpoints[:1]) == [(endpoints[0], "Connection refused")]

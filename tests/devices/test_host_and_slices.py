@@ -261,7 +261,9 @@ def test_a_host_listens_where_the_others_reach_it(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(
         network, "resolve", lambda name, **_: [(0, 0, 0, "", (named.get(name, name), 0))]
     )
-    monkeypatch.setattr(network, "find_source", lambda host: ways.get(named.get(host) or host, ""))
+    monkeypatch.setattr(
+        network, "find_source_address", lambda host: ways.get(named.get(host) or host, "")
+    )
     assert network.find_own_address("big", ("big", "small")) == "10.0.0.1"
     assert network.find_own_address("small", ("big", "small")) == "10.0.0.2"
     assert network.find_own_address("127.0.0.2", ("127.0.0.2", "127.0.0.3")) == "127.0.0.2"

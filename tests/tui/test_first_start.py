@@ -66,27 +66,31 @@ def test_a_line_that_starts_something_else_is_refused() -> None:
             read_command(line)
 
 
-async def test_the_doors_lead_on(app_of: Any, script: Any) -> None:
+async def test_the_start_choices_lead_on(app_of: Any, script: Any) -> None:
     """Balance and the Monitor by their keys, the demo by the arrows; Escape leaves it for later.
     The card says what runs on the devices by now.
     """
     app = app_of(first_start=True)
     async with app.run_test(size=(80, 24)) as pilot:
         await until(pilot, lambda: isinstance(app.screen, WelcomeDialog), "the card")
-        await until(pilot, lambda: "2 processes use the devices" in text(app, "#doors"), "them")
-        assert "evener run -- python train.py" in text(app, "#doors")
-        assert "Nothing trains" not in text(app, "#doors")
+        await until(
+            pilot, lambda: "2 processes use the devices" in text(app, "#start-choices"), "them"
+        )
+        assert "evener run -- python train.py" in text(app, "#start-choices")
+        assert "Nothing trains" not in text(app, "#start-choices")
         app.publisher.push(msgspec.structs.replace(script.snapshot(), processes=()))
-        await until(pilot, lambda: "Nothing trains here yet" in text(app, "#doors"), "their end")
+        await until(
+            pilot, lambda: "Nothing trains here yet" in text(app, "#start-choices"), "their end"
+        )
         await pilot.press("escape")
         assert app.current_mode == "monitor"
         app.action_welcome()
-        await until(pilot, lambda: app.screen.query("#doors"), "the card again")
+        await until(pilot, lambda: app.screen.query("#start-choices"), "the card again")
         await pilot.press("b")
         await until(pilot, lambda: app.current_mode == "balance", "the form")
         assert not app.wants_demo
         app.action_welcome()
-        await until(pilot, lambda: app.screen.query("#doors"), "the card once more")
+        await until(pilot, lambda: app.screen.query("#start-choices"), "the card once more")
         await pilot.press("down", "down", "enter")
     assert app.wants_demo
 
@@ -115,7 +119,7 @@ async def test_a_newcomer_balances_writes_the_plan_and_trains_by_it(
     ended = msgspec.structs.replace(end, plan=own)
     app = app_of(first_start=True, session_maker=lambda _: session_of([*events[:-1], ended]))
     async with app.run_test(size=(80, 24)) as pilot:
-        await until(pilot, lambda: app.screen.query("#doors"), "the card")
+        await until(pilot, lambda: app.screen.query("#start-choices"), "the card")
         await pilot.press("b")
         await open_form(pilot)
         await until(pilot, lambda: "(o) train.py:build" in text(app, "#pick-workload"), "it")

@@ -154,7 +154,9 @@ def test_the_first_start_looks_as_it_did(
     app = app_of(first_start=True)
 
     async def show(pilot: Pilot[Any]) -> None:
-        await until(pilot, lambda: "train.py:build" in text(app, "#doors"), "the model found")
+        await until(
+            pilot, lambda: "train.py:build" in text(app, "#start-choices"), "the model found"
+        )
         await pilot.pause(0.1)
 
     assert snap_compare(app, terminal_size=size, run_before=show)

@@ -40,46 +40,46 @@ class StartChoices(Lines):
     ]
 
     def __init__(self) -> None:
-        super().__init__(id="doors")
-        self.doors: tuple[StartChoice, ...] = ()
+        super().__init__(id="start-choices")
+        self.choices: tuple[StartChoice, ...] = ()
         self.cursor = 0
         self._first_rows: list[int] = []  # first row of each way to begin
 
-    def offer(self, doors: tuple[StartChoice, ...]) -> None:
+    def offer(self, choices: tuple[StartChoice, ...]) -> None:
         """Show these ways to begin."""
-        self.doors = doors
+        self.choices = choices
         self.redraw()
 
     def redraw(self) -> None:
         """Draw each way to begin with its key, separated by blank rows."""
         lines: list[Line] = []
         self._first_rows = []
-        for place, door in enumerate(self.doors):
+        for place, choice in enumerate(self.choices):
             if lines:
                 lines.append(line())
             self._first_rows.append(len(lines))
             here = place == self.cursor
             mark = Mark.CURSOR if here else " "
-            head = (Span(f"{mark} ", "strong"), Span(f"{door.key}  ", "key"))
-            lines.append(line(*head, Span(door.title, "strong"), cursor=here))
-            lines += text_lines(door.text, self.size.width, TEXT_ROWS, "dim", 5)
+            head = (Span(f"{mark} ", "strong"), Span(f"{choice.key}  ", "key"))
+            lines.append(line(*head, Span(choice.title, "strong"), cursor=here))
+            lines += text_lines(choice.text, self.size.width, TEXT_ROWS, "dim", 5)
         self.styles.height = len(lines)
         self.show(lines)
 
     def action_move(self, steps: int) -> None:
         """Move the cursor; after the last way to begin comes the first."""
-        self.cursor = (self.cursor + steps) % max(1, len(self.doors))
+        self.cursor = (self.cursor + steps) % max(1, len(self.choices))
         self.redraw()
 
     def action_open(self) -> None:
         """Choose the way to begin under the cursor."""
-        self.screen.dismiss(self.doors[self.cursor].key)
+        self.screen.dismiss(self.choices[self.cursor].key)
 
     def click_row(self, row: int, clicks: int) -> None:
         """Choose the clicked way to begin."""
         place = bisect_right(self._first_rows, row) - 1
-        if 0 <= place < len(self.doors):
-            self.screen.dismiss(self.doors[place].key)
+        if 0 <= place < len(self.choices):
+            self.screen.dismiss(self.choices[place].key)
 
 
 class WelcomeDialog(Dialog[str]):
