@@ -13,8 +13,9 @@ LIMIT_SECONDS = 60.0
 
 
 def start_command(command: str, alert: Alert) -> str:
-    """Start the command with the alert in its environment. Return an error message if it can't be
-    started, else an empty string.
+    """Start the command with the alert in its environment.
+
+    Return an error message if it can't be started, else an empty string.
 
     EVENER_ALERT is the alert's kind, EVENER_ABOUT the label of the device or training, EVENER_TEXT
     the message. The command has no terminal, and is killed after a minute.

@@ -33,9 +33,7 @@ MakeScreen = Callable[[], Screen[None]]
 
 
 def _made_by(name: str) -> MakeScreen:
-    """Return a function that makes a screen; the screen's module is imported when it
-    is first opened.
-    """
+    """Return a function that makes a screen, and imports its module only then."""
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
 
@@ -64,9 +62,7 @@ def _settings_provider() -> type[Provider]:
 
 
 class EvenerApp(BaseApp):
-    """The app: four screens that share one stream of snapshots and at most one
-    session at a time.
-    """
+    """The app: four screens that share one stream of snapshots and at most one session."""
 
     TITLE = "evener"
     COMMANDS: ClassVar[set[Any]] = {
@@ -113,7 +109,7 @@ class EvenerApp(BaseApp):
         self.theme = f"evener-{theme}"
 
     def get_theme_variable_defaults(self) -> dict[str, str]:
-        """Return evener's own colours for Textual's themes, which don't define them."""
+        """Return evener's own colours, which Textual's themes don't define."""
         return meanings(dark=True)
 
     async def on_mount(self) -> None:
@@ -172,7 +168,7 @@ class EvenerApp(BaseApp):
             await super().on_event(event)
 
     def hang_up(self) -> None:
-        """Exit like after SIGHUP, because the terminal is gone. Can be called from any thread."""
+        """Exit as on SIGHUP, because the terminal is gone. Can be called from any thread."""
         if self._started_on is not None:
             self._started_on.call_soon_threadsafe(self.exit, 128 + signal.SIGHUP)
 
@@ -198,7 +194,7 @@ class EvenerApp(BaseApp):
             self.switch_mode(name)
 
     def action_welcome(self) -> None:
-        """Open the welcome screen, like at the first start."""
+        """Open the welcome screen, as at the first start."""
         from .screens.welcome import WelcomeDialog
 
         if not isinstance(self.screen, ModalScreen):
@@ -217,8 +213,9 @@ class EvenerApp(BaseApp):
             self.exit()
 
     def last_words(self, width: int | None) -> list[str]:
-        """Return what the terminal shows after the app is closed: about the last search, and about
-        a training that was started here.
+        """Return the lines that the terminal shows after the app is closed.
+
+        They are about the last search, and about a training that was started here.
         """
         from .text.closing import closing_lines
 
@@ -293,8 +290,9 @@ class EvenerApp(BaseApp):
         yield SystemCommand("Quit", "Leave evener", self.action_leave)
 
     def _handle_exception(self, error: Exception) -> None:
-        """Write the traceback to a file, so that the terminal stays clean; `tui.start` prints
-        the file's path.
+        """Write the traceback to a file, so that the terminal stays clean.
+
+        `tui.start` prints the file's path.
         """
         self.crash_log = self.crash_log or write_crash_log(error)
         super()._handle_exception(error)
@@ -302,8 +300,9 @@ class EvenerApp(BaseApp):
 
 
 def _tune_garbage_collection() -> None:
-    """Enable garbage collection again, but make it rare and exclude the objects made at the start,
-    because scanning them takes 40 ms.
+    """Enable garbage collection again, but make it rare and exclude objects made at the start.
+
+    Scanning those objects takes 40 ms.
     """
     gc.collect()
     gc.freeze()
@@ -350,7 +349,7 @@ _BASE = {  # Textual's own variables
 
 
 def meanings(*, dark: bool) -> dict[str, str]:
-    """Return evener's theme variables, which Textual's themes lack, for a dark or a light theme."""
+    """Return the theme variables that Textual's themes lack, for a dark or a light theme."""
     return {f"ev-{key}": colours[not dark] for key, colours in _MEANINGS.items()}
 
 
@@ -360,8 +359,9 @@ def _theme(name: str, *, dark: bool) -> Theme:
 
 
 def _contrast_theme() -> Theme:
-    """Return a white-on-black theme whose dim tones and frames are bright enough to be readable
-    on any terminal.
+    """Return a white-on-black theme that is readable on any terminal.
+
+    Its dim tones and frames are bright enough.
     """
     bright = {
         "ev-dim": "#b8c0cc",

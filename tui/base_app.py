@@ -1,7 +1,7 @@
-"""The app as its screens see it: the newest snapshot, at most one session, and messages
-to the user.
+"""The app as its screens see it, without the screens.
 
-Screens and widgets import this class and never the full app, which imports them.
+It has the newest snapshot, at most one session, and messages to the user. Screens and widgets
+import this class and never the full app, which imports them.
 """
 
 from __future__ import annotations
@@ -57,8 +57,9 @@ class SessionReported(Message):
     event: Event
 
     def can_replace(self, message: Message) -> bool:
-        """True if the waiting message is older progress of the same probe; no other
-        event is dropped.
+        """True if the waiting message is older progress of the same probe.
+
+        No other event is dropped.
         """
         return (
             isinstance(message, SessionReported)
@@ -71,7 +72,7 @@ class SessionReported(Message):
 
 @dataclass
 class SessionEnded(Message):
-    """The message that a session's thread has ended; `fault` and `remedy` explain a failure."""
+    """The message that a session's thread has ended. `fault` and `remedy` explain a failure."""
 
     source: int
     fault: str = ""
@@ -79,7 +80,7 @@ class SessionEnded(Message):
 
 
 class SessionThread:
-    """Runs one session in a thread; posts every event, and `SessionEnded` as the last message."""
+    """Runs one session in a thread and posts its events, and `SessionEnded` as the last message."""
 
     def __init__(self, make: Callable[[], EventThread], post: Post) -> None:
         self.source = next(_SERIALS)
@@ -105,9 +106,7 @@ class SessionThread:
             (self._session.pause if paused else self._session.unpause)()
 
     def close(self) -> None:
-        """Stop the session, and wait until its child processes have ended, but at most
-        `JOIN_SECONDS`.
-        """
+        """Stop the session and wait for its child processes, for at most `JOIN_SECONDS`."""
         self.stop()
         if self._thread.is_alive():
             self._thread.join(JOIN_SECONDS)
@@ -152,8 +151,10 @@ def write_crash_log(error: BaseException) -> Path | None:
 
 
 def _write_new(path: Path, text: str) -> None:
-    """Write a new, private file. Raises FileExistsError for an existing name, because in a shared
-    folder it could be another user's symbolic link.
+    """Write a new, private file.
+
+    Raises FileExistsError for an existing name, because in a shared folder it could be another
+    user's symbolic link.
     """
     with open(
         os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o600), "w"
@@ -176,8 +177,9 @@ class Sampled(Message):
 
 
 def make_session(request: Request, **resumed: Any) -> EventThread:
-    """Return a session for this request on this machine; `request.compare` names the families
-    of a comparison.
+    """Return a session for this request on this machine.
+
+    `request.compare` names the families of a comparison.
     """
     from evener.balancer.families import FAMILIES
     from evener.balancer.jobs import make_comparison_job
@@ -200,8 +202,9 @@ class PlainScrollBar(ScrollBarRender):
 
 
 class BaseApp(App[int]):
-    """The app without its screens: holds the newest snapshot, the session's state and the alerts,
-    which the threads report.
+    """The app without its screens.
+
+    It holds the newest snapshot, the session's state and the alerts, which the threads report.
     """
 
     # not `reactive`: that would redraw the whole screen at each tick
@@ -246,15 +249,16 @@ class BaseApp(App[int]):
         ScrollBar.renderer = PlainScrollBar if self.ascii else ScrollBarRender
 
     def close_threads(self) -> None:
-        """Stop the session and the sampling, and wait until both have ended. Unless the session
-        hangs, no child process of a probe outlives this call.
+        """Stop the session and the sampling, and wait until both have ended.
+
+        Unless the session hangs, no child process of a probe outlives this call.
         """
         if self._session is not None:
             self._session.close()
         self.publisher.close()
 
     def shown(self, text: str) -> str:
-        """Return the text in the app's character set: ASCII if the app draws in ASCII."""
+        """Return the text in the app's character set, which is ASCII if the app draws in ASCII."""
         return to_ascii(text) if self.ascii else text
 
     def on_sampled(self, message: Sampled) -> None:
@@ -286,8 +290,9 @@ class BaseApp(App[int]):
                 save_settings(self.settings_file, settings)
 
     def apply_settings(self) -> None:
-        """Apply the interval between readings and the thresholds of alerts. Screens read their own
-        settings on each draw.
+        """Apply the interval between readings and the thresholds of alerts.
+
+        Screens read their own settings on each draw.
         """
         self.publisher.interval_seconds = self.settings.interval_seconds
         self.alert_watch.rules = self._alert_rules
@@ -304,8 +309,10 @@ class BaseApp(App[int]):
         kept: Sequence[ObservationEntry] = (),
         **resumed: Any,
     ) -> None:
-        """Start a search, or resume a run that has the measurements `kept`, unless a search is
-        running. A read-only app shows a warning instead. `resumed` are arguments of `open_run`.
+        """Start a search, or resume a run that has the measurements `kept`.
+
+        Does nothing if a search is running. A read-only app shows a warning instead. `resumed` are
+        arguments of `open_run`.
         """
         if self.readonly:
             self.say("This app is read-only: it starts no search.", severity="warning")
@@ -332,8 +339,9 @@ class BaseApp(App[int]):
         state: SessionState,
         devices: tuple[Device, ...] | None = None,
     ) -> None:
-        """Start a session in place of the previous session; a replay has no `devices`
-        to train on.
+        """Start a session in place of the previous session.
+
+        A replay has no `devices` to train on.
         """
         self.forget_session()
         self._session = SessionThread(make, self.post_message)
@@ -377,8 +385,9 @@ class BaseApp(App[int]):
             self._publish_loads()
 
     def on_session_ended(self, message: SessionEnded) -> None:
-        """Record that the session has ended, and why. A session that could not start leaves the
-        previous state on the screen.
+        """Record that the session has ended, and why.
+
+        A session that could not start leaves the previous state on the screen.
         """
         if self._session is None or message.source != self._session.source:
             return
@@ -404,7 +413,7 @@ class BaseApp(App[int]):
             self._show_end(fault)
 
     def _show_end(self, fault: str) -> None:
-        """Show a message, on a screen other than the session's, that the session has ended."""
+        """Show a message that the session has ended, unless its own screen is open."""
         if fault:
             self.say(fault, severity="error")
         elif self.balance.finished is not None:
@@ -412,8 +421,9 @@ class BaseApp(App[int]):
             self.say(f"The search ended. {answer}")
 
     def _publish_loads(self) -> None:
-        """Pass the samples/s and the rows per pass of each device on which a probe trains to the
-        publisher; the samples/s are None until they are known.
+        """Pass the samples/s and the rows per pass of each device with a probe to the publisher.
+
+        The samples/s are None until they are known.
         """
         loads: dict[str, tuple[float | None, int]] = {}
         for running in self.balance.running:
@@ -428,8 +438,9 @@ class BaseApp(App[int]):
         self.publisher.set_loads(loads)
 
     def session_samples(self) -> tuple[DeviceSample | None, ...]:
-        """Return the newest sample of each device of the session, None for a device that the
-        monitor doesn't see.
+        """Return the newest sample of each device of the session.
+
+        It is None for a device that the monitor doesn't see.
         """
         seen = (
             {sample.device.key: sample for sample in self.snapshot.devices}
@@ -439,7 +450,7 @@ class BaseApp(App[int]):
         return tuple(seen.get(device.key) for device in self._session_devices)
 
     def start_training(self, arguments: Sequence[str], log: Path) -> None:
-        """Start a training that uses a plan. Raises RequestError if another training runs."""
+        """Start a training that uses a plan. Raises RequestError if another training is running."""
         if self.training is not None and self.training.runs:
             raise RequestError(
                 f"A training runs here already: {self.training.command}.",
@@ -457,7 +468,7 @@ class BaseApp(App[int]):
 
     @contextmanager
     def saying_faults(self) -> Iterator[None]:
-        """Show an EvenerError as a message; the rest of the block is skipped."""
+        """Show an EvenerError as a message. The rest of the block is skipped."""
         try:
             yield
         except EvenerError as fault:
@@ -466,12 +477,12 @@ class BaseApp(App[int]):
     def say(
         self, text: str, *, severity: Literal["information", "warning", "error"] = "information"
     ) -> None:
-        """Show a message that disappears after a while; markup in the text is not interpreted."""
+        """Show a message that disappears after a while. Markup in the text is not interpreted."""
         self.notify(plain(text), severity=severity, markup=False)
 
 
 class UsesApp(MessagePump):
-    """A screen or widget that accesses the app with its concrete type."""
+    """A screen or widget that accesses the app by its concrete type."""
 
     @property
     def evener(self) -> BaseApp:

@@ -1,5 +1,6 @@
-"""The app of `evener demo`: the result of a search on two simulated cards, a replay of the search,
-then a training that uses the plan.
+"""The app of `evener demo`: a search on two simulated cards, and a training by its plan.
+
+It shows the result of the search, then a replay of the search, then the training.
 """
 
 from __future__ import annotations
@@ -28,8 +29,9 @@ COOL = "SIM:0 has cooled down: its rows come back. Now with your own model: even
 
 
 class DemoApp(EvenerApp):
-    """The app, which opens the screens of a result, its search and a training in turn, without user
-    input. Every key works as usual.
+    """The app, which opens the screens of a result, its search and a training without user input.
+
+    Every key works as usual.
     """
 
     def __init__(self, **options: Any) -> None:
@@ -40,8 +42,9 @@ class DemoApp(EvenerApp):
         self._trains = False
 
     async def on_mount(self) -> None:
-        """Show the cards briefly before the search starts: the modules that a search imports would
-        delay the first frame.
+        """Show the cards briefly before the search starts.
+
+        The modules that a search imports would delay the first frame.
         """
         self.set_timer(FIRST_SECONDS, self._search)
 

@@ -1,6 +1,6 @@
 """A training that the app has started with a plan: its process, and the end of its log.
 
-The training outlives the app: its output goes to a file, and the app never waits for it.
+The training may outlive the app: its output goes to a file, and the app never waits for it.
 """
 
 from __future__ import annotations
@@ -21,8 +21,9 @@ TAIL_BYTES = 64 << 10  # bytes at the end of the log that are read for its last 
 
 
 class LocalTraining:
-    """An `evener launch` process with these arguments, in its own session; `log` gets its output.
-    Raises RequestError if the log can't be written.
+    """An `evener launch` process with these arguments, in its own session.
+
+    Its output is written to `log`. Raises RequestError if the log can't be written.
     """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
@@ -57,7 +58,7 @@ class LocalTraining:
         return self.exit_code is None
 
     def stop(self) -> None:
-        """Interrupt the training like Ctrl-C does: most trainings save a checkpoint and stop."""
+        """Interrupt the training as Ctrl-C does: most trainings save a checkpoint and stop."""
         if self.runs:
             with suppress(ProcessLookupError):
                 os.kill(self.pid, signal.SIGINT)
@@ -84,7 +85,7 @@ class LocalTraining:
         return rows[-lines:] if lines > 0 else []
 
     def last_words(self) -> tuple[str, ...]:
-        """Return the lines about the training to print when the app is closed."""
+        """Return the lines about the training that are printed after the app is closed."""
         if not self.runs:
             return (f"{self.command}: {self.state_words()}; its log: {self.log}",)
         return (
@@ -94,8 +95,9 @@ class LocalTraining:
 
 
 def read_command(text: str) -> list[str]:
-    """Return the arguments of a line `evener launch PLAN SCRIPT ...`. Raises RequestError for
-    any other line.
+    """Return the arguments of a line `evener launch PLAN SCRIPT ...`.
+
+    Raises RequestError for any other line.
     """
     try:
         parts = shlex.split(text)

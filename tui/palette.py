@@ -1,5 +1,7 @@
-"""The command palette: every key of the open screen, the commands of all screens, every run by its
-name, and every setting.
+"""The command palette.
+
+It offers every key of the open screen, the commands of all screens, every run by its name, and
+every setting.
 """
 
 from __future__ import annotations
@@ -99,7 +101,7 @@ class OfferedKey(NamedTuple):
 
 
 def offered_keys(screen: Widget) -> Iterator[OfferedKey]:
-    """Yield the keys of a screen and its panels that work now; each action once."""
+    """Yield the keys of a screen and its panels that work now. Each action occurs once."""
     seen: set[tuple[str, str]] = set()
     nodes: list[DOMNode] = [screen]
     nodes += [each for each in screen.query("*") if each.can_focus and each.display]
@@ -137,7 +139,7 @@ class KeyDiscovery(DiscoveryHit):
 
     @property
     def score(self) -> float:
-        """A score above Textual's own hits, whose score is 0."""
+        """A score above those of Textual's own hits, which are 0."""
         return 1.0
 
 
@@ -239,7 +241,7 @@ class RunsProvider(Provider):
 
 
 class SettingsProvider(Provider):
-    """Provides every setting by its label; a hit opens the settings dialog at that setting."""
+    """Provides every setting by its label. A hit opens the settings dialog at that setting."""
 
     async def search(self, query: str) -> Hits:
         """Yield the settings that match the query."""

@@ -26,7 +26,7 @@ class AlertSettings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Settings(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """All persistent settings; the file contains only values that differ from these defaults."""
+    """All persistent settings. The file contains only values that differ from these defaults."""
 
     theme: ThemeName = "dark"
     interval_seconds: Annotated[float, Meta(ge=0.1, le=3600)] = 1.0  # seconds between readings
@@ -45,8 +45,9 @@ def settings_path() -> Path:
 
 
 def load_settings(path: Path) -> tuple[Settings, str]:
-    """Return the settings in a file, or the defaults if there is no file, and a message that says
-    why the file is ignored if it can't be read.
+    """Return the settings in a file, or the defaults if there is no file.
+
+    The second result is a message that says why the file is ignored, if it can't be read.
     """
     try:
         text = path.read_text(encoding="utf-8")
@@ -59,8 +60,9 @@ def load_settings(path: Path) -> tuple[Settings, str]:
 
 
 def save_settings(path: Path, settings: Settings) -> None:
-    """Write the settings that differ from the defaults. Raises RequestError if the file
-    can't be written.
+    """Write the settings that differ from the defaults.
+
+    Raises RequestError if the file can't be written.
     """
     import tomli_w
 

@@ -1,5 +1,6 @@
-"""Simulates a training that uses a plan: a card overheats now and then, and the shares are adjusted
-by the same rule as in real trainings.
+"""Simulates a training that uses a plan.
+
+One card overheats now and then, and the shares are adjusted by the same rule as in real trainings.
 """
 
 from __future__ import annotations
@@ -32,9 +33,7 @@ STEPS_SHOWN = 8  # number of last steps shown, each a copy of the newest
 
 
 class TrainingSource(SimulatedSource):
-    """The demo's two cards, on which a training runs after it was started;
-    `clock` returns seconds.
-    """
+    """The demo's two cards, which train once `train` is called. `clock` returns seconds."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(catalogue(CARDS), builder=SnapshotBuilder(TrainingRates(tuple), clock))
@@ -43,8 +42,9 @@ class TrainingSource(SimulatedSource):
         self._first: Training | None = None
 
     def train(self, plan: Plan) -> None:
-        """Start training with this plan from the next reading on; the plan has a share for each
-        device. Can be called from any thread.
+        """Start training with this plan from the next reading on.
+
+        The plan has a share for each device. Can be called from any thread.
         """
         shares = plan.layout.share
         names = [device.label for device in self.devices()]
@@ -81,8 +81,9 @@ class TrainingSource(SimulatedSource):
         )
 
     def _train_until(self, now: float, slowed: float, first: Training) -> tuple[Training, ...]:
-        """Advance the training to the time `now` and return the ranks' reports. Shares that the
-        rule changes take effect at the next reading.
+        """Advance the training to the time `now` and return the ranks' reports.
+
+        If the rule changes the shares, they take effect at the next reading.
         """
         rows = self._rule.shares
         own = [self.machine.device_seconds(place, share, True) for place, share in enumerate(rows)]

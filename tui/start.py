@@ -1,9 +1,8 @@
-"""Starts the app on a terminal, and exits if the terminal, or the server of a browser session,
-disappears without a signal.
+"""Starts the app on a terminal, and exits if the terminal disappears without a signal.
 
-The devices are first read while Textual is being imported. Only processes of the terminal's own
-session receive SIGHUP; without it Textual's writer thread blocks forever on a closed terminal, and
-the event loop runs no signal handler.
+The same holds for the server of a browser session. The devices are first read while Textual is
+being imported. Only processes of the terminal's own session receive SIGHUP; without it Textual's
+writer thread blocks forever on a closed terminal, and the event loop runs no signal handler.
 """
 
 from __future__ import annotations
@@ -40,8 +39,9 @@ def has_app() -> bool:
 
 
 def prepare_app() -> None:
-    """Disable garbage collection for the start of the app. Raises RequestError with the install
-    command if the app's libraries are missing.
+    """Disable garbage collection for the start of the app.
+
+    Raises RequestError with the install command if the app's libraries are missing.
     """
     # the app enables garbage collection once it has been drawn: objects made at the start stay, and
     # scanning them is slow
@@ -62,11 +62,11 @@ def run_app(
     | None = None,
     **options: Any,
 ) -> int:
-    """Run the app on this terminal and return the exit code; `options` are passed to the app.
+    """Run the app on this terminal and return the exit code.
 
-    `serving` is called with a function that returns the latest reading, and its context is held
-    while the app runs. RequestError and DeviceError (invalid devices or address, app not installed)
-    are raised before the terminal is changed.
+    `options` are passed to the app. `serving` is called with a function that returns the latest
+    reading, and its context is held while the app runs. RequestError and DeviceError (invalid
+    devices or address, app not installed) are raised before the terminal is changed.
     """
     prepare_app()
     path = settings_path()
@@ -92,8 +92,9 @@ def run_app(
 
 
 def _is_first_start(options: Mapping[str, Any]) -> bool:
-    """True if no run is stored and the user is on a terminal and may start one: not
-    read-only, no replay.
+    """True if no run is stored and the user may start one on this terminal.
+
+    It is False if the app is read-only or shows a replay.
     """
     from evener.balancer.store.runs import have_runs
 
@@ -107,8 +108,9 @@ def _owns_terminal() -> bool:
 
 
 def _run_demo(theme: str | None, options: Mapping[str, Any]) -> int:
-    """Run the demo after the user left the app for it; return its exit code. The
-    demo stores nothing.
+    """Run the demo after the user left the app for it, and return its exit code.
+
+    The demo stores nothing.
     """
     words = [*(["--theme", theme] if theme else []), *(["--ascii"] if options.get("ascii") else [])]
     return subprocess.call([sys.executable, "-P", "-m", "evener", "demo", *words])
@@ -144,8 +146,9 @@ def draw_app(
 
 
 def _discard_output() -> None:
-    """Point the standard streams at /dev/null: Python flushes them as it exits, and would exit with
-    120 because the terminal is gone.
+    """Point the standard streams at /dev/null.
+
+    Python flushes them as it exits, and would exit with 120 because the terminal is gone.
     """
     with open(os.devnull, "wb") as nowhere:
         for stream in (sys.__stdout__, sys.__stderr__):
@@ -154,8 +157,9 @@ def _discard_output() -> None:
 
 
 def _end_threads(app: EvenerApp) -> None:
-    """Stop the app's threads and Textual's input thread. SIGCONT, which comes with a hang-up,
-    starts another input thread.
+    """Stop the app's threads and Textual's input thread.
+
+    SIGCONT, which follows a hang-up, starts another input thread.
     """
     app.close_threads()
     getattr(app._driver, "exit_event", threading.Event()).set()
@@ -163,8 +167,9 @@ def _end_threads(app: EvenerApp) -> None:
 
 @contextlib.contextmanager
 def _drawing_on_the_terminal() -> Iterator[None]:
-    """Point `sys.__stderr__`, on which Textual draws, at standard output's terminal while the app
-    runs, if stderr is not a terminal.
+    """Point `sys.__stderr__` at the terminal of standard output while the app runs.
+
+    Textual draws on `sys.__stderr__`. Nothing is changed if stderr is a terminal.
     """
     before = sys.__stderr__
     if before is not None and before.isatty():

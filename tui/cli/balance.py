@@ -103,8 +103,7 @@ def balance(
 def _read_budget(
     request: Request, budget: str | None, resume: str | None
 ) -> tuple[Request, float | None]:
-    """Return the request with the budget from the command line, and the seconds by which a resumed
-    run is extended.
+    """Return the request with the budget from the command line, and the seconds to add to a run.
 
     The seconds are None unless a run is extended. Raises RequestError for `+5m` without a run.
     """

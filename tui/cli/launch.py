@@ -141,8 +141,9 @@ def launch(
 
 
 def _train(job: HostJob, guard: GuardedTraining, name: str, starts: str, max_restarts: int) -> int:
-    """Run all training processes of this host, print when they start and end, and return the exit
-    code.
+    """Run all training processes of this host, and return the exit code.
+
+    Prints when they start and end.
     """
     from evener.launch.processes import named_output
     from evener.launch.restarts import run_job
@@ -202,7 +203,7 @@ def _name(job: HostJob) -> str:
 
 
 def _list_shares(job: HostJob) -> str:
-    """Format the shares of this host: 5 rows on CPU:0, 2 × 410 on GPU:1."""
+    """Return the shares of this host as text: 5 rows on CPU:0, 2 × 410 on GPU:1."""
     listed = []
     for share, device in zip(job.own, chain.from_iterable(job.processes), strict=True):
         unit = "row" if share.batch == 1 else "rows"
@@ -304,7 +305,7 @@ def run(
 
 
 def _write_start(job: HostJob) -> str:
-    """Format the devices on which a program starts: starts on GPU:0, GPU:1."""
+    """Return the devices on which a program starts as text: starts on GPU:0, GPU:1."""
     labels = ", ".join(device.label for device in chain.from_iterable(job.processes))
     alone = "" if len(job.processes) > 1 else ", one device, so it has no shares to balance"
     return f"starts on {labels}{alone}"

@@ -77,7 +77,7 @@ def _as_json(device: Device) -> dict[str, Any]:
 
 
 def _check(devices: str, address: str) -> tuple[tuple[Check, ...], str]:
-    """Return the checks, and a text that names the devices that `evener balance` would use."""
+    """Return the checks, and a text that names the devices `evener balance` would use."""
     if parse_request(devices)[0].host is None:
         found = discover(devices)  # what can't be had is its own sentence
         return check_machine(), _name_devices(found.devices)
@@ -106,8 +106,9 @@ def _check_links(devices: str) -> tuple[tuple[Check, ...], tuple[LinkMeasurement
 
 
 def _name_devices(devices: Sequence[Device]) -> str:
-    """Format the labels of the devices; of many devices, the first labels and the number of the
-    others.
+    """Return the labels of the devices as text.
+
+    Of many devices, it has the first labels and the number of the others.
     """
     labels = [device.label for device in devices[:MOST_NAMED]]
     more = len(devices) - len(labels)

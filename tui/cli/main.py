@@ -120,8 +120,9 @@ def start(
 
 
 def _refuse_misplaced(context: typer.Context, command: str) -> None:
-    """Raise RequestError for an option of the app in front of a command, which would ignore the
-    option.
+    """Raise RequestError for an option of the app in front of a command.
+
+    The command would ignore such an option.
     """
     for option in context.command.params:
         source = context.get_parameter_source(option.name or "")
@@ -157,8 +158,9 @@ def show_help(
 
 
 def main(arguments: list[str]) -> int:
-    """Run a command as a program whose standard streams may be closed at any time; return the exit
-    code.
+    """Run a command as a program, and return the exit code.
+
+    The standard streams of a program may be closed at any time.
     """
     guard_streams()
     code = run(arguments)
@@ -168,8 +170,9 @@ def main(arguments: list[str]) -> int:
 
 
 def run(arguments: list[str]) -> int:
-    """Run one command and return its exit code. An EvenerError is printed as one sentence, without
-    a traceback.
+    """Run one command and return its exit code.
+
+    An EvenerError is printed as one sentence, without a traceback.
     """
     of_script = arguments[:1] in (["launch"], ["run"])  # most of them
     as_json = "--json" in arguments and not of_script

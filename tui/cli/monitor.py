@@ -110,10 +110,10 @@ def monitor(
 
 
 def _metrics_server(address: str | None, public: bool, once: bool) -> Serving:
-    """Return a function that makes the context in which metrics are served; without `--metrics`,
-    the context does nothing.
+    """Return a function that makes the context in which metrics are served.
 
-    Raises RequestError if the options contradict each other or the address is invalid.
+    Without `--metrics`, the context does nothing. Raises RequestError if the options contradict
+    each other or the address is invalid.
     """
     if address is None:
         if public:
@@ -176,8 +176,9 @@ def _snapshots(source: Source, pause: float, *, loops: bool) -> Iterator[Snapsho
 
 
 def _read_first(source: Source) -> Snapshot:
-    """Return the first reading, after waiting until the next one has rates. Raises DeviceError if
-    it fails.
+    """Return the first reading, after waiting until the next one has rates.
+
+    Raises DeviceError if it fails.
     """
     try:
         first = source.sample()
@@ -197,8 +198,9 @@ def _unreadable(error: OSError) -> DeviceError:
 
 
 def draw_reading(snapshot: Snapshot, ascii_only: bool) -> str:
-    """Return the reading as text for standard output, in the width and the colours of the terminal,
-    if there is one.
+    """Return the reading as text for standard output.
+
+    On a terminal, the text has its width and colours.
     """
     colour = sys.stdout.isatty() and "NO_COLOR" not in os.environ
     width = shutil.get_terminal_size((132, 24)).columns
@@ -222,8 +224,9 @@ _CODES: dict[Tone, str] = {
 
 
 def snapshot_text(snapshot: Snapshot, width: int, *, colour: bool) -> str:
-    """Format a snapshot as text: host, notes, devices, links, processes and trainings. Lines have
-    at most `width` cells.
+    """Format a snapshot as text: host, notes, devices, links, processes and trainings.
+
+    Lines have at most `width` cells.
     """
     rows: tuple[PanelRow, ...] = device_rows(snapshot)
     grid = PROCESSES._replace(nothing=nothing_there(snapshot.devices))
@@ -270,8 +273,9 @@ def _notes(snapshot: Snapshot) -> Iterator[str]:
 
 
 def _join(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
-    """Return the trainings of the snapshot. The module that joins them is only imported if there
-    are any.
+    """Return the trainings of the snapshot.
+
+    The module that joins them is only imported if there are any.
     """
     if not snapshot.reports:
         return ()

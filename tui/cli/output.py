@@ -26,20 +26,23 @@ from ..view.cells import to_ascii
 
 
 class ReaderGoneError(Exception):
-    """Standard output has no reader any more. It isn't an OSError, because argument parsers handle
-    those themselves.
+    """Standard output has no reader any more.
+
+    It isn't an OSError, because argument parsers handle those themselves.
     """
 
 
 class OutputError(RequestError):
-    """Standard output is a file that can't be written, for example on a full disk. Reported on
-    standard error.
+    """Standard output is a file that can't be written, for example on a full disk.
+
+    Reported on standard error.
     """
 
 
 class _GuardedFile(io.FileIO):
-    """A file that ignores further writes after the first one that fails; that one may raise an
-    error.
+    """A file that ignores further writes after the first write that fails.
+
+    The write that fails may raise an error.
     """
 
     def __init__(self, descriptor: int, raises: bool) -> None:
@@ -48,7 +51,7 @@ class _GuardedFile(io.FileIO):
         self._is_terminal = os.isatty(descriptor)  # can't be asked after a hang-up
 
     def write(self, data: object) -> int:
-        """Return the number of bytes written. Bytes that were lost are counted too."""
+        """Return the number of bytes written. Lost bytes are counted too."""
         size = memoryview(data).nbytes  # type: ignore[arg-type]  # a buffer, as everywhere in io
         try:
             return super().write(data) or 0  # type: ignore[arg-type]
@@ -75,8 +78,9 @@ def terminal_columns() -> int | None:
 
 
 def draws_screens() -> bool:
-    """True if the full-screen app can run: in a browser, or on a terminal that can position the
-    cursor.
+    """True if the full-screen app can run.
+
+    It runs in a browser, and on a terminal that can position the cursor.
     """
     if "TEXTUAL_DRIVER" in os.environ:
         return True
@@ -84,11 +88,10 @@ def draws_screens() -> bool:
 
 
 def guard_streams() -> None:
-    """Replace the standard streams by streams that survive being closed. A stream that is closed
-    already is opened on /dev/null.
+    """Replace the standard streams by streams that survive being closed.
 
-    Otherwise the next file that is opened, such as a journal, would get its descriptor and its
-    output.
+    A stream that is already closed is opened on /dev/null. Otherwise the next file that is opened,
+    such as a journal, would get its descriptor and its output.
     """
     for descriptor in range(3):
         try:
@@ -101,8 +104,9 @@ def guard_streams() -> None:
 
 
 def _similar(error: UnicodeError) -> tuple[str, int]:
-    """Return a similar character for one that the stream's encoding lacks, such as an ASCII
-    terminal's.
+    """Return a similar character for a character that the stream's encoding lacks.
+
+    An ASCII terminal, for example, lacks most characters.
     """
     assert isinstance(error, UnicodeEncodeError)
     return to_ascii(error.object[error.start : error.end].replace("±", "+-")), error.end

@@ -117,7 +117,7 @@ def _parse_length(seconds: str | None, steps: int | None) -> ProbeLength:
 
 
 def _parse_gpus(spec: str, gpus: Sequence[str] | None) -> tuple[str, tuple[int, ...] | None]:
-    """Return the `--devices` value and the positions in it of the devices that `--gpus` names.
+    """Return the `--devices` value, and the positions in it of the devices that `--gpus` names.
 
     With `--devices`, the numbers of `--gpus` are positions in its list. Without it, they are
     indices of this machine's devices. The positions are None without `--gpus`: the first devices
@@ -189,8 +189,10 @@ def _table(runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str]) -
 def _rows(
     runs: Sequence[ProbeRepeat], layout: Layout, labels: Sequence[str], energy: bool
 ) -> Iterator[tuple[str, ...]]:
-    """Yield the rows of the table: for each run, each device and all devices together; then all
-    runs together.
+    """Yield the rows of the table.
+
+    For each run there is a row per device, and one for all devices together. The last rows are for
+    all runs together.
     """
     several = len(layout.active) > 1
     whole_batch = str(layout.global_batch)
@@ -219,8 +221,9 @@ def _rows(
 def _cells(
     speed: float | None, error: str, memory: int | None, power: Power | None, energy: bool
 ) -> tuple[str, ...]:
-    """Return the cells for samples/s, its error and the peak memory; with `energy`, also for
-    samples per joule and watts.
+    """Return the cells for samples/s, its error and the peak memory.
+
+    With `energy`, also return cells for samples per joule and watts.
     """
     figure = "-" if speed is None else rate(speed)
     held = "-" if memory is None else size(memory)

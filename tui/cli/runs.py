@@ -144,8 +144,9 @@ def _print_table(listed: Sequence[RunSummary]) -> None:
 
 
 def _write_shortfall(summary: RunSummary) -> str:
-    """Return why the last training by a search's plan was slower than planned; empty if it wasn't,
-    or without a training.
+    """Return why the last training by a search's plan was slower than planned.
+
+    Return an empty string if it wasn't slower, or if there was no training.
     """
     trained = summary.trained
     if trained is None or not trained.falls_short:
@@ -177,7 +178,10 @@ def _row(summary: RunSummary) -> tuple[str, ...]:
 
 
 def _list_devices(summary: RunSummary) -> str:
-    """Format the first few devices. A training's devices are product names, which are counted."""
+    """Return the first few devices as text.
+
+    A training's devices are product names; equal names are counted.
+    """
     if summary.kind == "training":
         return plain(brief_devices(summary.devices), _WIDEST_TEXT)
     more = " …" if len(summary.devices) > MOST_DEVICES else ""
@@ -417,8 +421,9 @@ def replay(
 
 
 def print_events(events: Iterable[Event]) -> Finished | None:
-    """Print a session's events to standard error and its result to standard output. Returns the
-    result, None if there is none.
+    """Print a session's events to standard error and its result to standard output.
+
+    Return the result, or None if there is none.
     """
     state = SessionState()
     for event in events:

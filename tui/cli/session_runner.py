@@ -45,8 +45,9 @@ class _Progress:
         self.drawn = False  # True while the lines are on a terminal
 
     def say(self, text: str) -> None:
-        """Show a message below the lines that are redrawn; without such lines, print it to standard
-        error.
+        """Show a message below the lines that are redrawn.
+
+        If there are no such lines, print it to standard error.
         """
         if self.drawn:
             self.messages.append(text)
@@ -61,13 +62,14 @@ def run_session(
     as_json: bool,
     more: Callable[[Session, Finished, Sequence[str]], Mapping[str, object]] = lambda *_: {},
 ) -> int:
-    """Run a session to its end, save its plan to `export`, and call `show` with the result, the
-    devices' labels and the next steps. Returns the exit code.
+    """Run a session to its end, save its plan to `export`, and call `show`.
+
+    `show` gets the result, the devices' labels and the next steps. Returns the exit code.
 
     The JSON document has the plan, the verdict and what `more` returns. The exit code is 0, or 128
-    plus the number of the signal that interrupted the session. If the journal can't be written, it
-    is that error's code; what was measured until then is saved and shown first. Signals are caught
-    until everything is written, so that no signal leaves an incomplete file.
+    plus the number of the signal that interrupted the session. If the journal can't be written, the
+    exit code is that of the error; what was measured until then is saved and shown first. Signals
+    are caught until everything is written, so that no signal leaves an incomplete file.
     """
     progress = _Progress()
     words = "stopping; the best result so far is kept"
@@ -124,8 +126,9 @@ def _run_to_its_end(
 def result_json(
     run: str, finished: Finished, steps: Sequence[str], more: Mapping[str, object]
 ) -> dict[str, object]:
-    """Return the result as JSON-serializable data: the run, the verdict's fields and text, `more`,
-    the plan, and the next steps.
+    """Return the result as JSON-serializable data.
+
+    It has the run, the verdict's fields and text, `more`, the plan, and the next steps.
     """
     return {
         "run": run,
@@ -151,11 +154,11 @@ def stopped_by_signals(
     at_once: str = "ended at once",
     say: Callable[[str], None] = _write_error,
 ) -> Iterator[list[int]]:
-    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop`. Its value is the list of
-    exit codes of the caught signals.
+    """Return a context in which Ctrl-C, SIGTERM and SIGHUP call `stop`.
 
-    A second signal raises KeyboardInterrupt, unless it follows the first one within a second, as
-    when a key is pressed twice.
+    Its value is the list of exit codes of the caught signals. A second signal raises
+    KeyboardInterrupt, unless it follows the first one within a second, which happens when a key is
+    pressed twice.
     """
     caught: list[int] = []
     first_at = 0.0
@@ -194,8 +197,9 @@ def _show_progress(session: Session, progress: _Progress, as_json: bool) -> Fini
 
 @contextlib.contextmanager
 def _live_lines(progress: _Progress) -> Iterator[Live]:
-    """Return a context in which lines on the terminal are redrawn. They are removed at its end;
-    text that was printed meanwhile stays.
+    """Return a context in which lines on the terminal are redrawn.
+
+    The lines are removed at the end of the context; text that was printed meanwhile stays.
     """
     from rich.console import Console, Group
     from rich.live import Live
@@ -222,8 +226,9 @@ def _live_lines(progress: _Progress) -> Iterator[Live]:
 
 
 def search_screen(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the lines of a running search on a terminal: the devices, the best layout so far, what
-    is being measured, and the time left.
+    """Return the lines of a running search on a terminal.
+
+    They show the devices, the best layout so far, what is being measured, and the time left.
     """
     lanes = whole_table(SEARCH_DEVICES, search_device_rows(state)[:MOST_DEVICES], width)
     return (*lanes, *rival_lines(state, width, 0), *search_lines(state, width, 1))

@@ -43,8 +43,9 @@ def usage_fault(error: Exception, command: str) -> EvenerError | None:
 
 
 def _explain_missing(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for a missing argument, option or value of an option; None if nothing is
-    missing.
+    """Return the error for a missing argument, option or value of an option.
+
+    Return None if nothing is missing.
     """
     kind = type(error).__name__
     parameter = getattr(error, "param", None)
@@ -59,8 +60,9 @@ def _explain_missing(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_unknown(error: Exception, command: str, look: str) -> RequestError | None:
-    """Return the error for an unknown option or command, with similar names; None if
-    there is none.
+    """Return the error for an unknown option or command, with similar names.
+
+    Return None if nothing is unknown.
     """
     if type(error).__name__ == "NoSuchOption":
         option = plain(str(getattr(error, "option_name", "")), MOST_SHOWN)
@@ -80,8 +82,9 @@ def _explain_unknown(error: Exception, command: str, look: str) -> RequestError 
 
 
 def _explain_value(error: Exception, message: str, look: str) -> RequestError | None:
-    """Return the error for a value that an option doesn't accept, with the accepted values; None
-    for other exceptions.
+    """Return the error for a value that an option doesn't accept, with the accepted values.
+
+    Return None for other exceptions.
     """
     parameter = getattr(error, "param", None)
     refused = _REFUSED.match(message)
@@ -94,14 +97,17 @@ def _explain_value(error: Exception, message: str, look: str) -> RequestError | 
 
 
 def _name(parameter: Any) -> str:
-    """Return an option as it is typed, or an argument's name as shown in the help."""
+    """Return an option as the user types it, or an argument by its name in the help."""
     if getattr(parameter, "param_type_name", "") == "option":
         return str(parameter.opts[0])
     return str(parameter.metavar or parameter.human_readable_name).rstrip(".")
 
 
 def _describe_type(kind: Any) -> str:
-    """Describe the values that a parameter accepts; empty unless they are numbers or choices."""
+    """Return the values that a parameter accepts as text.
+
+    Return an empty string unless they are numbers or choices.
+    """
     choices = getattr(kind, "choices", None)
     if choices is not None:
         return _either([str(getattr(each, "value", each)) for each in choices])
@@ -117,5 +123,5 @@ def _describe_type(kind: Any) -> str:
 
 
 def _either(words: Sequence[str]) -> str:
-    """Join words to a choice: created, time or workload."""
+    """Return words joined to a choice: created, time or workload."""
     return join_words(words, "or")

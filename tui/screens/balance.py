@@ -26,7 +26,7 @@ NOT_IN_REPLAYS = ("stop", "go_on", "report")
 
 
 class BalanceScreen(RunActions, PanelScreen):
-    """Shows the form or the app's session, which continues when another screen is opened."""
+    """Shows the form or the app's session, which continues while another screen is open."""
 
     NAME = "balance"
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -54,8 +54,9 @@ class BalanceScreen(RunActions, PanelScreen):
             yield BalanceView(self.result_keys)
 
     def on_mount(self) -> None:
-        """Follow the session, the snapshots and failed starts. Without a session, focus the list of
-        models.
+        """Follow the session, the snapshots and failed starts.
+
+        Without a session, focus the list of models.
         """
         self.watch(self.app, "balance", self._followed)
         self.watch(self.app, "snapshot", self._sampled, init=False)
@@ -64,7 +65,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.query_one("#pick-workload", Ticks).focus()
 
     def result_keys(self) -> list[KeyHint]:
-        """The keys for the next steps after a result, only those that work now."""
+        """The keys for the next steps after a result that work now."""
         keys = [
             KeyHint("e", "write the plan"),
             KeyHint("g", "train by it here"),
@@ -167,9 +168,7 @@ class BalanceScreen(RunActions, PanelScreen):
             self.app.push_screen(dialog)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains with the plan, then write the plan and start the command
-        from this app.
-        """
+        """Ask for a training command, then write the plan and start the command."""
         finished = self.evener.balance.finished
         if finished is not None:
             ask_to_train(self.evener, finished.plan, self.chosen_run)

@@ -1,5 +1,6 @@
-"""The form that starts a search: the model, the devices, the global batch and the budget, and all
-other options under "more".
+"""The form that starts a search.
+
+It has the model, the devices, the global batch and the budget, and all other options under "more".
 """
 
 from __future__ import annotations
@@ -111,8 +112,9 @@ def field_label(name: str) -> str:
 
 
 def form_words(text: str) -> tuple[str, str]:
-    """Return a command-line error message in the form's terms, and the name of the field for its
-    first option; "" if it names no option.
+    """Return a command-line error message in the form's terms, and the field that it names first.
+
+    The field is "" if the message names no option.
     """
     options = re.findall(r"--([a-z][a-z-]*)", text)
     fields = {option: _BY_OPTION.get(option, option.replace("-", "_")) for option in options}
@@ -123,8 +125,9 @@ def form_words(text: str) -> tuple[str, str]:
 
 
 class Model(NamedTuple):
-    """An entry of the list of models; `name` is the value for `--workload`, empty for the
-    entry "another file".
+    """An entry of the list of models.
+
+    `name` is the value for `--workload`, empty for the entry "another file".
     """
 
     name: str
@@ -134,8 +137,10 @@ class Model(NamedTuple):
 
 
 def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> list[Model]:
-    """Return the models to choose from: the last model that was balanced, functions in this
-    folder's files, another file, then evener's own networks.
+    """Return the models to choose from.
+
+    They are the last model that was balanced, functions in this folder's files, another file, and
+    evener's own networks.
     """
     models: list[Model] = []
     if last is not None:
@@ -152,8 +157,9 @@ def list_models(found: Sequence[str], last: RunSummary | None, now: float) -> li
 
 
 def _full_name(workload: str) -> str:
-    """Return a function's name with the absolute path of its file, so that two
-    spellings are equal.
+    """Return a function's name with the absolute path of its file.
+
+    Two spellings of the same file then give equal names.
     """
     home, _, function = workload.rpartition(":")
     return f"{Path(home).absolute()}:{function}"
@@ -183,8 +189,9 @@ def _utc_seconds(moment: time.struct_time) -> float:
 
 
 def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
-    """Return the newest search over one of the user's own functions whose file still exists; None
-    if there is none.
+    """Return the newest search over a function of the user whose file still exists.
+
+    Return None if there is none.
     """
     for summary in sorted(summaries, key=lambda each: each.created, reverse=True):
         home = summary.workload.rpartition(":")[0]
@@ -195,8 +202,9 @@ def find_last_own(summaries: Sequence[RunSummary]) -> RunSummary | None:
 
 
 class BalanceForm(UsesApp, Vertical):
-    """The form; it starts the search that its fields describe, or marks the invalid field and shows
-    why it is invalid.
+    """The form, which starts the search that its fields describe.
+
+    If a field is invalid, the form marks it and shows why.
     """
 
     can_focus = False
@@ -213,8 +221,9 @@ class BalanceForm(UsesApp, Vertical):
         self._picked = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
-        """Make the fields with the other options below them, the explanation of the focused field,
-        the buttons, and the text on what a search does.
+        """Make the fields, their options, the explanation of the focused field and buttons.
+
+        Below them is the text on what a search does.
         """
         with VerticalScroll(id="fields", can_focus=False, classes="panel") as fields:
             fields.border_title = "Balance a model"
@@ -266,8 +275,9 @@ class BalanceForm(UsesApp, Vertical):
         return bool(devices) and find_backend(devices[0].kind).simulated
 
     def on_mount(self) -> None:
-        """List the devices of this machine and the models; models in this folder are added as
-        they are found.
+        """List the devices of this machine and the models.
+
+        Models in this folder are added as they are found.
         """
         devices = self.evener.trainable
         rows = [
@@ -281,16 +291,16 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     async def find_own_models(self) -> None:
-        """Search the files of this folder and the past runs for models, and add the
-        models to the list.
-        """
+        """Search this folder's files and the past runs for models, and add them to the list."""
         found = await asyncio.to_thread(find_models, Path.cwd())
         last = await asyncio.to_thread(_read_last_own)
         self._offer_models(found, last)
 
     def _offer_models(self, found: Sequence[str], last: RunSummary | None) -> None:
-        """List these models. Without a choice by the user, the first of the user's own models is
-        ticked, or the default built-in model if neither a file nor a past run has one.
+        """List these models, and tick one unless the user has chosen.
+
+        It is the first of the user's own models, or the default built-in model if neither a file
+        nor a past run has one.
         """
         panel = self.query_one("#pick-workload", Ticks)
         before = self._models[min(panel.ticked)] if self._picked and panel.ticked else None
@@ -317,9 +327,11 @@ class BalanceForm(UsesApp, Vertical):
         self.show_rows()
 
     def show_rows(self) -> None:
-        """Show the path only for another file, and the other options only if "more" is open; of
-        those, the layouts only for a comparison, and the largest slowdown only for an objective
-        that trades speed.
+        """Show the rows that the other fields require.
+
+        The path is shown only for another file, and the other options only if "more" is open. Of
+        these, the layouts are shown only for a comparison, and the largest slowdown only for an
+        objective that trades speed.
         """
         if not self._models:
             return
@@ -337,8 +349,9 @@ class BalanceForm(UsesApp, Vertical):
         return find_objective(self.query_one("#objective", OneOf).value).trades_speed
 
     def redraw(self) -> None:
-        """Set the heights of the lists of models and devices to what the other fields leave free,
-        and show what a search does below the form if there is room.
+        """Set the heights of the lists of models and devices to what the other fields leave free.
+
+        If there is room, show what a search does below the form.
         """
         height = self.size.height - HINT_ROWS - 1
         bare = self.screen.has_class("-bare")
@@ -362,8 +375,10 @@ class BalanceForm(UsesApp, Vertical):
         self._explain()
 
     def _count_model_rows(self) -> int:
-        """Return the number of rows for models: the user's own, plus one of evener's, whose row
-        says how many more follow. If the user has none, return the number of all models.
+        """Return the number of rows for models.
+
+        They are the user's own models, and one of evener's, whose row says how many more follow. If
+        the user has none, return the number of all models.
         """
         own = [model for model in self._models if model.own]
         return len(own) + 1 if any(model.name for model in own) else len(self._models)
@@ -474,8 +489,9 @@ class BalanceForm(UsesApp, Vertical):
 
     @on(DescendantFocus)
     def _explain(self) -> None:
-        """Show the error message; without an error, explain the focused field on up
-        to three lines.
+        """Show the error message or, without one, explain the focused field.
+
+        The explanation has up to three lines.
         """
         problem, field = self.query_one("#problem", Lines), self.screen.focused
         room = problem.size.width or self.app.size.width  # 0 before the first layout
@@ -522,7 +538,7 @@ class BalanceForm(UsesApp, Vertical):
 
 
 def _read_last_own() -> RunSummary | None:
-    """Return the newest search over one of the user's own functions; None if runs can't be read."""
+    """Return the newest search over a function of the user; None if runs can't be read."""
     try:
         return find_last_own(runs.list_runs())
     except EvenerError:

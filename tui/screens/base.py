@@ -1,5 +1,6 @@
-"""The base classes of all screens: the bar on top, the keys at the bottom, and the screen's
-panels between them.
+"""The base classes of all screens.
+
+A screen has a bar on top, the keys at the bottom, and its own panels in between.
 """
 
 from __future__ import annotations
@@ -57,8 +58,9 @@ class PanelScreen(UsesApp, Screen[None]):
         raise NotImplementedError
 
     def fit_frames(self) -> int:
-        """Give the panels frames if there is room, and stack them on a narrow terminal. Return the
-        rows that a frame takes.
+        """Give the panels frames if there is room, and stack them on a narrow terminal.
+
+        Return the number of rows that a frame takes.
         """
         width, height = self.app.size
         self.set_class(width < NARROW or height < LOW, "-bare")
@@ -73,8 +75,9 @@ class PanelScreen(UsesApp, Screen[None]):
     def open_details(
         self, title: str, draw: Callable[[int], tuple[Line, ...]], *, wide: bool = False
     ) -> None:
-        """Open a page of text over the screen. The modules that dialogs need are imported when the
-        first dialog opens.
+        """Open a page of text over the screen.
+
+        The modules that dialogs need are imported when the first dialog opens.
         """
         from .dialogs import DetailsDialog
 
@@ -87,9 +90,7 @@ class PanelScreen(UsesApp, Screen[None]):
 
 
 class SnapshotScreen(PanelScreen):
-    """A screen that shows the newest snapshot or, while paused, the snapshot at which
-    it was paused.
-    """
+    """A screen that shows the newest snapshot or, while paused, the one at which it was paused."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("p", "pause(True)", "Pause"),
@@ -124,8 +125,9 @@ class SnapshotScreen(PanelScreen):
             self.redraw()
 
     def place_panels(self, rows: Mapping[str, int]) -> None:
-        """Set the height of each panel in rows, borders included; 0 hides the panel. Nothing
-        is set again while the terminal's size and all heights stay the same.
+        """Set the height of each panel in rows, borders included; 0 hides the panel.
+
+        Nothing is set again while the terminal's size and all heights stay the same.
         """
         placed = (self.app.size, rows)
         if self._placed == placed:
@@ -266,8 +268,9 @@ class KeysBar(Lines):
         return key, Span(f" {binding.description}", "text", action)
 
     def _fit(self, hints: list[tuple[Span, ...]]) -> list[tuple[Span, ...]]:
-        """Return the hints that fit, none truncated. The hints for keys, help and quit always stay;
-        the hints just before them are dropped first.
+        """Return the hints that fit, none of them truncated.
+
+        The hints for keys, help and quit always stay; the hints just before them are dropped first.
         """
         width = self.size.width
         while len(hints) > ALWAYS and sum(map(span_cells, hints)) > width:
@@ -277,7 +280,7 @@ class KeysBar(Lines):
     def _extend(
         self, hints: list[tuple[Span, ...]], more: list[tuple[Span, ...]]
     ) -> list[tuple[Span, ...]]:
-        """Return the hints with as many hints of `more` as fit, inserted before the last ones."""
+        """Return the hints with as many of `more` as fit, inserted before the last ones."""
         left = self.size.width - sum(map(span_cells, hints))
         added = []
         for hint in more:

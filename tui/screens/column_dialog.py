@@ -14,7 +14,7 @@ ALWAYS = ("id",)  # columns that identify a row and can't be hidden
 
 
 class ColumnDialog(Dialog[None]):
-    """A list of columns with ticks; the ticked columns are shown, and the choice is saved."""
+    """A list of columns with ticks. The ticked columns are shown, and the choice is saved."""
 
     def __init__(self) -> None:
         super().__init__("Columns of the devices")

@@ -1,6 +1,4 @@
-"""Dialogs over a screen: a page of text, such as the help; a question with its answers; a field
-to type in.
-"""
+"""Dialogs over a screen: a page of text, a question with its answers, a field to type in."""
 
 from __future__ import annotations
 
@@ -65,8 +63,9 @@ class Dialog(UsesApp, ModalScreen[AnswerT], Generic[AnswerT]):
 
 
 class DetailsDialog(Dialog[None]):
-    """A page of text, scrolled if it doesn't fit. `draw(width)` returns its lines, and is called
-    again at each new snapshot.
+    """A page of text, scrolled if it doesn't fit.
+
+    `draw(width)` returns its lines, and is called again at each new snapshot.
     """
 
     def __init__(
@@ -95,8 +94,9 @@ class DetailsDialog(Dialog[None]):
 
 
 class ChoiceDialog(Dialog[str]):
-    """Asks for one of a few answers, by key or by button. The first button has the focus at first;
-    its answer must be harmless.
+    """Asks for one of a few answers, by key or by button.
+
+    The first button has the focus at first, so its answer must be harmless.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -141,8 +141,9 @@ class ChoiceDialog(Dialog[str]):
 def confirm(
     app: App[int], action: str, question: str, then: Callable[[], Any], title: str = ""
 ) -> None:
-    """Ask before an action that can't be undone, and call `then` if the answer is yes; `action` is
-    the label of the confirming button.
+    """Ask before an action that can't be undone, and call `then` if the answer is yes.
+
+    `action` is the label of the confirming button.
     """
 
     def draw(width: int) -> Iterable[Line]:
@@ -190,8 +191,9 @@ class FieldDialog(Dialog[bool]):
                 self.dismiss(True)
 
     async def submit(self, text: str) -> bool:
-        """Act on the line; return True if the dialog is finished. Raises EvenerError that says what
-        is wrong with the line.
+        """Act on the line, and return True if the dialog is finished.
+
+        Raises EvenerError that says what is wrong with the line.
         """
         raise NotImplementedError
 

@@ -1,6 +1,4 @@
-"""A dry run from the form: builds the model, runs a few steps, and shows a page on what
-fits in memory.
-"""
+"""A dry run from the form: builds the model, runs a few steps, and shows what fits in memory."""
 
 from __future__ import annotations
 
@@ -27,8 +25,9 @@ from .dialogs import Dialog, Text
 
 
 class DryRunDialog(Dialog[bool]):
-    """Shows the progress, then what fits in memory; its result is True if the search
-    is to start.
+    """Shows the progress, then what fits in memory.
+
+    Its result is True if the search is to start.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [

@@ -1,5 +1,6 @@
-"""The Monitor screen and its panels: all devices, the graphs of the device under the cursor, and
-the processes on the devices.
+"""The Monitor screen and its panels.
+
+It shows all devices, the graphs of the device under the cursor, and the processes on the devices.
 """
 
 from __future__ import annotations
@@ -69,9 +70,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         yield self.filter_field()
 
     def redraw(self) -> None:
-        """Draw the newest snapshot, or the snapshot at which the screen was paused,
-        in every panel.
-        """
+        """Draw the newest snapshot or, while paused, the one at which the screen was paused."""
         snapshot = self.shown
         if snapshot is None:
             return
@@ -139,7 +138,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.app.push_screen(ColumnDialog(), lambda _: self.redraw())
 
     def action_step_time(self, cells: int) -> None:
-        """Move the cursor over the graphs by `cells`; a negative number moves to earlier times."""
+        """Move the cursor over the graphs by `cells`. Negative numbers move to earlier times."""
         self.query_one(TimelinePanel).step(cells)
 
     def action_change_span(self, direction: int) -> None:
@@ -147,14 +146,13 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
         self.query_one(TimelinePanel).change_span(direction)
 
     def action_common_scale(self) -> None:
-        """Switch between one scale for all devices' graphs of a metric and a scale
-        for each device.
-        """
+        """Switch between one scale for a metric on all devices and a scale for each device."""
         self.query_one(TimelinePanel).toggle_scale()
 
     def action_end_filter(self) -> None:
-        """Hide the cursor of the graphs; if it is hidden already, remove the filter
-        and all marks.
+        """Hide the cursor of the graphs.
+
+        If it is already hidden, remove the filter and all marks.
         """
         graphs = self.query_one(TimelinePanel)
         if graphs.cursor is not None and self.focused is not self.query_one("#filter"):
@@ -163,9 +161,7 @@ class MonitorScreen(SnapshotScreen, SortedScreen):
             super().action_end_filter()
 
     def action_open_device(self) -> None:
-        """Show all details of the device under the cursor; if a host is under the cursor, fold
-        or unfold it.
-        """
+        """Show all details of the device under the cursor, or fold or unfold a host."""
         panel = self.query_one(DevicePanel)
         chosen = panel.rows[panel.cursor]
         if isinstance(chosen, HostRow):
@@ -244,7 +240,7 @@ class DevicePanel(ListPanel[PanelRow]):
 
     @property
     def position(self) -> Position:
-        """The cursor's position; the cursor is always drawn, because the graphs show its device."""
+        """The cursor's position. The cursor is always drawn, because the graphs show its device."""
         return Position(self.cursor, self.top)
 
     @property
@@ -300,7 +296,7 @@ class ProcessPanel(SortedPanel[ProcessRow]):
         return process_words(row)
 
     def follow(self, snapshot: Snapshot) -> None:
-        """Show this snapshot; processes that have ended stay visible for a moment."""
+        """Show this snapshot. Processes that have ended stay visible for a moment."""
         now = snapshot.at_seconds
         kept = {
             key: (each, at)

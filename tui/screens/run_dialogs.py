@@ -66,8 +66,9 @@ class ContinueDialog(FieldDialog):
 
 
 def errors_file(run: str) -> Path | None:
-    """Return the file with the errors that a run's child processes wrote, or None if there are
-    none. Without a run, the errors are those of the last probe.
+    """Return the file with the errors that a run's child processes wrote; None if there is none.
+
+    Without a run, the errors are those of the last probe.
     """
     with suppress(EvenerError):
         path = runs.errors_path(run) if run else error_file()
@@ -76,8 +77,10 @@ def errors_file(run: str) -> Path | None:
 
 
 def own_frames(text: str) -> str:
-    """Return the traceback frames that are outside evener, the standard library and installed
-    packages, without duplicates and below a heading; empty if there are none.
+    """Return the traceback frames that are in the user's own code, below a heading.
+
+    Frames of evener, the standard library and installed packages are left out, and so are
+    duplicates. Return an empty string if no frame is left.
     """
     frames = dict.fromkeys(
         found[0] for found in _FRAME.finditer(text) if not _FOREIGN.match(found[1])
@@ -86,8 +89,10 @@ def own_frames(text: str) -> str:
 
 
 def errors_dialog(run: str) -> DetailsDialog:
-    """Return a dialog with the traceback frames of the user's own code, and below them the errors
-    that a run's child processes wrote, at most their last `MOST_ERROR_BYTES`.
+    """Return a dialog with the errors that a run's child processes wrote.
+
+    The traceback frames of the user's own code come first, then at most the last `MOST_ERROR_BYTES`
+    of the errors.
     """
     path, text = errors_file(run), ""
     if path is not None:
@@ -135,8 +140,9 @@ class RunActions(UsesApp):
 
 
 class SaveDialog(FieldDialog):
-    """Asks for a path, and asks again before it replaces a file. `save` runs in a thread because it
-    may be slow.
+    """Asks for a path, and asks again before it replaces a file.
+
+    `save` runs in a thread because it may be slow.
     """
 
     def __init__(
@@ -190,8 +196,9 @@ class SaveDialog(FieldDialog):
 
 
 def plan_dialog(app: BaseApp, plan: Plan, run: str, end: Finished | None) -> SaveDialog:
-    """Return a dialog that writes a plan, then shows the command that trains with it, unless the
-    run's end advises against the plan.
+    """Return a dialog that writes a plan, then shows the command that trains with it.
+
+    The command isn't shown if the run's end advises against the plan.
     """
 
     def find_step(path: str) -> str:
@@ -230,8 +237,7 @@ class TrainDialog(FieldDialog):
 
 
 def ask_to_train(app: BaseApp, plan: Plan, run: str) -> None:
-    """Ask for the command that starts the plan's script, and show the training after
-    it has started.
+    """Ask for the command that starts the plan's script, and show the training after its start.
 
     The command has the path of the file that the plan was written to, or the path of a new file.
     """

@@ -51,7 +51,7 @@ class RunPanel(SortedPanel[RunSummary]):
         return run_words(row)
 
     def set_data(self, found: Sequence[RunSummary]) -> None:
-        """Show these runs; runs that have disappeared lose their marks."""
+        """Show these runs. Runs that have disappeared lose their marks."""
         self.tagged &= {each.run for each in found}
         super().set_data(found)
 
@@ -61,8 +61,9 @@ class RunPanel(SortedPanel[RunSummary]):
 
 
 class RunsScreen(RunActions, SortedScreen):
-    """Lists the past runs; reads the journals when it is opened, when a session has started or
-    ended, and on F5.
+    """Lists the past runs.
+
+    It reads the journals when it is opened, when a session has started or ended, and on F5.
     """
 
     NAME = "runs"
@@ -112,7 +113,7 @@ class RunsScreen(RunActions, SortedScreen):
         await self.action_reload()
 
     async def go_to(self, name: str) -> None:
-        """Move the cursor to a run; a filter that hides the run is removed."""
+        """Move the cursor to a run, and remove a filter that hides it."""
         await self.action_reload()
         panel = self.query_one(RunPanel)
         if name not in [panel.identity(row) for row in panel.rows]:
@@ -149,8 +150,8 @@ class RunsScreen(RunActions, SortedScreen):
         self.refresh_bindings()
 
     def _draw_plans(self) -> None:
-        """Draw the plan of the run under the cursor, next to the first marked run's plan if that
-        is another run.
+        """Draw the plan of the run under the cursor, next to that of the first marked run if it is
+        another.
         """
         panel = self.query_one(RunPanel)
         chosen = self.chosen_run
@@ -165,7 +166,7 @@ class RunsScreen(RunActions, SortedScreen):
             right.show(self._plan_lines(chosen, *right.size))
 
     def _draw_differences(self, before: str, after: str) -> None:
-        """Draw the differences between two searches; nothing if one of the runs isn't a search."""
+        """Draw the differences between two searches, unless one of the runs isn't a search."""
         panel = self.query_one("#differences", Lines)
         lines: tuple[Line, ...] = ()
         with suppress(EvenerError):
@@ -179,7 +180,7 @@ class RunsScreen(RunActions, SortedScreen):
         panel.show(lines)
 
     def _load(self, name: str) -> StoredRun:
-        """Return a stored run, which is read only once until the list is read again."""
+        """Return a stored run. It is read once, until the list is read again."""
         found = self._plans.get(name) or runs.load_run(name)
         self._plans[name] = found
         return found
@@ -256,8 +257,8 @@ class RunsScreen(RunActions, SortedScreen):
             self.open_details(name, lambda width: run_page(found, width, path), wide=True)
 
     def action_train_here(self) -> None:
-        """Ask for the command that trains with the plan of the run under the cursor, then write the
-        plan and start the command from this app.
+        """Ask for the command that trains with the plan under the cursor, write the plan and start
+        it.
         """
         name = self.chosen_run
         with self.evener.saying_faults():

@@ -1,5 +1,6 @@
-"""The dialog that shows and changes all settings; each change takes effect immediately and is
-saved.
+"""The dialog that shows and changes all settings.
+
+Each change takes effect immediately and is saved.
 """
 
 from __future__ import annotations
@@ -70,7 +71,7 @@ def read_setting(app: BaseApp, key: str) -> Any:
 
 
 class SettingsDialog(Dialog[None]):
-    """A row for each setting; the left and right keys change the focused setting."""
+    """A row for each setting. The left and right keys change the focused setting."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("down", "app.focus_next", "Next", show=False),

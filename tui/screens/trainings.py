@@ -1,5 +1,6 @@
-"""The Trainings screen and its panels: all trainings, which ranks of a training wait for which, and
-what would make it faster.
+"""The Trainings screen and its panels.
+
+It shows all trainings, which ranks of a training wait for which, and what would make it faster.
 """
 
 from __future__ import annotations
@@ -123,8 +124,9 @@ class TrainingsScreen(SnapshotScreen):
                 )
 
     def _log_rows(self, height: int, *, shares_rows: bool) -> int:
-        """Return the rows for the log of a training that was started here; most of the height until
-        the training reports.
+        """Return the number of rows for the log of a training that was started here.
+
+        It is most of the height until the training reports.
         """
         if self.evener.training is None:
             return 0
@@ -169,17 +171,13 @@ class TrainingsScreen(SnapshotScreen):
 
 
 def _find_summary(run: str) -> Sequence[str]:
-    """Return the lines of a run's summary, without the path of its file; empty if there
-    is no summary.
-    """
+    """Return the lines of a run's summary, without the path of its file; empty if there is none."""
     summary = load_summary(run)
     return describe_summary(summary) if summary is not None else ()
 
 
 class TrainingPanel(ListPanel[TrainingRow]):
-    """A panel with a row for each training; the cursor follows its training as others
-    start and end.
-    """
+    """A panel with a row for each training. The cursor follows its training in the list."""
 
     OPEN = "screen.open_training"
 
@@ -188,7 +186,7 @@ class TrainingPanel(ListPanel[TrainingRow]):
         self.state = ""
 
     def set_data(self, rows: Sequence[TrainingRow], state: str) -> None:
-        """Show these trainings; `state` is written in the heading."""
+        """Show these trainings, with `state` in the heading."""
         self.state = state
         self.place_rows(rows)
         self.redraw()
@@ -225,7 +223,7 @@ class RankPanel(ListPanel[RankRow]):
         return rank_grid(self.rows)
 
     def redraw(self) -> None:
-        """Draw the ranks and the legend of their bars; nothing without a training."""
+        """Draw the ranks and the legend of their bars, or nothing without a training."""
         if not self.rows:
             self.show(())
             return

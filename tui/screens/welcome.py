@@ -30,7 +30,7 @@ class StartChoice(NamedTuple):
 
 
 class StartChoices(Lines):
-    """A list of ways to begin with a cursor; Enter, a way's key or a click chooses it."""
+    """A list of ways to begin with a cursor. Enter, the key of a way or a click chooses it."""
 
     can_focus = True
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -67,7 +67,7 @@ class StartChoices(Lines):
         self.show(lines)
 
     def action_move(self, steps: int) -> None:
-        """Move the cursor; after the last way to begin comes the first."""
+        """Move the cursor. The first way to begin follows the last."""
         self.cursor = (self.cursor + steps) % max(1, len(self.choices))
         self.redraw()
 
@@ -99,8 +99,9 @@ class WelcomeDialog(Dialog[str]):
         yield StartChoices()
 
     def on_mount(self) -> None:
-        """Show the ways to begin, again at each new snapshot, and name the model in the current
-        folder once it is found.
+        """Show the ways to begin, and again at each new snapshot.
+
+        The model in the current folder is named once it is found.
         """
         text = "Where would you like to begin?  b, w, d or arrows and Enter."
         question = self.query_one("#question", Lines)
@@ -134,7 +135,10 @@ class WelcomeDialog(Dialog[str]):
 
 
 def write_activity(snapshot: Snapshot | None) -> str:
-    """Return what runs on the devices, or how to make a training report its steps if none does."""
+    """Return what runs on the devices.
+
+    If no training reports its steps, return how to make one report them.
+    """
     reports = snapshot.reports if snapshot is not None else ()
     trainings = {report.training or str(report.pid) for report in reports}
     if len(trainings) == 1:

@@ -1,9 +1,8 @@
-"""Serves the app to a browser on this machine, with textual-serve: each visitor gets an app process
-of their own.
+"""Serves the app to a browser on this machine, with textual-serve.
 
-textual-serve lets every web page that the user visits open and control the app. Here a request must
-have this machine's loopback address as its host, come from the page that evener serves, and contain
-the token from the printed URL.
+Each visitor gets a separate app process. textual-serve lets every web page that the user visits
+open and control the app. Here a request must have this machine's loopback address as its host, come
+from the page that evener serves, and contain the token from the printed URL.
 """
 
 from __future__ import annotations
@@ -43,15 +42,16 @@ Handler = Callable[[web.Request], Awaitable[web.StreamResponse]]
 
 
 class SilentConnections:
-    """Connections that have not sent a request from the user's own page. Their number and their
-    duration are limited, because anybody on this machine can open them.
+    """Connections that have not sent a request from the user's own page.
+
+    Their number and their duration are limited, because anybody on this machine can open them.
     """
 
     def __init__(self) -> None:
         self._ends: dict[web.RequestHandler, asyncio.TimerHandle] = {}  # oldest first
 
     def add(self, connection: web.RequestHandler) -> None:
-        """Add a new connection; if there are too many connections, close the oldest."""
+        """Add a new connection, and close the oldest if there are too many."""
         if len(self._ends) >= MOST_SILENT:
             self.close(next(iter(self._ends)))
         loop = asyncio.get_running_loop()
@@ -132,7 +132,7 @@ class BrowserServer(Server):
             await asyncio.wait(self._visits, timeout=SHUTDOWN_SECONDS)
 
     async def run(self, listening: socket.socket) -> int:
-        """Serve until a signal arrives; return 128 plus the signal's number."""
+        """Serve until a signal arrives, and return 128 plus the signal's number."""
         runner = web.AppRunner(
             await self._make_app(), access_log=None, shutdown_timeout=SHUTDOWN_SECONDS
         )
@@ -164,8 +164,9 @@ class BrowserServer(Server):
 
 
 def serve_browser(command: Sequence[str], port: int) -> int:
-    """Serve what `command` draws until a signal arrives, and return the exit code. Raises
-    RequestError if the port can't be used.
+    """Serve what `command` draws until a signal arrives, and return the exit code.
+
+    Raises RequestError if the port can't be used.
     """
     with socket.socket() as listening:
         listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -185,8 +186,9 @@ def _end(ended: asyncio.Future[int], code: int) -> None:
 
 
 def _page_headers(host: str) -> dict[str, str]:
-    """Return headers that forbid requests to other hosts, frames around the page, and the token
-    in a Referer.
+    """Return headers that protect the page and its token.
+
+    They forbid requests to other hosts, frames around the page, and the token in a Referer.
     """
     sources = {
         "default-src": "'none'",

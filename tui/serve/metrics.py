@@ -1,8 +1,7 @@
-"""Serves a reading of the monitor as Prometheus metrics over HTTP, with dcgm-exporter's names for
-the metrics that it has too.
+"""Serves a reading of the monitor as Prometheus metrics over HTTP.
 
-A value that isn't current has no sample, as Prometheus recommends: the series ends and never shows
-a false zero.
+Metrics that dcgm-exporter has too have its names. A value that isn't current has no sample, as
+Prometheus recommends: the series ends and never shows a false zero.
 """
 
 from __future__ import annotations
@@ -54,8 +53,9 @@ class _Reading:
 
 
 class _Clients:
-    """The server's open connections, the oldest first: at most `MOST_CLIENTS`, each for
-    at most `REQUEST_SECONDS`.
+    """The server's open connections, the oldest first.
+
+    There are at most `MOST_CLIENTS`, each for at most `REQUEST_SECONDS`.
     """
 
     def __init__(self) -> None:
@@ -64,8 +64,10 @@ class _Clients:
         self._change = threading.Condition()
 
     def add(self, client: socket.socket) -> None:
-        """Add a new connection; if there are too many, cut off the oldest first. Requests are
-        answered within milliseconds, so the oldest connection is one that only blocks others.
+        """Add a new connection, and first cut off the oldest if there are too many.
+
+        Requests are answered within milliseconds, so the oldest connection is one that only blocks
+        others.
         """
         with self._change:
             while len(self._since) >= MOST_CLIENTS:
@@ -76,8 +78,10 @@ class _Clients:
             self._since[client] = time.monotonic()
 
     def close(self, client: socket.socket, close: Callable[[socket.socket], None]) -> None:
-        """Close a connection under the lock: nothing else can cut it off afterwards, when its
-        descriptor may already belong to another connection.
+        """Close a connection while holding the lock.
+
+        Otherwise another thread could cut it off afterwards, when its descriptor may already belong
+        to another connection.
         """
         with self._change:
             self._since.pop(client, None)
@@ -86,9 +90,7 @@ class _Clients:
             self._change.notify_all()
 
     def cut_off_late(self) -> None:
-        """Cut off connections that are older than `REQUEST_SECONDS`, even if they still
-        send or read.
-        """
+        """Cut off connections older than `REQUEST_SECONDS`, even if they still send or read."""
         until = time.monotonic() - REQUEST_SECONDS
         with self._change:
             for client, since in self._since.items():
@@ -116,7 +118,7 @@ class _Server4(ThreadingWSGIServer):
         super().__init__(*given)
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """Handle a client in a thread of its own."""
+        """Handle a client in a separate thread."""
         self._clients.add(request)
         super().process_request(request, client_address)
 
@@ -125,13 +127,11 @@ class _Server4(ThreadingWSGIServer):
         self._clients.close(request, super().shutdown_request)
 
     def service_actions(self) -> None:
-        """Check the open connections; called at least twice a second."""
+        """Check the open connections. Called at least twice a second."""
         self._clients.cut_off_late()
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore the error: a client that sends nothing or has disconnected isn't
-        a server defect.
-        """
+        """Ignore the error, because a silent or disconnected client isn't a server defect."""
         if not isinstance(sys.exc_info()[1], OSError):
             super().handle_error(request, client_address)
 
@@ -141,8 +141,9 @@ class _Server6(_Server4):
 
 
 def parse_metrics_address(text: str, public: bool) -> Address:
-    """Return the address of the metrics server. Raises RequestError if other machines can reach the
-    address, unless `public` is set.
+    """Return the address of the metrics server.
+
+    Raises RequestError if other machines can reach the address, unless `public` is set.
     """
     address = parse_address(text, "--metrics")
     if not public and not is_loopback(address.authority):
@@ -155,8 +156,9 @@ def parse_metrics_address(text: str, public: bool) -> Address:
 
 @contextmanager
 def serving_metrics(address: Address, latest: Callable[[], Snapshot | None]) -> Iterator[None]:
-    """Serve the latest reading while the block runs. Raises RequestError if the port
-    can't be used.
+    """Serve the latest reading while the block runs.
+
+    Raises RequestError if the port can't be used.
     """
     registry = CollectorRegistry()
     registry.register(_Reading(latest))
@@ -388,9 +390,7 @@ def _training_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
 
 
 def _noise_families(named: Mapping[Labels, Training]) -> Iterator[Metric]:
-    """Yield the noise scale of each rank if it is known, and those ends of its interval
-    that are finite.
-    """
+    """Yield each rank's noise scale if it is known, and the finite ends of its interval."""
     for name, field, help_text in _NOISE:
         ends = (
             (labels, getattr(each.noise, field))
@@ -452,8 +452,9 @@ def _short(device: Device) -> str:
 
 
 def _name(training: Training, hostname: str) -> Labels:
-    """Return a training's labels: id, workload, rank and host. The process ID
-    replaces a missing id.
+    """Return a training's labels: id, workload, rank and host.
+
+    A missing id is replaced by the process ID.
     """
     rank = "" if training.rank < 0 else str(training.rank)
     host = next((clean(live.host) for live in training.devices if live.host), hostname)
@@ -461,8 +462,9 @@ def _name(training: Training, hostname: str) -> Labels:
 
 
 def _place(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
-    """Return a device's UUID and short name; for an unknown device, its index, or an empty string,
-    replaces the short name.
+    """Return a device's UUID and short name.
+
+    For an unknown device, the short name is its index, or empty.
     """
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""

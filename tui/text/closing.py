@@ -12,11 +12,11 @@ from .summaries import verdict_lines
 
 
 def closing_lines(run: str, path: str, width: int | None) -> list[str]:
-    """Return a run's verdict, the plan's path or the command that writes the plan, and the command
-    that resumes the run; if the run can't be read, only the error.
+    """Return a run's verdict, and the commands that write the plan and resume the run.
 
-    A run that hasn't ended gives its number of measurements instead of a verdict. `path` is the
-    plan's file, empty if it wasn't written.
+    A plan that was written is named by its `path`, which is otherwise empty. If the run can't be
+    read, return only the error. A run that hasn't ended has its number of measurements instead of a
+    verdict.
     """
     try:
         found = runs.load_run(run)

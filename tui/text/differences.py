@@ -10,8 +10,9 @@ from evener.printable import align
 
 
 def difference_lines(found: RunDifference, most: float) -> list[str]:
-    """Return lines on how two runs differ, in total and by phase, and whether
-    that exceeds `most`.
+    """Return lines on how two runs differ, and whether that exceeds `most`.
+
+    They compare the runs in total and by phase.
     """
     rows = [
         ("run", "samples/s"),

@@ -8,8 +8,10 @@ from evener.printable import align, plain
 
 
 def dry_run_lines(result: DryRunResult) -> list[str]:
-    """Return the lines of a dry run: its notes, what was tried, a row for each device, the longest
-    time of a search, and the largest model that fits.
+    """Return the lines of a dry run.
+
+    They are its notes, what was tried, a row for each device, the longest time of a search, and the
+    largest model that fits.
     """
     return [
         *(f"note: {plain(note)}" for note in result.notes),

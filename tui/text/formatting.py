@@ -20,15 +20,17 @@ _WITHIN_FIGURE = re.compile(r"(?<=\d) (?=\d{3}(?!\d)|%)|(?<=±) (?=\d)")
 
 
 def unbroken(text: str) -> str:
-    """Return `text` with no-break spaces inside its numbers (2 165, 0.7 %, ± 0.7 %), so that
-    wrapping keeps each number whole.
+    """Return `text` with no-break spaces inside its numbers (2 165, 0.7 %, ± 0.7 %).
+
+    Wrapping then keeps each number whole.
     """
     return _WITHIN_FIGURE.sub(NO_BREAK, text)
 
 
 def folded(text: str, width: int | None, indent: str = "") -> list[str]:
-    """Wrap a sentence into lines of at most `width` characters; return it as a single line if
-    `width` is None.
+    """Wrap a sentence into lines of at most `width` characters.
+
+    Return it as a single line if `width` is None.
     """
     if width is None:
         return [text]
@@ -45,8 +47,9 @@ def folded(text: str, width: int | None, indent: str = "") -> list[str]:
 def energy_cells(
     samples_per_second: float, active_watts: float, idle_watts: float
 ) -> tuple[str, str, str]:
-    """Return table cells for the samples per joule of all devices, the watts of the active devices
-    and the watts of the idle devices; "-" for an unknown value.
+    """Return table cells for samples per joule, active watts and idle watts.
+
+    The samples per joule are those of all devices. Unknown values are "-".
     """
     watts = active_watts + idle_watts
     if not watts:
@@ -55,8 +58,9 @@ def energy_cells(
 
 
 class Table(NamedTuple):
-    """A text table: rows with the headings first; columns from `numbers_from` on hold numbers.
-    `note` explains the headings.
+    """A text table: rows with the headings first.
+
+    Columns from `numbers_from` on hold numbers. `note` explains the headings.
     """
 
     title: str
@@ -85,7 +89,7 @@ _UNSAFE = ("Cc", "Cf", "Cs", "Zl", "Zp")
 
 
 def json_text(data: object) -> str:
-    """Return `data` as one line of JSON; undecodable bytes of file names become question marks."""
+    """Return `data` as one line of JSON. Undecodable bytes of file names become question marks."""
     try:
         text = msgspec.json.encode(data).decode()
     except UnicodeEncodeError:
@@ -94,20 +98,23 @@ def json_text(data: object) -> str:
 
 
 def harmless_json(document: bytes) -> str:
-    """Return the JSON document with its control characters escaped, so that it is safe to print."""
+    """Return the JSON document with its control characters escaped, so that printing it is safe."""
     return _harmless(document.decode(), lambda sign: json.dumps(sign)[1:-1])
 
 
 def toml_text(document: bytes) -> str:
-    """Return the TOML document with its control characters escaped, so that it is safe to print.
+    """Return the TOML document with its control characters escaped, so that printing it is safe.
+
     Its strings are basic strings, which allow escapes.
     """
     return _harmless(document.decode(), lambda sign: f"\\U{ord(sign):08x}")
 
 
 def _harmless(text: str, escape: Callable[[str], str]) -> str:
-    """Return the text with DEL and every non-ASCII control or format character, surrogate and line
-    or paragraph separator escaped.
+    """Return the text with control characters escaped.
+
+    These are DEL and every non-ASCII control or format character, surrogate, and line or paragraph
+    separator.
     """
     if text.isascii() and "\x7f" not in text:
         return text
@@ -118,8 +125,9 @@ def _harmless(text: str, escape: Callable[[str], str]) -> str:
 
 
 def cut_path(text: str, most: int) -> str:
-    """Return a path in at most `most` characters. A longer path loses its beginning, because the
-    file's name is at its end.
+    """Return a path in at most `most` characters.
+
+    The beginning of a longer path is cut off, because the file's name is at the end.
     """
     if len(text) <= most:
         return text

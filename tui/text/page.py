@@ -1,5 +1,7 @@
-"""Renders the report of a run as one self-contained HTML page: inline SVG, no scripts and no
-network requests; for dark and light themes, for desktops and phones.
+"""Renders the report of a run as one self-contained HTML page.
+
+It has inline SVG, no scripts and no network requests, and suits dark and light themes, desktops and
+phones.
 """
 
 from __future__ import annotations
@@ -135,8 +137,9 @@ def _remarks(report: ReportData) -> Sequence[str]:
 
 
 def _bar(*parts: tuple[float, str, float], most: float) -> Html:
-    """Draw adjacent bar segments, each a (length, colour, opacity); the bar's full
-    width is `most`.
+    """Draw adjacent bar segments, each a (length, colour, opacity).
+
+    The bar's full width is `most`.
     """
     scale = 100 / most if most else 0
     pieces = (
@@ -177,8 +180,9 @@ def _legend(report: ReportData) -> str:
 
 
 def _describe_curve(curve: MeasuredCurve) -> str:
-    """Return a device's best throughput alone and the batch size that reaches it, or that the
-    device wasn't measured alone.
+    """Return a device's best throughput alone and its batch size.
+
+    If the device wasn't measured alone, return that instead.
     """
     if not curve.points:
         return ": not measured alone"
@@ -228,7 +232,7 @@ def _ranking(report: ReportData) -> str:
 def _ranking_row(
     bar: Evidence, header: Header, tokens: bool, energy: bool, most: float
 ) -> tuple[str, ...]:
-    """Return the table row of one layout; the faint end of its bar is the 95 % interval."""
+    """Return the table row of one layout. The faint end of its bar is the 95 % interval."""
     figure = bar.throughput
     speed = bar.throughput.samples_per_second
     colour = SERIES[2] if bar.name == THE_PLAN else SERIES[0]
@@ -264,7 +268,7 @@ def _probes(report: ReportData) -> str:
 
 
 def _stage_legend(report: ReportData) -> str:
-    """Return the legend of the timeline's colours, only for stages that occur in it."""
+    """Return the legend of the timeline's colours, for the stages that occur in it."""
     stages = dict.fromkeys(STAGE_WORDS[entry.seen.probe.stage] for entry in report.seen)
     colours = {stage: STAGES.get(stage, OTHER) for stage in stages}
     if not all(isinstance(entry.seen, Timed) for entry in report.seen):
@@ -297,8 +301,9 @@ def _table(
     kind: str = "",
     rare: range = range(0),
 ) -> str:
-    """Return an HTML table. The columns `numbers` hold numbers; on a phone, the columns
-    `rare` are hidden.
+    """Return an HTML table.
+
+    The columns `numbers` hold numbers. On a phone, the columns `rare` are hidden.
     """
 
     def classes(column: int) -> str:

@@ -1,7 +1,6 @@
-"""Draws the chart of a report as inline SVG: samples/s of each device alone against its batch size.
+"""Draws the chart of a report as inline SVG: samples/s of each device alone by batch size.
 
-Batch sizes are on a logarithmic axis, like in the app; both axes have round ticks (1, 2,
-5, 10, ...).
+Batch sizes are on a logarithmic axis, as in the app. Both axes have round ticks (1, 2, 5, 10, ...).
 """
 
 from __future__ import annotations
@@ -28,8 +27,9 @@ MOST_TICKS = 6
 
 
 def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return ticks from 0 to `high` in steps of 1, 2 or 5 times a power of ten, at most
-    `most` above 0.
+    """Return ticks from 0 to `high` in steps of 1, 2 or 5 times a power of ten.
+
+    There are at most `most` ticks above 0.
     """
     if high <= 0:
         return [0.0]
@@ -43,8 +43,9 @@ def round_ticks(high: float, most: int = MOST_TICKS) -> list[float]:
 
 
 def round_log_ticks(low: float, high: float, most: int = MOST_TICKS) -> list[float]:
-    """Return the ticks of a logarithmic axis: 1, 2 and 5 times powers of ten, thinned out to
-    at most `most`.
+    """Return the ticks of a logarithmic axis: 1, 2 and 5 times powers of ten.
+
+    They are thinned out to at most `most`.
     """
     powers = range(math.floor(math.log10(low)), math.ceil(math.log10(high)) + 1)
     for round_ in ((1, 2, 5), (1, 5), (1,)):
@@ -78,8 +79,7 @@ class _Axes:
 
 
 def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ()) -> str:
-    """Return the chart as SVG; a dotted line marks the batch size at which a device ran out of
-    memory.
+    """Return the chart as SVG. Dotted lines mark batch sizes that ran out of memory.
 
     `frontier` adds two lines over the batch size: the samples/s of the fastest layout (dashed), and
     the samples/s in small batches that would learn as fast (dash-dotted).
@@ -100,9 +100,7 @@ def draw_curves(curves: Sequence[MeasuredCurve], frontier: Sequence[Point] = ())
 
 
 def _find_axes(curves: Sequence[MeasuredCurve], frontier: Sequence[Point]) -> _Axes:
-    """Return axes that cover all points, all batch sizes that ran out of memory and the
-    frontier.
-    """
+    """Return axes that cover all points, batch sizes that ran out of memory and the frontier."""
     batches: list[float] = []
     speeds: list[float] = []
     for curve in curves:
@@ -132,7 +130,7 @@ def _draw_ticks(axes: _Axes) -> Iterable[str]:
 
 
 def _write_tick(speed: float) -> str:
-    """Format a round number without insignificant digits."""
+    """Return a round number as text, without insignificant digits."""
     return count_words(round(speed)) if speed == round(speed) else f"{speed:g}"
 
 

@@ -82,7 +82,10 @@ def make_request(
     noise_scale: str | None = None,
     **fields: Any,
 ) -> Request:
-    """Return the request for these options. Raises RequestError that names the invalid option."""
+    """Return the request for these options.
+
+    Raises RequestError, which names the invalid option.
+    """
     if framework not in (None, *_FRAMEWORKS):
         raise RequestError(
             f"--framework {framework!r} is not known.", f"Choose {' or '.join(_FRAMEWORKS)}."
@@ -108,8 +111,9 @@ def make_request(
 
 
 def parse_max_slowdown(text: str) -> float:
-    """Parse a maximum slowdown such as 10% or 0.1 into a fraction. Raises RequestError for any
-    other text.
+    """Parse a maximum slowdown such as 10% or 0.1 into a fraction.
+
+    Raises RequestError for any other text.
     """
     number = text.strip()
     part = _parse_number(number.removesuffix("%"), "--max-slowdown")
@@ -134,8 +138,9 @@ def _parse_noise_scale(text: str) -> tuple[NoiseScale, int | None]:
 
 
 def _default_framework(workload: str | None) -> str:
-    """Return the workload's framework. If the workload doesn't determine it, return the installed
-    framework, tensorflow before torch.
+    """Return the workload's framework.
+
+    If the workload doesn't determine it, return the installed framework, tensorflow before torch.
     """
     installed = next((each for each in _FRAMEWORKS if find_spec(each)), _FRAMEWORKS[0])
     if workload is None:
@@ -154,9 +159,7 @@ def _misread(option: str, text: str, kind: str, example: str) -> RequestError:
 
 
 def parse_settings(pairs: list[str]) -> dict[str, Any]:
-    """Parse `key=value` pairs. A value that is a JSON scalar is parsed; any other
-    value stays text.
-    """
+    """Parse `key=value` pairs. JSON scalars are parsed, and any other value stays text."""
     settings: dict[str, Any] = {}
     for pair in pairs:
         key, separator, text = pair.partition("=")
@@ -180,8 +183,9 @@ def _parse_value(text: str) -> Any:
 
 
 def parse_words(text: str | None) -> list[str] | None:
-    """Split a comma-separated list such as `solo,even`; return None if `text` is None. Raises
-    RequestError for an empty item.
+    """Split a comma-separated list such as `solo,even`. Return None if `text` is None.
+
+    Raises RequestError for an empty item.
     """
     if text is None:
         return None
@@ -197,8 +201,9 @@ def parse_budget(text: str) -> float | None:
 
 
 def parse_duration(text: str, name: str) -> float:
-    """Parse a duration such as "120s", "2m", "1h30m", "3 min 20 s" or "90" into seconds. Raises
-    RequestError that names the option.
+    """Parse a duration such as "120s", "2m", "1h30m", "3 min 20 s" or "90" into seconds.
+
+    Raises RequestError, which names the option.
     """
     given = text.strip()
     if re.fullmatch(r"\d+(\.\d+)?", given):
@@ -210,8 +215,9 @@ def parse_duration(text: str, name: str) -> float:
 
 
 def select_devices(spec: str, devices: Sequence[Device], chosen: Sequence[int]) -> str:
-    """Return the `--devices` value that selects the `chosen` devices from `spec`. Raises
-    RequestError if none is chosen, or only a part of a machine file.
+    """Return the `--devices` value that selects the `chosen` devices from `spec`.
+
+    Raises RequestError if none is chosen, or only a part of a machine file.
     """
     if not chosen:
         raise RequestError("No device is chosen.", "Tick at least one with Space.")
@@ -245,7 +251,7 @@ def _select_simulated(spec: str, devices: Sequence[Device], chosen: Sequence[int
 
 
 def parse_samples(text: str, name: str) -> int:
-    """Parse a number of samples. Raises RequestError that names the field."""
+    """Parse a number of samples. Raises RequestError, which names the field."""
     try:
         return int(text.replace(" ", ""))
     except ValueError:
@@ -255,7 +261,7 @@ def parse_samples(text: str, name: str) -> int:
 
 
 def _parse_number(text: str, name: str) -> float:
-    """Parse a number. Raises RequestError that names the field."""
+    """Parse a number. Raises RequestError, which names the field."""
     try:
         return float(text)
     except ValueError:

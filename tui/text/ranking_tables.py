@@ -1,5 +1,6 @@
 """Formats a comparison as text: the ranking, packing, and how an even split scales.
-Imports no screen.
+
+It imports no screen.
 """
 
 from __future__ import annotations
@@ -32,8 +33,9 @@ RANKING_NOTE = (
 
 
 def ranking_table(found: SearchReport, labels: Sequence[str]) -> Table:
-    """Return a table with a row for each layout, the winner first: throughput, step time, and the
-    difference from the winner.
+    """Return a table with a row for each layout, the winner first.
+
+    It shows throughput, step time, and the difference from the winner.
     """
     counts = ("tokens/s", "padding") if found.mean_length else ()
     drawn = [mean_power(found.turns_of(one.candidate.layout)) for one in found.ranking]
@@ -124,8 +126,8 @@ def against(one: RankedLayout, winner: RankedLayout) -> str:
 def packing_tables(found: SearchReport) -> list[Table]:
     """Return a table for each way to run several trainings on one device at the same time.
 
-    A row for each number of trainings has their combined throughput, the seconds of a fixed number
-    of steps, and the memory.
+    Its rows are the numbers of trainings, with their combined throughput, the seconds of a fixed
+    number of steps, and the memory.
     """
     heads = ("trainings", "batch", "samples/s together", f"s per {SCALING_STEPS} steps", "memory")
     packs = found.packings
@@ -147,8 +149,9 @@ def _pack_row(one: Observation) -> tuple[str, str, str, str, str]:
 
 
 def scaling_table(found: SearchReport) -> Table:
-    """Return a table of the seconds that a fixed number of steps takes with an even split on 1, 2,
-    ... devices, for each number of devices that was measured without tuned options (XLA,
+    """Return a table of the time for a fixed number of steps with an even split.
+
+    It has a row for each number of devices that was measured without tuned options (XLA,
     precision). Without one device or any even split, the table has no rows.
     """
     plain_ones = [one for one in found.ranking if not one.candidate.layout.knobs]

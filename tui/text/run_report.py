@@ -1,4 +1,5 @@
 """Collects what a report of a run shows: verdict, curves, ranking and timeline.
+
 It draws nothing.
 """
 
@@ -25,8 +26,9 @@ THE_PLAN = "the plan"  # in the ranking
 
 
 class MeasuredCurve(msgspec.Struct, frozen=True):
-    """A device's measurements alone: (batch size, samples/s) in order of batch size, and the
-    smallest batch that ran out of memory.
+    """A device's measurements alone: (batch size, samples/s) in order of batch size.
+
+    It also has the smallest batch that ran out of memory.
     """
 
     label: str
@@ -51,10 +53,10 @@ class ReportData(msgspec.Struct, frozen=True):
 
 
 def read_report(name: str) -> ReportData:
-    """Return the report of a run, given by its id, a prefix of its id, or `last`. Raises
-    RequestError if the run has no plan.
+    """Return the report of a run, given by its id, a prefix of its id, or `last`.
 
-    The plan of an unfinished run is based on its measurements so far, like in an export.
+    Raises RequestError if the run has no plan. The plan of an unfinished run is based on its
+    measurements so far, as in an export.
     """
     found = runs.load_run(name)
     header = found.header
@@ -80,7 +82,10 @@ def read_report(name: str) -> ReportData:
 
 
 def _find_steps(run: str, end: Finished | None) -> tuple[str, ...]:
-    """Return the steps that apply the plan; for an unfinished run, the command that resumes it."""
+    """Return the steps that apply the plan.
+
+    For an unfinished run, return the command that resumes it.
+    """
     if end is None:
         return (f"to go on: evener balance --resume {run}",)
     return write_next_steps(run, end, "", True)
@@ -92,7 +97,7 @@ def _find_frontier(end: Finished | None) -> Sequence[Point]:
 
 
 def _label(device: Device) -> str:
-    """Return a device's label with its limit, like in the plan's table."""
+    """Return a device's label with its limit, as in the plan's table."""
     limit = plain(write_limit(device.limit), 32)
     return f"{device.label} @{limit}" if limit else device.label
 
@@ -117,8 +122,8 @@ def _curve(record: JournalContents, position: int) -> MeasuredCurve:
 def _rank(plan: Plan) -> tuple[Evidence, ...]:
     """Return the plan and its rivals, the fastest first.
 
-    Rivals on one device are left out because the curves show them; larger batches and the plan's
-    own layout under another name are left out too.
+    Rivals on one device are left out because the curves show them. Larger batches and the plan's
+    own layout under another name are also left out.
     """
     rivals = []
     for rival in plan.evidence:

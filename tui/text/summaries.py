@@ -1,5 +1,6 @@
-"""Formats a search and its plan as text: its measurements, the tables of shares and rivals, and the
-journal of a training.
+"""Formats a search and its plan as text.
+
+It writes measurements, the tables of shares and rivals, and the journal of a training.
 """
 
 from __future__ import annotations
@@ -55,7 +56,7 @@ from evener.training.noise_scale import describe
 from .formatting import Table, energy_cells, folded
 from .stages import STAGE_WORDS
 
-DOUBTS = {  # about one measurement, behind its figure
+DOUBTS = {  # doubts about one measurement, printed behind its samples/s
     "not_finite": "loss not finite",
     "slow_start": "still warming up",
     "drift": "speed drifting",
@@ -74,8 +75,10 @@ _KEPT_IN = re.compile(r" \((?:traceback|stack|output) in [^)]*\)\.?$")
 
 
 def list_doubts(seen: Timed) -> list[str]:
-    """Return the doubts about a measurement. If it was timed too briefly, varying steps aren't a
-    doubt, because so few steps don't show how much steps vary.
+    """Return the doubts about a measurement.
+
+    If it was timed too briefly, varying steps aren't a doubt, because so few steps don't show how
+    much steps vary.
     """
     codes = [warning.code for warning in seen.warnings]
     if "too_short" in codes:
@@ -84,7 +87,7 @@ def list_doubts(seen: Timed) -> list[str]:
 
 
 def event_line(event: Event, labels: Sequence[str]) -> str | None:
-    """Return the line to print for an event, or None if nothing is printed for it."""
+    """Return the line to print for an event; None if nothing is printed for it."""
     if isinstance(event, Started):
         kept = f", {event.replayed} measurements kept" if event.replayed else ""
         return f"run {event.run}: {event.workload} on {', '.join(event.devices)}{kept}"
@@ -94,8 +97,10 @@ def event_line(event: Event, labels: Sequence[str]) -> str | None:
 
 
 def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
-    """Return a measurement as one log line. For an exception it has only the kind: the end of the
-    search reports the message, the source line and the file with the traceback.
+    """Return a measurement as one log line.
+
+    For an exception, the line has only its kind: the end of the search reports the message, the
+    source line and the file with the traceback.
     """
     if not isinstance(seen, Failed):
         return observation_words(seen, labels)
@@ -108,8 +113,9 @@ def _brief_words(seen: Observation, labels: Sequence[str]) -> str:
 
 
 def left_words(state: SessionState) -> str:
-    """Return the remaining budget as text. Simulated devices have their own clock, whose seconds
-    differ from wall-clock seconds.
+    """Return the remaining budget as text.
+
+    Simulated devices have their own clock, whose seconds differ from wall-clock seconds.
     """
     left = seconds_left(state)
     simulated = is_simulated(state.devices)
@@ -120,8 +126,9 @@ def left_words(state: SessionState) -> str:
 
 
 def brief_devices(labels: Sequence[str]) -> str:
-    """Abbreviate device labels: GPU:0, GPU:1 becomes GPU:0,1; two devices with the same name become
-    2 × NVIDIA H200.
+    """Return device labels in short form.
+
+    GPU:0, GPU:1 becomes GPU:0,1; two devices with the same name become 2 × NVIDIA H200.
     """
     kinds = {label.partition(":")[0] for label in labels}
     numbers = [label.partition(":")[2] for label in labels]
@@ -145,8 +152,9 @@ def _stage_words(seen: Observation) -> str:
 
 
 def outcome_words(seen: Observation, labels: Sequence[str], plus_minus: str = "± ") -> str:
-    """Return the outcome of a measurement as text: samples/s with doubts, out of memory, or why
-    the measurement failed.
+    """Return the outcome of a measurement as text.
+
+    It has the samples/s with doubts, "out of memory", or why the measurement failed.
     """
     if isinstance(seen, Timed):
         error = half_width(seen.throughput.value, seen.throughput.low, seen.throughput.high)
@@ -172,16 +180,18 @@ def outcome_name(seen: Observation) -> str:
 
 
 def share_words(layout: Layout, device: int) -> str:
-    """Return a device's share with its passes (820 = 2 × 410), and the row length if the probe
-    measures rows of one length.
+    """Return a device's share with its passes, such as 820 = 2 × 410.
+
+    If the probe measures rows of one length, return the length too.
     """
     share = write_share(layout.shares[device], layout.pass_rows[device])
     return f"{share} of {layout.length} tokens" if layout.length else share
 
 
 def layout_words(layout: Layout, labels: Sequence[str], most: int = 8) -> str:
-    """Return the active devices with their shares: GPU:0[820] GPU:1[568]. If there are more than
-    `most`, the others are only counted.
+    """Return the active devices with their shares: GPU:0[820] GPU:1[568].
+
+    If there are more than `most`, the others are only counted.
     """
     words = [f"{labels[i]}[{share_words(layout, i)}]" for i in layout.active]
     if layout.processes > 1:
@@ -203,9 +213,9 @@ def summary_lines(
     """Return the whole result of a search as lines.
 
     They are: what ran, the tables of shares and rivals, the table of batch sizes with their worth
-    in learning if it is known, then the verdict with the next `steps`, remarks and warnings.
-    `labels` are the devices' short names, in the plan's order. `width` is the terminal's width: if
-    given, sentences are wrapped to it.
+    in learning if it is known, the verdict with the next `steps`, remarks and warnings. `labels`
+    are the devices' short names, in the plan's order. If the terminal's `width` is given, sentences
+    are wrapped to it.
     """
     frontier = frontier_table(found).lines()
     rivals = [
@@ -221,7 +231,8 @@ def summary_lines(
 
 def about_lines(plan: Plan, found: Verdict | None, width: int | None) -> list[str]:
     """Return lines on what ran: the workload, preceded by a note if the devices are simulated.
-    Without a verdict (`found`), return no lines.
+
+    Return no lines without a verdict (`found`).
     """
     if found is None:
         return []
@@ -244,8 +255,10 @@ def verdict_lines(
     found: Verdict | None = None,
     steps: Sequence[str] = (),
 ) -> list[str]:
-    """Return the verdict's advice and headline, the next steps, doubts about the measurements, the
-    verdict's other lines, why the search ended, then the plan's other warnings.
+    """Return the verdict and the next steps as lines.
+
+    They are the recommendation and headline, the next steps, doubts about the measurements, the
+    verdict's other lines, why the search ended, and the plan's other warnings.
     """
     first, *others = verdict.split("\n")
     written = VerdictText(first, "", "", remarks=tuple(others))  # of a run that kept only the text
@@ -265,8 +278,9 @@ def verdict_lines(
 
 
 def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
-    """Return how much was measured, and why the search ended, worded to sound no more certain
-    than the verdict.
+    """Return how much was measured, and why the search ended.
+
+    The text sounds no more certain than the verdict.
     """
     failed = found.failed if found is not None else 0
     full = search.out_of_memory
@@ -281,9 +295,11 @@ def write_search(search: SearchSummary, found: Verdict | None = None) -> str:
 
 
 def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> list[str]:
-    """Return a table with a row for each device: its share, its ratio, and its samples/s within the
-    layout and alone. Below it are, wrapped to `width`, the meaning of the last column and, if
-    known, tokens/s and samples per joule.
+    """Return a table with a row for each device.
+
+    It has the device's share, its ratio, and its samples/s within the layout and alone. Below the
+    table, wrapped to `width`, are the meaning of the last column and, if known, tokens/s and
+    samples per joule.
     """
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
@@ -320,8 +336,9 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
 
 
 def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]) -> list[str]:
-    """Return lines on what the column of solo throughput means, and which devices were fastest
-    alone at a batch that isn't the plan's.
+    """Return lines that explain the column of solo throughput.
+
+    They name the devices that were fastest alone at a batch other than the plan's.
     """
     batch = plan.layout.global_batch
     other = [labels[i] for i, solo in alone.items() if solo.layout.global_batch != batch]
@@ -341,8 +358,10 @@ def _explain_alone(plan: Plan, alone: dict[int, Evidence], labels: Sequence[str]
 
 
 def frontier_table(found: Verdict | None) -> Table:
-    """Return a table of the batch sizes that are faster than all smaller batch sizes, each with the
-    samples/s in small batches that would learn as fast; empty if the noise scale is unknown.
+    """Return a table of the batch sizes that are faster than all smaller batch sizes.
+
+    Each row has the samples/s in small batches that would learn as fast. The table is empty if the
+    noise scale is unknown.
     """
     learning = found.learning if found is not None else None
     frontier = learning.frontier if learning is not None else ()
@@ -351,8 +370,9 @@ def frontier_table(found: Verdict | None) -> Table:
 
 
 def _write_energy(figure: Throughput) -> str:
-    """Return the samples per joule of all devices and their power draw; idle devices
-    are listed separately.
+    """Return the samples per joule of all devices, and their power.
+
+    The power of idle devices is listed separately.
     """
     efficiency, active, idle = energy_cells(
         figure.samples_per_second, figure.active_watts, figure.idle_watts
@@ -375,11 +395,10 @@ def _alone(solo: Evidence | None) -> str:
 
 
 def versus(best: RatedLayout, each: RatedLayout) -> str:
-    """Return the gain of the best layout over another layout in a few characters, such as
-    +20.4 %.
+    """Return the gain of the best layout over another layout in a few characters, as in +20.4 %.
 
     For the sum of all solo throughputs, return the fraction of it that the best layout reaches.
-    Return "tie" if both are as fast, and "unclear" if the other throughput is too uncertain.
+    Return "tie" if both are equally fast, and "unclear" if the other throughput is too uncertain.
     """
     gain = each.gain_of(best)
     if gain is None:
@@ -394,11 +413,10 @@ def versus(best: RatedLayout, each: RatedLayout) -> str:
 
 
 def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> list[str]:
-    """Return lines on the rivals (a split, one device), a faster larger batch, and the plan's
-    fraction of the sum of all solo throughputs.
+    """Return lines on the plan's rivals: a split, one device, a faster larger batch.
 
-    With `with_gains`, they include the plan's gains; the verdict's headline may
-    have them already.
+    They also have the plan's fraction of the sum of all solo throughputs. With `with_gains`, they
+    include the plan's gains; the verdict's headline may already have them.
     """
     lines = []
     own = plan_rate(plan, tuple(labels))
@@ -414,8 +432,9 @@ def rival_lines(plan: Plan, labels: Sequence[str], with_gains: bool = True) -> l
 
 
 def _write_other_batch(own: RatedLayout, rival: RatedLayout) -> str:
-    """Return the samples per step of a layout over several devices if they differ from the plan's;
-    empty for one device, and for a larger batch, whose name has them already.
+    """Return the samples per step of a layout over several devices if they differ from the plan's.
+
+    Return an empty string for one device, and for a larger batch, whose name already has them.
     """
     total = sum(rival.batches)
     alone = len(rival.batches) - rival.batches.count(0) < 2
@@ -477,8 +496,10 @@ WORTH_SAYING = 0.05  # the least relative difference from the steps/s of the las
 
 
 def training_report(training: RecordedTraining) -> Iterator[str]:
-    """Yield the terminal lines of a training: a summary, then each start, each change of shares,
-    and each speed that differs from the previous speed.
+    """Yield the terminal lines of a training.
+
+    They are a summary, then each start, each change of shares, and each speed that differs from the
+    previous speed.
     """
     start = training.start
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(training.began_at))
@@ -496,9 +517,7 @@ def training_report(training: RecordedTraining) -> Iterator[str]:
 
 
 def _report_entries(training: RecordedTraining) -> Iterator[str]:
-    """Yield a line for each start, each change, and each speed that differs from
-    the previous speed.
-    """
+    """Yield a line for each start, each change of shares and each change of speed."""
     said = 0.0
     apart = NoiseEntry | StepsEntry
     entries = [entry for entry in training.entries if not isinstance(entry, apart)]
@@ -526,8 +545,9 @@ def _report_entries(training: RecordedTraining) -> Iterator[str]:
 
 
 def _noise_words(training: RecordedTraining) -> Iterator[str]:
-    """Yield the noise scale at the end of the training, and at its beginning if
-    that clearly differs.
+    """Yield the noise scale at the end of the training.
+
+    If it was clearly different at the beginning, also yield that value.
     """
     found = [entry for entry in training.entries if isinstance(entry, NoiseEntry)]
     for entry in found[-1:]:

@@ -1,5 +1,6 @@
-"""Alerts: problems of a device or a training that last for a while. Each is reported once
-until it ends.
+"""Alerts: problems of a device or a training that last for a while.
+
+Each problem is reported once until it ends.
 """
 
 from __future__ import annotations
@@ -25,8 +26,10 @@ SILENT_REPORT_SECONDS = 30.0  # seconds without a report after which a training 
 
 
 class Alert(NamedTuple):
-    """A problem that lasts; `about` is a device's key, a training's id or, for a training without
-    an id, "pid " and its process ID.
+    """A problem that lasts.
+
+    `about` is a device's key, a training's id or, for a training without an id, "pid " and its
+    process ID.
     """
 
     kind: str
@@ -37,8 +40,10 @@ class Alert(NamedTuple):
 
 
 class AlertRules(NamedTuple):
-    """The thresholds of alerts: the percentage of time throttled from which an alert is raised, and
-    the percentage of the plan's samples/s below which one is raised.
+    """The thresholds of alerts.
+
+    They are the percentage of time throttled above which an alert is raised, and the percentage of
+    the plan's samples/s below which an alert is raised.
     """
 
     throttled_percent: float = 20.0
@@ -46,8 +51,9 @@ class AlertRules(NamedTuple):
 
 
 class AlertWatch:
-    """Checks every snapshot, and reports an alert once, as soon as its problem has lasted as long
-    as `SECONDS` requires.
+    """Checks every snapshot, and reports each problem once.
+
+    A problem is reported as soon as it has lasted for its time in `SECONDS`.
     """
 
     def __init__(self, rules: AlertRules) -> None:
@@ -127,8 +133,9 @@ def _is_silent(report: Training, now: float) -> bool:
 
 
 def _part_of_plan(reports: Sequence[Training]) -> float | None:
-    """Return a training's samples/s as a fraction of the plan's; None without a plan, or if some of
-    the ranks don't report on this machine.
+    """Return a training's samples/s as a fraction of the plan's.
+
+    Return None without a plan, or if some of the ranks don't report on this machine.
     """
     plan = max(report.plan_samples_per_second for report in reports)
     ranks = {report.rank for report in reports}

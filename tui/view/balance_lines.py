@@ -1,6 +1,4 @@
-"""Renders the Balance screen's panels as lines: shares, throughput, and what the
-search is doing.
-"""
+"""Renders the panels of the Balance screen as lines: shares, throughput, and what is measured."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ from .charts import bar
 
 DETAILED_SHARES = 8  # most devices for which the legend has percentages beside the samples
 MOST_NAMED = 6  # devices of a layout; the others are counted
-MOST_ROWS = 6  # rows of the answer, enough to show it whole for many devices
+MOST_ROWS = 6  # rows of the layout, enough to show it whole for many devices
 
 
 def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...]:
@@ -84,8 +82,9 @@ def share_lines(state: SessionState, width: int, height: int) -> tuple[Line, ...
 
 
 def _measures_alone(state: SessionState) -> bool:
-    """True while a search on several devices has measured no split yet: showing shares then would
-    look like a decision.
+    """True if a search on several devices has measured no split yet.
+
+    Shares would then look like a decision, so they aren't shown.
     """
     best = state.best
     if state.finished is not None or len(state.devices) == 1 or has_split(state):
@@ -101,8 +100,9 @@ def _alone_words(state: SessionState) -> str:
 
 
 def shares_bar(shares: Sequence[int], width: int) -> Line:
-    """Return the shares as one bar, each device in its colour. Each part but the last ends in a
-    half cell, so that parts are distinct without colours.
+    """Return the shares as one bar, each device in its colour.
+
+    Each part but the last ends in a half cell, so that parts are distinct without colours.
     """
     parts = apportion(width - 2, [float(share) for share in shares])
     last = max((device for device, part in enumerate(parts) if part), default=0)
@@ -116,8 +116,10 @@ def shares_bar(shares: Sequence[int], width: int) -> Line:
 
 
 def share_legend(state: SessionState, layout: Layout, width: int) -> list[Line]:
-    """Return the legend of the shares in as many rows as it takes. With more than `DETAILED_SHARES`
-    devices it has no percentages, and devices without a share are only counted.
+    """Return the legend of the shares, in as many rows as it needs.
+
+    With more than `DETAILED_SHARES` devices it has no percentages, and devices without a share are
+    only counted.
     """
     shares = layout.shares
     detailed = len(shares) <= DETAILED_SHARES
@@ -156,8 +158,9 @@ def _share_item(state: SessionState, layout: Layout, device: int) -> tuple[Span,
 
 
 def _tried_layout(state: SessionState, chosen: Layout) -> Layout | None:
-    """Return the first split that is being measured and whose shares or passes differ from the
-    chosen layout's; None if there is none.
+    """Return the first split being measured that differs from the chosen layout.
+
+    Its shares or its passes differ. Return None if there is no such split.
     """
     splits = (each.probe.layout for each in state.running if len(each.probe.layout.active) > 1)
     known = (chosen.shares, chosen.pass_rows)
@@ -199,11 +202,10 @@ def _count_name_cells(found: Sequence[RatedLayout], width: int) -> int:
 
 
 def write_fastest(state: SessionState) -> str:
-    """Return the fastest measurement, which the chart and the log show, and why it is faster than
-    the best layout so far.
+    """Return the fastest measurement, and why it is faster than the best layout so far.
 
-    Return an empty string if no measurement is faster, before a split was measured, and after the
-    search.
+    The chart and the log show the same measurement. Return an empty string if no measurement is
+    faster, before a split was measured, and after the search.
     """
     if state.finished is not None or state.best is None or not has_split(state):
         return ""
@@ -222,7 +224,7 @@ def write_fastest(state: SessionState) -> str:
     return f"{where}: in one measurement, {percent(gain, 1)} more"
 
 
-USUAL_NAME = 18  # cells for a rival's name
+USUAL_NAME = 18  # a narrower row has only an interval or a gain
 _RIVAL_CELLS = 54  # cells of a row without its name and its bar
 _ROOMY_CELLS = 80  # cells of a row from which on longer names are shown whole
 _WHOLE_CELLS = 51  # a narrower row has an interval or a gain, and nothing else
@@ -259,9 +261,10 @@ def _rival_line(
 
 
 def write_gain_of(best: RatedLayout, each: RatedLayout) -> str:
-    """Return the gain of the best layout over another layout, preceded by the layout that gains:
-    "plan +20.4 %", or "best +20.4 %" during the search. Texts without a gain, such as "tie", stay
-    as `versus` writes them.
+    """Return the gain of the best layout over another layout, preceded by the faster layout.
+
+    It is "plan +20.4 %", or "best +20.4 %" during the search. Texts without a gain, such as "tie",
+    stay as `versus` writes them.
     """
     gain = versus(best, each)
     if not gain.startswith(("+", "-")):
@@ -309,8 +312,9 @@ def _doing_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
-    """Return the lines of the verdict: the answer with its throughput and advice, gains,
-    next steps, remarks.
+    """Return the lines of the verdict.
+
+    They are the layout with its throughput and the recommendation, gains, next steps, and remarks.
     """
     if finished.found is None:  # a run by an older version, which stored only the text
         return text_lines(finished.verdict, width, MOST_ROWS, "good")
@@ -329,10 +333,10 @@ def finished_lines(finished: Finished, width: int) -> tuple[Line, ...]:
 
 
 def verdict_head(finished: Finished, width: int) -> list[Line]:
-    """Return the advice, then the throughput with its layout.
+    """Return the recommendation, then the throughput with its layout.
 
-    If the advice ends with the layout, the throughput comes first, and the advice below it leaves
-    the layout out.
+    If the recommendation ends with the layout, the throughput comes first, and the recommendation
+    below it leaves the layout out.
     """
     if finished.found is None:
         return list(text_lines(finished.verdict, width, MOST_ROWS, "strong"))
@@ -356,8 +360,9 @@ def _figure_lines(figure: str, answer: str, simulated: bool, width: int) -> list
 
 
 def _searching_words(state: SessionState) -> str:
-    """Return the devices on which the model is being built if every running probe is still
-    building it; otherwise return what is being measured and why.
+    """Return what is being measured and why.
+
+    If every running probe is still building the model, return the devices on which it is built.
     """
     building = [each for each in state.running if each.phase == "building"]
     if building and len(building) == len(state.running):
@@ -368,8 +373,9 @@ def _searching_words(state: SessionState) -> str:
 
 
 def _progress_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return lines on the number of measurements and the remaining budget; after the end, on why
-    the search ended.
+    """Return lines on the number of measurements and the remaining budget.
+
+    After the end, they say why the search ended.
     """
     left = seconds_left(state)
     search = state.finished.plan.search if state.finished is not None else None
@@ -412,8 +418,9 @@ def _mark(seen: Observation) -> tuple[str, Tone]:
 
 
 def warning_lines(warnings: Sequence[str], width: int, most: int | None = None) -> tuple[Line, ...]:
-    """Return a plan's warnings, each wrapped, in at most `most` rows; if not all rows fit, the last
-    row ends in an ellipsis.
+    """Return a plan's warnings, each wrapped, in at most `most` rows.
+
+    If not all rows fit, the last row ends in an ellipsis.
     """
     rows = [
         (Mark.ALARM if not place else " ", row)

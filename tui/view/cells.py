@@ -1,5 +1,6 @@
-"""Text spans with a tone, lines of spans that fill an exact number of terminal cells, and the signs
-that are drawn in lines.
+"""Text in tones, and lines that fill an exact number of terminal cells.
+
+A line consists of spans, each with one tone. The module also has the signs that lines contain.
 """
 
 from __future__ import annotations
@@ -15,9 +16,7 @@ from ..text.formatting import NO_BREAK, unbroken
 
 
 class Mark:
-    """The signs that are drawn, one cell each; `to_ascii` replaces each with a
-    similar ASCII sign.
-    """
+    """The signs that are drawn, one cell each. `to_ascii` replaces each by a similar ASCII sign."""
 
     FULL, HALF, TRACK = "━╸─"  # of a bar: what is filled, half a cell of it, what is empty
     LEVELS = " ▁▂▃▄▅▆▇█"  # how far a cell of a graph is filled, from not at all
@@ -46,8 +45,9 @@ _SIGNS = str.maketrans(
 
 
 def _similar_braille(bits: int) -> str:
-    """Return the ASCII sign for a braille sign with these dots: it shows the height of a sign
-    filled from below, else the position of the dots.
+    """Return the ASCII sign for a braille sign with these dots.
+
+    It shows the height of a sign that is filled from below, and else the position of the dots.
     """
     rows = [row for row, mask in enumerate((0x09, 0x12, 0x24, 0xC0)) if bits & mask]
     if not rows:
@@ -64,9 +64,7 @@ _SIMILAR: dict[int, int | str] = {
 
 
 def to_ascii(text: str) -> str:
-    """Return `text` with every non-ASCII character replaced by a similar ASCII sign of
-    the same width.
-    """
+    """Return `text` with every non-ASCII character replaced by an ASCII sign of the same width."""
     for sign in ("± ", "±\u00a0", " ±"):  # two cells in both
         text = text.replace(sign, "+-")
     text = text.translate(_SIMILAR)
@@ -149,15 +147,17 @@ def line(*spans: Span | str, cursor: bool = False) -> Line:
 
 
 def device_tone(position: int) -> Tone:
-    """Return the tone of the device at this position in the session's list of devices; every
-    screen uses the same tone.
+    """Return the tone of the device at this position in the session's list of devices.
+
+    Every screen uses the same tone.
     """
     return DEVICE_TONES[position % len(DEVICE_TONES)]
 
 
 def cells(text: str) -> int:
-    """Return the number of terminal cells that `text` takes: two for a wide East Asian character,
-    none for a combining mark.
+    """Return the number of terminal cells that `text` takes.
+
+    A wide East Asian character takes two cells, a combining mark none.
     """
     return len(text) if text.isascii() else _count_cells(text)
 
@@ -174,7 +174,7 @@ def _sign_cells(sign: str) -> int:
 
 
 def cut(text: str, width: int, ellipsis: str = "…") -> str:
-    """Return `text` in at most `width` cells, ending in the ellipsis if it was truncated."""
+    """Return `text` in at most `width` cells, with an ellipsis at the end if it was truncated."""
     if cells(text) <= width:
         return text
     room = width - cells(ellipsis)
@@ -207,8 +207,9 @@ def span_cells(spans: Iterable[Span]) -> int:
 
 
 def join_spans(spans: Iterable[Span]) -> list[tuple[str, Tone, str]]:
-    """Merge adjacent spans of one tone, and blanks with the span before them, so that a row has
-    fewer parts. Spans with an action aren't merged.
+    """Merge adjacent spans of one tone, and blanks with the span before them.
+
+    A row then has fewer parts. Spans with an action aren't merged.
     """
     joined: list[tuple[str, Tone, str]] = []
     text = action = ""
@@ -246,7 +247,7 @@ def pad(
 
 
 def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
-    """Return a line with one part at each end; the right part is dropped if both don't fit."""
+    """Return a line with one part at each end. The right part is dropped if both don't fit."""
     gap = width - span_cells(left) - span_cells(right)
     if gap >= 1:
         return Line((*left, Span(" " * gap), *right))
@@ -254,8 +255,9 @@ def spread(left: tuple[Span, ...], right: tuple[Span, ...], width: int) -> Line:
 
 
 def wrap(text: str, width: int, most: int) -> tuple[str, ...]:
-    """Wrap `text` at spaces, but not inside numbers, into at most `most` lines of at
-    most `width` cells.
+    """Wrap `text` at spaces into at most `most` lines of at most `width` cells.
+
+    Numbers stay whole.
     """
     lines = [""]
     for word in filter(None, unbroken(text).split(" ")):
@@ -283,8 +285,9 @@ def text_lines(
 
 
 def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
-    """Return the lines in at most `height` rows; if lines are left out, the last row says how to
-    read the rest.
+    """Return the lines in at most `height` rows.
+
+    If lines are left out, the last row says how to read them.
     """
     if len(lines) <= height:
         return tuple(lines)
@@ -293,8 +296,9 @@ def fit_rows(lines: Sequence[Line], height: int, hint: str) -> tuple[Line, ...]:
 
 
 def whole_lines(text: str, width: int, tone: Tone = "text") -> tuple[Line, ...]:
-    """Escape a text and return all of it, line by line; lines that are too long are wrapped,
-    between words if possible.
+    """Escape a text and return all of it, line by line.
+
+    Lines that are too long are wrapped, between words if possible.
     """
     rows: list[str] = []
     for given in text.splitlines():

@@ -1,7 +1,7 @@
-"""Renders values in cells: readings as short texts, with the reason if there is no value;
-bars and sparklines.
+"""Renders values in cells: readings as short texts, bars and sparklines.
 
-Charts with axes are in `plot`, graphs over time in `time_graph`.
+A reading without a value is shown as the reason. Charts with axes are in `plot`, graphs over time
+in `time_graph`.
 """
 
 from __future__ import annotations
@@ -60,9 +60,7 @@ def _digits(number: float) -> str:
 
 
 def short_bytes(count: float) -> str:
-    """Format a number of bytes in at most four characters, with binary prefixes: 0,
-    12K, 340M, 1.2G.
-    """
+    """Format a number of bytes in at most four characters: 0, 12K, 340M, 1.2G."""
     if count < 999.5:
         return f"{count:.0f}B" if count >= 0.5 else "0"
     for unit in "KMG":
@@ -73,7 +71,7 @@ def short_bytes(count: float) -> str:
 
 
 def run_time(seconds: float | None) -> str:
-    """Format a time in at most six characters: 0:07, 59:59, 23h59, 99d23h; empty if unknown."""
+    """Format a time in at most six characters: 0:07, 59:59, 23h59, 99d23h. Empty if unknown."""
     if seconds is None or seconds < 0:
         return ""
     minutes, rest = divmod(int(seconds), 60)
@@ -112,8 +110,9 @@ def figure(
     draw: Callable[[float], str] = whole,
     tone: Callable[[float], Tone] | Tone = "text",
 ) -> Span:
-    """Return a reading as one span, right-aligned in `width` cells; the tone depends on the value
-    if it is current.
+    """Return a reading as one span, right-aligned in `width` cells.
+
+    The tone depends on the value if it is current.
     """
     text, current = reading_text(reading, draw, width)
     if not current:
@@ -123,8 +122,10 @@ def figure(
 
 
 def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function from a temperature to its tone: "warn" within 10 °C of the limit at
-    which the device throttles itself, "bad" within 3 °C. An unknown limit counts as 90 °C.
+    """Return a function that returns the tone of a temperature.
+
+    It is "warn" within 10 °C of the limit at which the device throttles itself, and "bad" within 3
+    °C. An unknown limit counts as 90 °C.
     """
     limit = sample.temperature_limit_celsius.current or 90.0
 
@@ -137,8 +138,9 @@ def temperature_tone(sample: DeviceSample) -> Callable[[float], Tone]:
 
 
 def throttle_tone(number: float) -> Tone:
-    """Return the tone for a percentage of throttled time: "warn" from 0.5 % on, "bad" from 20 % on,
-    "dim" below.
+    """Return the tone for a percentage of throttled time.
+
+    It is "warn" from 0.5 % on, "bad" from 20 % on, and else "dim".
     """
     if number >= 20:
         return "bad"
@@ -146,8 +148,9 @@ def throttle_tone(number: float) -> Tone:
 
 
 def traffic(sample: DeviceSample) -> Reading:
-    """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions. Without
-    any value, return a reading that says why.
+    """Return the device's total traffic in bytes/s: PCIe and NVLink, in both directions.
+
+    Without any value, return a reading that says why.
     """
     parts = (
         sample.link_receive_bytes_per_second,
@@ -180,8 +183,9 @@ def bar(share: float, width: int, tone: Tone = "accent") -> tuple[Span, ...]:
 
 
 def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return a bar of compute time (own work), then waiting; `width` cells are `longest_s` seconds,
-    for example the step of the slowest rank.
+    """Return a bar of compute time (own work), then waiting.
+
+    `width` cells are `longest_s` seconds, for example the step of the slowest rank.
     """
     own, both = (
         round(width * min(1.0, seconds / longest_s)) if longest_s > 0 else 0
@@ -199,8 +203,9 @@ def work_bar(own_work_s: float, waiting_s: float, longest_s: float, width: int) 
 def graph(
     values: Sequence[float | None], width: int, height: int, highest: float
 ) -> tuple[str, ...]:
-    """Return a filled graph of the newest values, one per column, as `height` lines from
-    the top down.
+    """Return a filled graph of the newest values as `height` lines, from the top down.
+
+    Each column is one value.
     """
     if width <= 0 or height <= 0:
         return ()
@@ -212,8 +217,9 @@ def graph(
 
 
 def _count_steps(number: float | None, highest: float, most: int) -> int:
-    """Return the height of a value in steps, at most `most`; any known value has at
-    least one step.
+    """Return the height of a value in steps, at most `most`.
+
+    A known value has at least one step.
     """
     if number is None or highest <= 0 or not math.isfinite(number):
         return 0
@@ -222,8 +228,9 @@ def _count_steps(number: float | None, highest: float, most: int) -> int:
 
 @lru_cache(maxsize=4096)
 def _stack(count: int, height: int, levels: str, shade: str) -> tuple[str, ...]:
-    """Return a column of cells from the top down, filled to `count` steps: the edge, and
-    shading below it.
+    """Return a column of cells from the top down, filled to `count` steps.
+
+    It has an edge, and shading below it.
     """
     each = len(levels) - 1
     belows = range((height - 1) * each, -1, -each)

@@ -1,5 +1,6 @@
-"""The chart of a search: samples/s of each device alone against its batch size, with confidence
-intervals and the batch sizes that ran out of memory.
+"""The chart of a search: samples/s of each device alone by batch size.
+
+It has confidence intervals, and the batch sizes that ran out of memory.
 """
 
 from __future__ import annotations
@@ -17,8 +18,10 @@ ALIKE = 0.03  # curves whose relative difference stays below this are drawn once
 
 
 def curve_chart(state: SessionState) -> Chart:
-    """Return the chart of the curves in this state. Devices whose measurements differ by at
-    most `ALIKE` share a curve, which is labelled with all of them.
+    """Return the chart of the curves in this state.
+
+    Devices whose measurements differ by at most `ALIKE` share a curve, which is labelled with all
+    of them.
     """
     found = curves(state)
     groups = _group_alike(found)
@@ -55,8 +58,9 @@ def _series(
     group: Sequence[ChartedCurve],
     measured: dict[tuple[int, int, float], tuple[int, Timed]],
 ) -> Series:
-    """Return one curve for a group of similar devices; each device keeps its points
-    and their read-outs.
+    """Return one curve for a group of similar devices.
+
+    Each device keeps its points and the text that is shown at them.
     """
     first = group[0]
     points = [
@@ -110,8 +114,9 @@ def _by_point(state: SessionState) -> dict[tuple[int, int, float], tuple[int, Ti
 
 
 def _zones(state: SessionState, found: Sequence[ChartedCurve]) -> tuple[Zone, ...]:
-    """Return a line at each device's smallest batch size that ran out of memory; from the largest
-    of these batch sizes on, the chart is hatched.
+    """Return a line at each device's smallest batch size that ran out of memory.
+
+    From the largest of these batch sizes on, the chart is hatched.
     """
     failed = [
         (curve.failed_batch, curve.device) for curve in found if curve.failed_batch is not None

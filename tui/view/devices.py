@@ -1,5 +1,6 @@
-"""The device table: a row for each device, the devices of a cluster below their hosts, and why a
-value is missing.
+"""The device table: a row for each device, and why a value is missing.
+
+The devices of a cluster are listed below their hosts.
 """
 
 from __future__ import annotations
@@ -63,8 +64,9 @@ PanelRow = DeviceRow | HostRow
 def device_rows(
     snapshot: Snapshot, history: History = lambda *_: (), alarmed: Collection[str] = ()
 ) -> tuple[DeviceRow, ...]:
-    """Return a row for each device, with its recent history and the work of its training; `alarmed`
-    has the keys of the devices with an alert.
+    """Return a row for each device, with its recent history and the work of its training.
+
+    `alarmed` has the keys of the devices with an alert.
     """
     work = work_by_device(snapshot)
     return tuple(
@@ -81,8 +83,9 @@ def _device_row(sample: DeviceSample, history: History, work: Work, alarmed: boo
 
 
 def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[PanelRow, ...]:
-    """Return the rows, grouped under their hosts if devices have hosts, without the devices
-    of folded hosts.
+    """Return the rows, grouped under their hosts if devices have hosts.
+
+    The devices of folded hosts are left out.
     """
     grouped: list[PanelRow] = []
     for host in dict.fromkeys(row.sample.device.host for row in rows):
@@ -95,8 +98,9 @@ def group_rows(rows: Sequence[DeviceRow], folded: Collection[str]) -> tuple[Pane
 
 
 def draw_host(row: HostRow, width: int, here: bool) -> Line:
-    """Draw a host's line: whether it is folded, its name, and totals of its devices; for a lost
-    host, why it is lost.
+    """Draw a host's line: whether it is folded, its name, and totals of its devices.
+
+    The line of a lost host says why it is lost.
     """
     count = len(row.rows)
     head = (
@@ -118,8 +122,9 @@ def draw_host(row: HostRow, width: int, here: bool) -> Line:
 
 
 def together_spans(samples: Sequence[DeviceSample], room: int) -> tuple[Span, ...]:
-    """Return totals of several devices, as many as fit: samples/s, mean utilisation, watts,
-    memory; empty for one device.
+    """Return as many totals of several devices as fit.
+
+    They are samples/s, mean utilisation, watts and memory. Return nothing for one device.
     """
     if len(samples) < 2:
         return ()
@@ -149,7 +154,7 @@ def _facts_together(samples: Sequence[DeviceSample]) -> Iterator[tuple[Span, ...
 
 
 def _read(samples: Sequence[DeviceSample], field: str) -> list[float]:
-    """Return the current values of the field `field` from all devices that have one."""
+    """Return the current values of `field` from all devices that have one."""
     return _current([getattr(sample, field) for sample in samples])
 
 
@@ -161,8 +166,9 @@ _MAKERS = re.compile(r"^(NVIDIA|AMD|Intel)\s+|\b(GeForce|Tesla|Corporation)\s+")
 
 
 def short_name(name: str) -> str:
-    """Return a product name without its vendor: "NVIDIA GeForce GTX 1080 Ti" becomes
-    "GTX 1080 Ti".
+    """Return a product name without its vendor.
+
+    "NVIDIA GeForce GTX 1080 Ti" becomes "GTX 1080 Ti".
     """
     return _MAKERS.sub("", plain(name, 80)).strip() or plain(name, 80)
 
@@ -208,8 +214,9 @@ def _has_work(row: PanelRow) -> bool:
 
 
 def memory_tone(sample: DeviceSample) -> Callable[[float], Tone]:
-    """Return a function from used bytes to a tone: "warn" from 98 % of the device's memory on, else
-    "memory".
+    """Return a function from used bytes to a tone.
+
+    It is "warn" from 98 % of the device's memory on, and else "memory".
     """
     most = sample.memory_total_bytes.value
     return lambda number: "warn" if most and number >= 0.98 * most else "memory"
@@ -270,8 +277,10 @@ _REASON_LETTERS = {
 
 
 def reason_letters(reasons: Sequence[str], room: int) -> str:
-    """Abbreviate the reasons for throttling to letters, as many as fit: P power, T thermal, B
-    brake, S sync or software, H hardware. Any other reason gives its first letter.
+    """Abbreviate the reasons for throttling to letters, as many as fit.
+
+    P is power, T thermal, B brake, S sync or software, and H hardware. Any other reason becomes its
+    first letter.
     """
     letters = []
     for reason in reasons:
@@ -311,8 +320,9 @@ def _links(row: DeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _work(row: DeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw compute time (own work) as a fraction of compute time and waiting together, with a bar
-    if there is room.
+    """Draw compute time (own work) as a fraction of compute time and waiting.
+
+    If there is room, draw a bar too.
     """
     if row.work is None:
         return (Span(Mark.NONE, "dim"),)
@@ -402,8 +412,9 @@ DEVICE_COLUMNS: tuple[Column[Any], ...] = (
 
 
 def _draw_row(row: PanelRow, widths: Mapping[str, int], width: int, here: bool) -> Line:
-    """Draw a row. A host's row is drawn differently; a lost device's row says what happened instead
-    of its values.
+    """Draw a row.
+
+    A host's row is drawn differently. A lost device's row says what happened instead of its values.
     """
     if isinstance(row, HostRow):
         return draw_host(row, width, here)

@@ -1,5 +1,6 @@
-"""The Monitor screen except its device table: header lines, graphs of a device, processes, and all
-details of a device or process.
+"""The Monitor screen except its device table.
+
+It has header lines, graphs of a device, processes, and all details of a device or process.
 """
 
 from __future__ import annotations
@@ -46,8 +47,10 @@ LEAST_TERMINAL = 40  # least columns for a graph
 def arrange(
     width: int, height: int, frame: int, devices: int, processes: int = 1
 ) -> dict[str, int]:
-    """Return the rows of each panel, frames included: first all devices, then some processes, then
-    graphs, then more processes and taller graphs.
+    """Return the rows of each panel, frames included.
+
+    Rows are given first to all devices, then to some processes, then to graphs, and then to more
+    processes and taller graphs.
     """
     least_processes = min(3 + frame, max(0, height - 2))
     listed = max(1, min(max(1, devices) + 1 + frame, height - least_processes))
@@ -64,10 +67,9 @@ def arrange(
 
 
 def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width: int) -> Line:
-    """Return the product's name, the screens with their keys, and the longest text on the
-    right that fits.
+    """Return the product's name, the screens with their keys, and a text on the right.
 
-    A click on a screen's name opens that screen.
+    That is the longest text of `right` that fits. A click on a screen's name opens that screen.
     """
     left = [Span(" evener ", "strong")]
     for number, (name, title) in enumerate(screens.items(), start=1):
@@ -80,8 +82,9 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 
 
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
-    """Return texts on a snapshot, the longest first: its host, driver and time; host and time; only
-    the time.
+    """Return texts on a snapshot, the longest first.
+
+    They have its host, driver and time; its host and time; only its time.
     """
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""
@@ -119,8 +122,9 @@ def alert_lines(alerts: Sequence[Alert], width: int) -> tuple[Line, ...]:
 
 
 def host_line(snapshot: Snapshot, width: int, state: str = "") -> Line:
-    """Return the CPU, load and memory of the machine and, on the right if there is room, `state`
-    ("paused") or the totals of all devices.
+    """Return the CPU, load and memory of the machine.
+
+    If there is room, `state` ("paused") or the totals of all devices are on the right.
     """
     host = snapshot.host
     share = host.memory_used_bytes / host.memory_total_bytes if host.memory_total_bytes else 0.0
@@ -146,8 +150,9 @@ MOST_NOTE_LINES = 3
 
 
 def note_lines(notes: Sequence[str], width: int) -> tuple[Line, ...]:
-    """Return the first note about the machine, whole if it fits in a few lines, and the number
-    of other notes.
+    """Return the first note about the machine, and the number of other notes.
+
+    The note is whole if it fits in a few lines.
     """
     if not notes:
         return ()
@@ -210,8 +215,9 @@ def _energy(joules: float) -> str:
 def device_details(
     sample: DeviceSample, width: int, links: Sequence[Link] = ()
 ) -> tuple[Line, ...]:
-    """Return every metric of a device with its unit, or why it is missing, and those of `links`
-    that connect the device.
+    """Return every metric of a device with its unit, or why it is missing.
+
+    The links in `links` that connect the device are listed too.
     """
     device = sample.device
     facts = [
@@ -262,8 +268,9 @@ def device_details(
 
 
 def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
-    """Return the facts and, in one sentence below them, the names of the facts that the
-    device doesn't report.
+    """Return the facts and, in one sentence below them, the names of the missing facts.
+
+    A fact is missing if the device doesn't report it.
     """
     missing = [fact for fact in facts if fact.spans[-1].text == STATE_WORDS[State.UNSUPPORTED]]
     names = ", ".join(fact.spans[0].text.strip() for fact in missing)
@@ -272,7 +279,7 @@ def _fold_unreported(facts: Sequence[Line], width: int) -> tuple[Line, ...]:
 
 
 def process_details(row: ProcessSample, started: str, width: int) -> tuple[Line, ...]:
-    """Return all facts about a process; `started` is its start time as text."""
+    """Return all facts about a process. `started` is its start time as text."""
     facts = [
         _fact("pid", str(row.pid), "strong"),
         _fact("user", plain(row.user)),
@@ -331,8 +338,9 @@ def _figure(
 
 
 def _sorted_by(reading: Reading) -> float:
-    """Return the value that a column is sorted by; -1 if it is unknown, so that it comes last in
-    descending order.
+    """Return the value by which a column is sorted.
+
+    An unknown value is -1, so that it comes last in descending order.
     """
     return -1.0 if reading.value is None else reading.value
 
@@ -436,8 +444,9 @@ def _as_old(sample: ProcessSample) -> ProcessSample:
 
 
 def nothing_there(devices: Sequence[DeviceSample]) -> Lesson:
-    """Return why no process is shown, and what to do: on CPU slices only trainings that report
-    themselves are visible.
+    """Return why no process is shown, and what to do.
+
+    On CPU slices, only trainings that report themselves are visible.
     """
     only_cpu = bool(devices) and all(sample.device.on_cpu for sample in devices)
     return NO_TRAINING if only_cpu else NO_PROCESS

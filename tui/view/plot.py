@@ -1,8 +1,8 @@
-"""A line chart in braille, as lines of spans: several series on linear or log2 axes, with round
-ticks, intervals as strokes, hatched zones and one cursor.
+"""A line chart in braille, as lines of spans.
 
-A terminal cell has two columns and four rows of braille dots. The chart imports no screen and
-doesn't interpret its values: each point has the text for its read-out.
+It has several series on linear or log2 axes, with round ticks, intervals as strokes, hatched zones
+and one cursor. A terminal cell has two columns and four rows of braille dots. The chart imports no
+screen and doesn't interpret its values: each point has the text that is shown at the cursor.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ _HATCH = "╱"
 
 
 class PlotPoint(NamedTuple):
-    """A point of a series; `low` and `high` are the ends of its interval, `text`
-    is its read-out.
+    """A point of a series. `low` and `high` are the ends of its interval.
+
+    `text` is shown if the cursor is at the point.
     """
 
     x: float
@@ -37,8 +38,9 @@ class PlotPoint(NamedTuple):
 
 
 class Series(NamedTuple):
-    """A curve through the points of `line`, dashed beyond the x `known_to`, with signs at
-    the measured `points`.
+    """A curve through the points of `line`, with signs at the measured `points`.
+
+    It is dashed beyond the x `known_to`.
     """
 
     label: str
@@ -66,8 +68,9 @@ class Axis(NamedTuple):
     log2: bool = False
 
     def place(self, number: float) -> float:
-        """Return a value's place on the axis: 0 at the lower end, 1 at the upper end, clamped
-        to this range.
+        """Return a value's place on the axis: 0 at the lower end, 1 at the upper end.
+
+        The value is clamped to the axis.
         """
         number = max(self.low, min(self.high, number))
         if self.log2:
@@ -88,7 +91,7 @@ class Axis(NamedTuple):
 
 
 def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
-    """Return an axis that contains all these numbers; a linear axis begins at 0."""
+    """Return an axis that contains all these numbers. A linear axis begins at 0."""
     usable = [number for number in numbers if math.isfinite(number) and (number > 0 or not log2)]
     if log2:
         low = 2.0 ** math.floor(math.log2(min(usable, default=1.0)))
@@ -100,7 +103,7 @@ def make_axis(numbers: Iterable[float], *, log2: bool) -> Axis:
 
 
 class Chart(NamedTuple):
-    """The contents of a chart; `cursor` is the x whose points are read out."""
+    """The contents of a chart. `cursor` is the x whose points are described below the chart."""
 
     series: tuple[Series, ...] = ()
     zones: tuple[Zone, ...] = ()
@@ -151,7 +154,7 @@ class Canvas:
         self._front: dict[tuple[int, int], tuple[str, Tone]] = {}
 
     def dot(self, x: int, y: int, tone: Tone) -> None:
-        """Draw a dot at dot coordinates from the top left; a dot outside the canvas is ignored."""
+        """Draw a dot at dot coordinates from the top left. A dot outside the canvas is ignored."""
         column, row = x // 2, y // 4
         if 0 <= column < self.width and 0 <= row < self.height:
             self._bits[row][column] |= DOTS[x % 2][y % 4]
@@ -199,8 +202,10 @@ class Frame(NamedTuple):
         return self.dots(number, self.y.low)[0] // 2
 
     def y_ticks(self) -> list[float]:
-        """Return round values of y for the labels of the axis, in rows that are about equally far
-        apart; fewer values if rounding to rows would make the distances unequal.
+        """Return round values of y for the labels of the axis.
+
+        Their rows are about equally far apart. There are fewer values if rounding to rows would
+        make the distances unequal.
         """
         ticks: list[float] = []
         for most in range(max(3, self.height // CELLS_PER_TICK[1]), 0, -1):
@@ -233,8 +238,9 @@ def frame_chart(chart: Chart, width: int, height: int) -> Frame:
 
 
 def draw_chart(chart: Chart, width: int, height: int) -> tuple[Line, ...]:
-    """Return the chart in exactly `height` lines of `width` cells; no lines if that is too small,
-    and one line with a message if the chart is empty.
+    """Return the chart in exactly `height` lines of `width` cells.
+
+    Return no lines if that is too small, and one line with a message if the chart is empty.
     """
     if width < LEAST_WIDTH or height < LEAST_HEIGHT:
         return ()
@@ -293,7 +299,7 @@ def _draw_cursor(canvas: Canvas, frame: Frame, chart: Chart) -> None:
 
 
 def _legend(chart: Chart, width: int) -> Line:
-    """Return the caption of y and the labelled series; series that don't fit are only counted."""
+    """Return the caption of y and the labelled series. Series that don't fit are only counted."""
     named = [one for one in chart.series if one.label]
     spans = [Span(f" {chart.y_caption}  ", "title")]
     for place, one in enumerate(named):
@@ -318,9 +324,7 @@ def _y_labels(chart: Chart, frame: Frame) -> Iterator[tuple[Span, ...]]:
 
 
 def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
-    """Return the axis with its ticks, and the labels below it, with the caption at
-    the right end.
-    """
+    """Return the axis with its ticks, and its labels with the caption at the right end."""
     axis = ["─"] * frame.width
     labels = [" "] * (frame.left + frame.width)
     caption = f" {chart.x_caption}" if chart.x_caption else ""
@@ -339,8 +343,9 @@ def _x_axis(chart: Chart, frame: Frame, width: int) -> tuple[Line, Line]:
 
 
 def nearest(stops: Sequence[float], frame: Frame, column: int) -> float | None:
-    """Return the x with a point that is nearest to a cell column of the plot, such as
-    a clicked column.
+    """Return the x of a point that is nearest to a cell column of the plot.
+
+    The column is, for example, the one that was clicked.
     """
     return min(stops, key=lambda stop: abs(frame.column(stop) - column), default=None)
 

@@ -1,5 +1,6 @@
-"""A training's ranks as rows, and what slows the training down: silence, input, work between steps,
-waiting, other processes on its devices.
+"""A training's ranks as rows, and what slows the training down.
+
+The causes are silence, input, work between steps, waiting, and other processes on its devices.
 """
 
 from __future__ import annotations
@@ -32,7 +33,10 @@ NO_STEP = RankStep(0.0, 0.0, 0.0, 0.0, 0.0)
 
 
 class RankRow(msgspec.Struct, frozen=True):
-    """A device of a training. Unknown numbers are 0, unknown texts empty, an unknown rank is -1."""
+    """A device of a training.
+
+    Unknown numbers are 0, unknown texts are empty, and an unknown rank is -1.
+    """
 
     rank: int
     pid: int
@@ -71,8 +75,9 @@ DOING: dict[Doing, str] = {  # what a silent rank is doing
 
 
 class Cause(msgspec.Struct, frozen=True):
-    """A cause that slows a training down, and its description; the numbers in the text
-    are fields too.
+    """A cause that slows a training down, and its description.
+
+    The numbers in the text are fields too.
     """
 
     kind: str  # the kind of a limit, or silent
@@ -84,8 +89,9 @@ class Cause(msgspec.Struct, frozen=True):
 
 
 class RankOnDevice(NamedTuple):
-    """A rank, its report on its device, and the device's newest sample, None if the monitor doesn't
-    see the device.
+    """A rank, its report on its device, and the device's newest sample.
+
+    The sample is None if the monitor doesn't see the device.
     """
 
     row: RankRow
@@ -96,7 +102,7 @@ class RankOnDevice(NamedTuple):
 def place_ranks(
     report: Training, samples: SamplesByDevice, at_seconds: float
 ) -> Iterator[RankOnDevice]:
-    """Yield a row for each device of a process.
+    """Yield a row for each device of each process.
 
     A process that reports no device has one row without a device.
     """
@@ -134,23 +140,25 @@ def place_ranks(
 def measure_on_device(
     place: RankOnDevice, rows: Sequence[RankRow], report: Training
 ) -> MeasuredRank:
-    """Return a rank's measurements, from which its training's limits are derived."""
+    """Return a rank's measurements, from which the limits of its training are computed."""
     row, name = place.row, _name_rank(place.row, rows)
     return measure_rank(report, place.live, name, row.recent, row.micro, report.starved)
 
 
 def silent_seconds(report: Training, at_seconds: float) -> float:
-    """Return for how many seconds the next report of a silent rank has been overdue; 0 while the
-    rank reports. A rank is silent once its report is late by more than `OLD_SECONDS` and by more
-    than `SILENT_STEPS` steps.
+    """Return for how many seconds the next report of a silent rank has been overdue.
+
+    Return 0 while the rank reports. A rank is silent once its report is late by more than
+    `OLD_SECONDS` and by more than `SILENT_STEPS` steps.
     """
     late_s = report.late_seconds(at_seconds)
     return late_s if late_s > max(OLD_SECONDS, SILENT_STEPS * report.step_s) else 0.0
 
 
 def work_by_device(snapshot: Snapshot) -> Work:
-    """Return the compute time (own work) and waiting of a step by host and device id, for all
-    devices whose training reports both; silent processes are left out.
+    """Return the compute time (own work) and waiting of a step by host and device id.
+
+    They are known for all devices whose training reports both. Silent processes are left out.
     """
     local = not any(sample.device.host for sample in snapshot.devices)
     return {
@@ -174,8 +182,10 @@ def find_causes(
     processes: Sequence[ProcessSample],
     missing: int = 0,
 ) -> tuple[Cause, ...]:
-    """Return the causes that slow a training down: silent ranks, the training's limits, throttled
-    devices, then other processes on its devices. `missing` ranks have no report on this machine.
+    """Return the causes that slow a training down.
+
+    They are silent ranks, the training's limits, throttled devices, and other processes on its
+    devices. `missing` ranks have no report on this machine.
     """
     rows = [place.row for place in ranks]
     return (
@@ -187,16 +197,17 @@ def find_causes(
 
 
 def _name_rank(row: RankRow, rows: Sequence[RankRow]) -> str:
-    """Return a rank's name: its device if no other rank uses that device, else its number."""
+    """Return a rank's name: its device, or its number if several ranks use that device."""
     if row.device and sum(other.device == row.device for other in rows) == 1:
         return row.device
     return f"Rank {row.rank}" if row.rank >= 0 else f"Process {row.pid}"
 
 
 def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
-    """Yield a cause for each silent rank that others wait for: the stopped ranks, else the ranks
-    with the least progress. If all ranks are silent in the same part of a step, yield one cause for
-    all of them.
+    """Yield a cause for each silent rank that others wait for.
+
+    These are the stopped ranks or, if there are none, the ranks with the least progress. If all
+    ranks are silent in the same part of a step, yield one cause for all of them.
     """
     silent = [row for row in rows if row.silent_s]
     holding = _find_holding(silent)
@@ -211,8 +222,9 @@ def _silent(rows: Sequence[RankRow], missing: int) -> Iterator[Cause]:
 
 
 def _find_holding(silent: Sequence[RankRow]) -> list[RankRow]:
-    """Return the silent ranks that the others wait for: the stopped ranks, else the ranks with the
-    least progress.
+    """Return the silent ranks that the others wait for.
+
+    These are the stopped ranks or, if there are none, the ranks with the least progress.
     """
     stopped = [row for row in silent if not row.doing]
     if stopped or not silent:
@@ -235,8 +247,10 @@ def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
 
 
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
-    """Return a silent rank as a cause. `waits`: other ranks have progressed further in the step;
-    `unknown`: the progress of some ranks is unknown.
+    """Return a silent rank as a cause.
+
+    `waits` is True if other ranks have progressed further in the step, `unknown` if the progress of
+    some ranks is unknown.
     """
     if waits and not row.doing:
         silent = f"{name} has been silent for {duration(row.silent_s)}"
@@ -266,8 +280,9 @@ def _kind(row: RankRow) -> str:
 
 
 def _progress(row: RankRow) -> tuple[int, int]:
-    """Return a rank's progress in its step. A batch may be requested before or after the work
-    between steps, so both count the same.
+    """Return a rank's progress in its step.
+
+    A batch may be requested before or after the work between steps, so both count the same.
     """
     return row.batch, min(ORDER.index(row.doing), ORDER.index("between steps"))
 
@@ -302,8 +317,9 @@ def _describe_limit(
 
 
 def _write_limit(limit: TrainingLimit, named: Sequence[RankRow], waited_s: float) -> str:
-    """Return a limit as a sentence without its end; the other ranks wait up to `waited_s` seconds
-    for the rank named in it.
+    """Return a limit as a sentence without its end.
+
+    The other ranks wait up to `waited_s` seconds for the rank that the sentence names.
     """
     took = milliseconds(limit.milliseconds / 1e3)
     if limit.kind == LimitKind.UNEQUAL and named:

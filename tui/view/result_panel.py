@@ -1,6 +1,4 @@
-"""The result panel of a search: what the search found, its gains as bars, and what to do
-with the result.
-"""
+"""The result panel of a search: what it found, its gains as bars, and what to do next."""
 
 from __future__ import annotations
 
@@ -76,9 +74,7 @@ def count_rows(state: SessionState, width: int) -> int:
 
 
 def _shares(state: SessionState, width: int) -> list[Line]:
-    """Return the shares of a layout over several devices as one bar, with the
-    rows of each device.
-    """
+    """Return the shares of a layout over several devices as one bar, with each device's rows."""
     chosen = chosen_layout(state)
     if chosen is None or len(chosen.active) < 2 or width < 20:
         return []
@@ -86,8 +82,9 @@ def _shares(state: SessionState, width: int) -> list[Line]:
 
 
 def gain_bars(state: SessionState, width: int) -> list[Line]:
-    """Return a bar of samples/s for the plan and for each layout it is compared with, and the
-    plan's gain over each.
+    """Return a bar of samples/s for the plan and for each layout it is compared with.
+
+    Each bar has the plan's gain over that layout.
     """
     shown = [each for each in rivals(state) if each.kind != "sum"]
     if not shown:
@@ -138,8 +135,9 @@ def _written(finished: Finished) -> VerdictText | None:
 
 
 def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
-    """Return the keys with their labels; a click on a key presses it. The last keys are left out if
-    they don't fit.
+    """Return the keys with their labels. A click on a key presses it.
+
+    The last keys are left out if they don't fit.
     """
     spans: list[Span] = []
     for hint in keys:
@@ -155,8 +153,10 @@ def _keys_line(keys: Sequence[KeyHint], width: int) -> Line:
 
 
 def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all results of a search as a page: the verdict, the next steps, the tables, and every
-    measurement. `path` is the plan's file, if it was written.
+    """Return all results of a search as a page.
+
+    They are the verdict, the next steps, the tables, and every measurement. `path` is the plan's
+    file if it was written.
     """
     finished = state.finished
     if finished is None:
@@ -189,8 +189,9 @@ def everything_lines(state: SessionState, width: int, path: str = "") -> tuple[L
 
 
 def _verdict_texts(finished: Finished) -> list[str]:
-    """Return the verdict's gains, its doubts, the plan's other warnings and the remarks; empty for
-    a run that stored only the text of its verdict.
+    """Return the verdict's gains, its doubts, the plan's other warnings and the remarks.
+
+    Return nothing for a run that stored only the text of its verdict.
     """
     written = _written(finished)
     if written is None:

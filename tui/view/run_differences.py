@@ -35,8 +35,9 @@ class ComparedFact(NamedTuple):
 
 
 def compare_runs(one: StoredRun, other: StoredRun) -> list[ComparedFact]:
-    """Return the facts of both runs side by side; facts of the plans only if both runs
-    have a plan.
+    """Return the facts of both runs side by side.
+
+    Facts of the plans are included only if both runs have a plan.
     """
     found = list(_compare_requests(one, other))
     if one.plan is not None and other.plan is not None:
@@ -97,8 +98,10 @@ def _signed(change: float) -> str:
 
 
 def difference_lines(one: StoredRun, other: StoredRun, width: int) -> tuple[Line, ...]:
-    """Return the samples/s and every fact that differs, a row each: the first run's value, the
-    second run's value, and the change. A warning comes first if workload or devices differ.
+    """Return the samples/s and every fact that differs, a row each.
+
+    A row has the first run's value, the second run's value, and the change. A warning comes first
+    if workload or devices differ.
     """
     found = compare_runs(one, other)
     lines = list(_warn(found, width))
@@ -130,8 +133,10 @@ def _draw(each: ComparedFact, cells: int, room: int) -> Line:
 
 
 def _last_part(text: str, cells: int) -> str:
-    """Return a text that fits in `cells` as it is; of a longer text, return the part behind the
-    last slash, because a file's name tells more than its folders.
+    """Return a text that fits in `cells` unchanged.
+
+    Of a longer text, return the part behind the last slash, because a file's name tells more than
+    its folders.
     """
     text = plain(text)
     return text if len(text) <= cells else text.rpartition("/")[2]

@@ -40,8 +40,9 @@ def _devices(row: RunSummary, width: int) -> tuple[Span, ...]:
 
 
 def _workload(row: RunSummary, width: int) -> tuple[Span, ...]:
-    """Draw the workload without a file's folders, or why the run can't be read; a mark in front,
-    which is never cut off, shows that the run used simulated devices.
+    """Draw the workload without a file's folders, or why the run can't be read.
+
+    A mark in front, which is never cut off, shows that the run used simulated devices.
     """
     mark = f"{Mark.SIMULATED} " if row.simulated else ""
     text = row.workload.rpartition("/")[2] or row.trouble
@@ -141,7 +142,7 @@ def _with_measurements(run: StoredRun) -> SessionState:
 
 
 def run_page(run: StoredRun, width: int, path: str = "") -> tuple[Line, ...]:
-    """Return all results of a search; for a run without a plan, its state and its measurements."""
+    """Return all results of a search. A run without a plan gives its state and its measurements."""
     state = _with_measurements(run)
     head = whole_lines(run.header.workload, width, "strong")
     if run.end is not None:
@@ -163,8 +164,10 @@ def _state_words(run: StoredRun) -> str:
 
 
 def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return a run's plan: shares, rivals (with bars if `height` allows), verdict and warnings, and
-    below them its measurements if there is room. A run that hasn't ended gives its name and state.
+    """Return a run's plan: shares, rivals, verdict and warnings.
+
+    Rivals have bars if `height` allows. Measurements are listed below if there is room. A run that
+    hasn't ended gives its name and state.
     """
     name = f" {plain(run.header.run)} "
     title = line(
@@ -199,8 +202,9 @@ def plan_lines(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
 
 
 def _measurements(run: StoredRun, width: int, height: int) -> tuple[Line, ...]:
-    """Return the newest measurements of a run for the rows that its plan leaves free; empty if
-    there are too few rows.
+    """Return the newest measurements of a run, for the rows that its plan leaves free.
+
+    Return nothing if there are too few rows.
     """
     state = _with_measurements(run)
     if not state.seen or height < LEAST_MEASUREMENTS:

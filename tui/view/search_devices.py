@@ -1,5 +1,7 @@
-"""The Balance screen's device rows: what runs on each device, its readings, its best solo
-throughput, and the largest batch that fits in memory.
+"""The Balance screen's device rows.
+
+They show what runs on each device, its readings, its best solo throughput, and the largest batch
+that fits in memory.
 """
 
 from __future__ import annotations
@@ -58,8 +60,9 @@ def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _goes_on(row: SearchDeviceRow) -> bool:
-    """True while the search runs and after it failed: a finished search has no running probe, so
-    its columns are hidden.
+    """True while the search runs, and after it failed.
+
+    A finished search has no running probe, so its columns are hidden.
     """
     return bool(row.state.fault) or not row.state.ended
 
@@ -81,8 +84,9 @@ def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _sampled(key: str, widths: tuple[int, ...], needs: int = 0) -> Column[SearchDeviceRow]:
-    """Return the Monitor screen's column for the same metric; hidden in a replay, which
-    has no samples.
+    """Return the Monitor screen's column for the same metric.
+
+    It is hidden in a replay, which has no samples.
     """
 
     def draw(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
@@ -128,8 +132,9 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
 
 
 def _alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw a device's best solo throughput, with a bar if there is room, scaled to
-    the fastest device.
+    """Draw a device's best solo throughput.
+
+    If there is room, draw a bar that is scaled to the fastest device.
     """
     spans = _alone_spans(row.state, row.device)
     if span_cells(spans) > width:
@@ -156,11 +161,11 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
 
 
 def _fits(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
-    """Draw the largest batch that fits in memory (~ if predicted) and the smallest that ran out;
-    neither is ever truncated.
+    """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
 
-    If the chosen layout splits the device's share into several passes, the share and the number of
-    passes are drawn too if they fit.
+    The largest has a ~ if it is predicted. Neither is ever truncated. If the chosen layout splits
+    the device's share into several passes, the share and the number of passes are drawn too if they
+    fit.
     """
     forms = _memory_forms(_largest_that_fits(row), smallest_out_of_memory(row.state, row.device))
     chosen = chosen_layout(row.state)
@@ -183,8 +188,9 @@ def _largest_that_fits(row: SearchDeviceRow) -> str:
 
 
 def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
-    """Return texts for the largest batch that fits and the smallest that ran out of memory, the
-    longest text first.
+    """Return texts for the largest batch that fits and the smallest that ran out of memory.
+
+    The longest text comes first.
     """
     if wall is None:
         return [(Span(f"fits {largest}") if largest else Span(Mark.NONE, "dim"),)]
@@ -212,8 +218,9 @@ SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(
 def search_device_rows(
     state: SessionState, samples: Sequence[DeviceSample | None] = ()
 ) -> list[SearchDeviceRow]:
-    """Return a row for each device; `samples` has the newest sample of each device, none
-    in a replay.
+    """Return a row for each device.
+
+    `samples` has the newest sample of each device. It is empty in a replay.
     """
     return [
         SearchDeviceRow(state, device, *samples[device : device + 1])

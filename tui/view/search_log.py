@@ -1,6 +1,4 @@
-"""The log of a search as text: a row for each measurement, and all details of
-a single measurement.
-"""
+"""The log of a search as text: a row for each measurement, and all details of one measurement."""
 
 from __future__ import annotations
 
@@ -71,8 +69,8 @@ def log_rows(state: SessionState) -> list[LogRow]:
 def _find_news(seen: Observation, fastest: float, alone: dict[int, dict[int, float]]) -> str:
     """Return the doubts about a measurement or, if there are none, what is new in it.
 
-    For one device that is the gain over the next smaller batch measured on it; for several devices,
-    that no measurement was faster so far. Otherwise return an empty string.
+    For one device, that is the gain over the next smaller batch that it measured. For several
+    devices, it is that no measurement was faster so far. Otherwise return an empty string.
     """
     if not isinstance(seen, Timed):
         return ""

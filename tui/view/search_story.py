@@ -1,4 +1,6 @@
-"""Describes a running search: its phases, what is being measured and why, and the best throughput
+"""Describes a running search.
+
+It says in which phase the search is, what is being measured and why, and shows the best throughput
 so far over time.
 """
 
@@ -46,8 +48,9 @@ def current_phase(state: SessionState) -> Phase:
 
 
 class BestPoint(NamedTuple):
-    """The highest samples/s of any layout up to a time; `together` is True if the layout
-    has several devices.
+    """The highest samples/s of any layout up to a time.
+
+    `together` is True if the layout has several devices.
     """
 
     at_seconds: float
@@ -86,8 +89,9 @@ def _name_devices(active: Sequence[int], labels: Sequence[str]) -> str:
 
 
 def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
-    """Return the phases with the remaining time, then what is being measured and why; if the search
-    failed, its error instead.
+    """Return the phases with the remaining time, then what is being measured and why.
+
+    If the search failed, return its error instead.
     """
     if state.fault:
         return text_lines(f"{state.fault} {state.remedy}", width, 6, "bad")
@@ -102,8 +106,9 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_words(state: SessionState) -> str:
-    """Return that the search is paused or, as long as a probe runs, which devices must finish it
-    first.
+    """Return that the search is paused.
+
+    As long as a probe runs, return which devices must finish it first.
     """
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."
@@ -143,8 +148,9 @@ def _phase_line(state: SessionState, width: int) -> Line:
 
 
 def _phase_marks(state: SessionState) -> dict[Phase, tuple[str, Tone]]:
-    """Return each phase's mark: done, running, or still to come. Phases that a search on one device
-    doesn't have are left out.
+    """Return each phase's mark: done, running, or still to come.
+
+    Phases that a search on one device doesn't have are left out.
     """
     now = current_phase(state)
     seen = {phase_of(entry.seen.probe.stage) for entry in state.seen}
@@ -174,8 +180,9 @@ def _time_spans(state: SessionState, room: int) -> tuple[Span, ...]:
 
 
 def best_words(state: SessionState) -> str:
-    """Return the fastest measurement so far as a short text; before a split was measured, the
-    fastest device alone.
+    """Return the fastest measurement so far as a short text.
+
+    Before a split was measured, that is the fastest device alone.
     """
     points = best_over_time(state)
     if not points:
@@ -185,8 +192,9 @@ def best_words(state: SessionState) -> str:
 
 
 def best_chart(state: SessionState) -> Chart:
-    """Return the chart of the best throughput so far over time, as steps: of devices alone,
-    then of splits.
+    """Return the chart of the best throughput so far over time, as steps.
+
+    The first steps are of devices alone, the later steps of splits.
     """
     points = best_over_time(state)
     alone = [each for each in points if not each.together]

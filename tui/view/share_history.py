@@ -21,10 +21,10 @@ def share_lines(
     width: int,
     height: int,
 ) -> tuple[Line, ...]:
-    """Return each rank's rows per step, from some time before the first change until now, with the
-    numbers of the changes below.
+    """Return each rank's rows per step over time, with the numbers of the changes below.
 
-    Empty if the shares haven't changed, or if the ranks aren't those whose shares changed.
+    The time begins some time before the first change and ends now. Return nothing if the shares
+    haven't changed, or if the ranks aren't the ones whose shares changed.
     """
     known = [each for each in changes if len(each.before) == len(each.after) == len(rows)]
     shown = rows[: max(0, height - 1)]
@@ -49,7 +49,10 @@ def share_lines(
 def _draw_lanes(
     rows: Sequence[RankRow], changes: Sequence[ShareChange], ends: Sequence[int], room: int
 ) -> Iterator[tuple[Span, ...]]:
-    """Draw a lane for each of the first ranks; `ends` are the cells in which the shares changed."""
+    """Draw a lane for each of the first ranks.
+
+    `ends` are the cells in which the shares changed.
+    """
     most = max(max(*each.before, *each.after) for each in changes)
     for rank, row in enumerate(rows):
         shares = [*(each.before[rank] for each in changes), changes[-1].after[rank]]
@@ -77,8 +80,10 @@ def _place(change: ShareChange, every: Sequence[ShareChange], at_seconds: float,
 def _draw_lane(
     shares: Sequence[int], ends: Sequence[int], most: int, room: int, tone: Tone
 ) -> Iterator[Span]:
-    """Draw the height of a share in each cell, from 0 to `most`, the largest share of all devices;
-    each share begins with its number if there is room.
+    """Draw the height of a share in each cell.
+
+    The heights are from 0 to `most`, the largest share of all devices. Each share begins with its
+    number if there is room.
     """
     starts = [0, *ends]
     behind = [*ends, room]

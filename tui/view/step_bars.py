@@ -1,5 +1,6 @@
-"""Draws a training's steps in their five parts: bars of mean steps, the last steps as lanes,
-and the legend.
+"""Draws the steps of a training in their five parts.
+
+It draws bars of mean steps, the last steps as lanes, and the legend.
 """
 
 from __future__ import annotations
@@ -16,8 +17,9 @@ from .ranks import RankRow
 
 
 class PartStyle(NamedTuple):
-    """The style of a part of a step; the fillings differ too, for terminals without colours
-    and for ASCII.
+    """The style of a part of a step.
+
+    The fillings differ too, for terminals without colours and for ASCII.
     """
 
     name: str
@@ -38,7 +40,7 @@ LEAST_WITH_GAP = 4  # cells of a step in a lane from which on its last cell is b
 
 
 def legend_line(width: int, has_ended: bool = False) -> Line:
-    """Return what the colours and fillings mean, with names as long as there is room for.
+    """Return what the colours and fillings mean, with as long names as fit.
 
     The legend has no colours if the training has ended, like the bars above it.
     """
@@ -57,8 +59,9 @@ def legend_line(width: int, has_ended: bool = False) -> Line:
 
 
 def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
-    """Return a mean step as a bar of its parts; `width` cells are `longest_s` seconds. Compute time
-    (own work) gets at least one cell, unless it is 0.
+    """Return a mean step as a bar of its parts. `width` cells are `longest_s` seconds.
+
+    Compute time (own work) has at least one cell, unless it is 0.
     """
     return _stack(tuple(step), longest_s, width)
 
@@ -77,8 +80,9 @@ def _stack(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span
 
 
 def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list[int]:
-    """Return the number of cells of each part; compute time (own work) gets at least one, unless
-    it is 0.
+    """Return the number of cells of each part.
+
+    Compute time (own work) has at least one cell, unless it is 0.
     """
     counts, so_far_s, drawn = [], 0.0, 0
     for part_s in seconds:
@@ -100,11 +104,10 @@ def _give_one(counts: list[int], place: int, width: int) -> None:
 
 
 def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, ...]:
-    """Return the last steps of each rank from left to right, on one time scale; empty if no rank
-    reports its steps.
+    """Return the last steps of each rank from left to right, on one time scale.
 
-    All ranks begin with the same step if their reports have enough steps in common, and each step
-    begins where the previous step ended.
+    Return nothing if no rank reports its steps. All ranks begin with the same step if their reports
+    have enough steps in common, and each step begins at the end of the previous step.
     """
     lanes = [row for row in rows if row.last_steps][: max(0, height - 1)]
     if not lanes:
@@ -128,8 +131,9 @@ def lane_lines(rows: Sequence[RankRow], width: int, height: int) -> tuple[Line, 
 
 
 def _choose_steps(lanes: Sequence[RankRow], most: int) -> tuple[list[Sequence[LastStep]], str]:
-    """Return at most `most` steps of each rank, and a text that says which: the same steps if the
-    reports have enough in common, else each rank's last steps.
+    """Return at most `most` steps of each rank, and a text that says which steps they are.
+
+    They are the same steps if the reports have enough in common, and else each rank's last steps.
     """
     first = max(row.last_steps[0].number for row in lanes)
     last = min(row.last_steps[-1].number for row in lanes)
@@ -152,8 +156,10 @@ def _seconds(step: LastStep) -> float:
 def _draw_lane(
     steps: Sequence[LastStep], exchange_s: float, span_s: float, width: int
 ) -> list[Span]:
-    """Draw some steps over `width` cells, which are `span_s` seconds; each step in its parts, with
-    a blank behind each step of at least `LEAST_WITH_GAP` cells.
+    """Draw some steps over `width` cells, which are `span_s` seconds.
+
+    Each step is drawn in its parts, with a blank behind each step of at least `LEAST_WITH_GAP`
+    cells.
     """
     if span_s <= 0:
         return [Span(" " * width)]

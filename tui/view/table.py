@@ -1,5 +1,6 @@
-"""Tables whose columns grow with the terminal; a narrow table has the same
-columns, only narrower.
+"""Tables whose columns grow with the terminal.
+
+A narrow table has the same columns, only narrower.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ ROWS_OF_NOTHING = 3  # for the message of a whole table without rows
 
 
 class Column(NamedTuple, Generic[RowT]):
-    """A column of a table; `draw` returns the cell for a row, in at most the given width."""
+    """A column of a table. `draw` returns the cell for a row, in at most the given width."""
 
     key: str
     titles: tuple[str, ...]  # titles by length: the longest that fits is shown
@@ -85,7 +86,7 @@ class Grid(NamedTuple, Generic[RowT]):
 
 
 class Order(NamedTuple):
-    """The order of the rows; a click on a title sorts by that column."""
+    """The order of the rows. A click on a title sorts by that column."""
 
     key: str = ""
     descending: bool = True
@@ -100,8 +101,9 @@ def sort_keys(columns: Sequence[Column[RowT]]) -> tuple[str, ...]:
 
 
 def chosen_order(columns: Sequence[Column[RowT]], key: str, before: Order) -> Order:
-    """Return the order after the user has chosen a column: numbers begin with the largest, and
-    choosing the same column again reverses the order.
+    """Return the order after the user has chosen a column.
+
+    Numbers begin with the largest. Choosing the same column again reverses the order.
     """
     figures = any(column.key == key and column.align == "right" for column in columns)
     return Order(key, not before.descending if key == before.key else figures)
@@ -138,8 +140,9 @@ def _heading(
     more: str,
     width: int,
 ) -> Line:
-    """Return the line of titles; `more` is written at the right end of `width` cells, over
-    the last titles.
+    """Return the line of titles.
+
+    `more` is written at the right end of `width` cells, over the last titles.
     """
     spans: list[Span] = [Span(" ")]
     for column in _drawn(columns, widths):
@@ -164,8 +167,9 @@ def _heading(
 def table_row(
     columns: Sequence[Column[RowT]], widths: Mapping[str, int], row: RowT, cursor: bool = False
 ) -> Line:
-    """Return a row of a table; a sign in front marks the cursor, so that it is
-    visible without colour.
+    """Return a row of a table.
+
+    A sign in front marks the cursor, so that it is visible without colour.
     """
     spans: list[Span] = [Span(Mark.CURSOR if cursor else " ", "strong")]
     for column in _drawn(columns, widths):
@@ -176,8 +180,9 @@ def table_row(
 
 
 def window(count: int, cursor: int, height: int, top: int) -> int:
-    """Return the index of the first of `count` rows to show, so that the cursor is visible in
-    `height` rows; scrolls as little as possible.
+    """Return the index of the first of `count` rows to show.
+
+    The cursor is visible in `height` rows, and the list scrolls as little as possible.
     """
     if height <= 0 or count <= height:
         return 0
@@ -186,8 +191,9 @@ def window(count: int, cursor: int, height: int, top: int) -> int:
 
 
 class Position(NamedTuple):
-    """The position in a list: the row under the cursor, the first visible row, and whether the
-    cursor is drawn.
+    """The position in a list.
+
+    It has the row under the cursor, the first visible row, and whether the cursor is drawn.
     """
 
     cursor: int = 0
@@ -207,10 +213,10 @@ def table_lines(
     order: Order = UNSORTED,
     note: str = "",
 ) -> tuple[tuple[Line, ...], int]:
-    """Return the heading and the rows that fit below it in `height`, scrolled to the cursor, and
-    the index of the first visible row.
+    """Return the heading and the rows that fit below it, and the first visible row's index.
 
-    The heading ends with `note` and the number of rows above and below the visible rows.
+    The rows are scrolled to the cursor. The heading ends with `note` and the number of rows above
+    and below the visible rows.
     """
     widths = grid.widths(width, rows)
     room = max(0, height - 1)
@@ -245,7 +251,5 @@ def _nothing_lines(nothing: str | Lesson, width: int, height: int) -> tuple[Line
 
 
 def whole_table(grid: Grid[RowT], rows: Sequence[RowT], width: int) -> tuple[Line, ...]:
-    """Return the heading and every row; without rows, the grid's whole message
-    for an empty table.
-    """
+    """Return the heading and every row, or the grid's whole message for an empty table."""
     return table_lines(grid, rows, width, 1 + (len(rows) or ROWS_OF_NOTHING))[0]

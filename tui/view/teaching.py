@@ -11,8 +11,9 @@ BETWEEN_CELLS = 3  # cells between the longest command and the descriptions
 
 
 class Step(NamedTuple):
-    """A way to begin: a key or a command, and what it does; `action` is Textual's action
-    for a click.
+    """A way to begin: a key or a command, and what it does.
+
+    `action` is Textual's action for a click.
     """
 
     does: str
@@ -59,8 +60,9 @@ SEARCH_WORDS = (
 
 
 def search_lesson(width: int, height: int) -> tuple[Line, ...]:
-    """Return what a search will do, in the rows that a form leaves free; empty if they
-    are too few.
+    """Return what a search will do, in the rows that a form leaves free.
+
+    Return nothing if they are too few.
     """
     rows = [line(Span(" What a search does", "title"))]
     for number, (phase, words) in enumerate(PHASES_IN_WORDS, start=1):
@@ -73,8 +75,9 @@ def search_lesson(width: int, height: int) -> tuple[Line, ...]:
 
 
 def lesson_lines(lesson: Lesson, width: int, height: int) -> tuple[Line, ...]:
-    """Return a centred block with a row for each step; if it doesn't fit, as many whole
-    sentences as fit.
+    """Return a centred block with a row for each step.
+
+    If the block doesn't fit, return as many whole sentences as fit.
     """
     block = _block(lesson.steps)
     widest = max((cells(each.text) for each in block), default=0)

@@ -36,9 +36,10 @@ class PastTicks(Protocol):
 
 
 class TickWindow(NamedTuple):
-    """The ticks that graphs of `width` cells show; the last cell is the newest, possibly half full.
+    """The ticks that graphs of `width` cells show.
 
-    Only complete columns of dots are drawn, so that drawn columns never change.
+    The last cell is the newest, and may be half full. Only complete columns of dots are drawn, so
+    that drawn columns never change.
     """
 
     width: int
@@ -69,8 +70,9 @@ class TickWindow(NamedTuple):
         return 2 * self.per_dot / self.stretch
 
     def dots(self, values: Sequence[float | None]) -> list[float | None]:
-        """Return the value of each column of dots: the mean of its ticks, None if it
-        has no values.
+        """Return the value of each column of dots: the mean of its ticks.
+
+        It is None for a column without values.
         """
         padded = (None,) * (self.newest - len(values)) + tuple(values)
         if self.per_dot > 1:
@@ -95,17 +97,18 @@ def nearest_span(seconds: float) -> float:
 
 
 def ticks_per_dot(span_seconds: float, interval_seconds: float, width: int) -> int:
-    """Return how many ticks a column of dots needs, so that `width` cells
-    show at least `span_seconds`.
+    """Return how many ticks a column of dots must have.
+
+    `width` cells then show at least `span_seconds`.
     """
     return max(1, math.ceil(span_seconds / interval_seconds / (2 * width) - 0.05))
 
 
 def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
-    """Return the ticks per column of dots and the columns of dots per tick for a history that is
-    too short to fill `width` cells.
+    """Return the scale for a history that is too short to fill `width` cells.
 
-    The history fills about half of the cells, and the scale changes in few steps as it grows.
+    The scale is the ticks per column of dots and the columns of dots per tick. The history fills
+    about half of the cells, and the scale changes in few steps as it grows.
     """
     while per_dot > 1 and ticks < width * per_dot // 2:
         per_dot //= 2
@@ -120,8 +123,9 @@ def scale_young(per_dot: int, ticks: int, width: int) -> tuple[int, int]:
 def draw_columns(
     dots: Sequence[float | None], low: float, top: float, rows: int
 ) -> tuple[str, ...]:
-    """Return the rows of a graph from the top down, filled from below up to each value; a known
-    value has at least one dot.
+    """Return the rows of a graph from the top down, filled from below up to each value.
+
+    A known value has at least one dot.
     """
     steps = 4 * rows
     scale = steps / (top - low) if top > low else 0.0
@@ -133,7 +137,7 @@ def draw_columns(
 
 
 def _count(number: float, scale: float, most: int) -> int:
-    """Return the height of a value in dots; a known value has at least one."""
+    """Return the height of a value in dots. A known value has at least one dot."""
     return max(1, min(most, round(number * scale)))
 
 
@@ -152,10 +156,10 @@ def _stack(left: int, right: int, rows: int) -> tuple[str, ...]:
 
 
 def shade_tone(tone: Tone, height: float) -> Tone:
-    """Return the tone of a row of a graph, brighter towards the top; `height` is the row's upper
-    end, 1 at the top of the graph.
+    """Return the tone of a row of a graph, which is brighter towards the top.
 
-    `tone` must be a tone that has shades.
+    `height` is the row's upper end, 1 at the top of the graph. `tone` must be a tone that has
+    shades.
     """
     if height > 2 / 3:
         return tone
@@ -173,8 +177,9 @@ def time_at(window: TickWindow, times: Sequence[float], column: int) -> float | 
 
 
 def axis_text(width: int, window: TickWindow, times: Sequence[float]) -> str:
-    """Return the time axis: "now" at the right end, and round times before now ("30 s", "2 min"),
-    each at its cell.
+    """Return the time axis.
+
+    It has "now" at the right end, and round times before now ("30 s", "2 min"), each at its cell.
     """
     signs = list("─" * width)
     signs[-4:] = " now"

@@ -1,5 +1,6 @@
-"""Graphs over time: a row for each device and a column for each metric, with a shared time axis
-and one cursor.
+"""Graphs over time: a row for each device and a column for each metric.
+
+They share a time axis and one cursor.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ from .devices import short_name
 from .time_graph import PastTicks, TickWindow, axis_text, draw_columns, mean, shade_tone, time_at
 
 LABEL_CELLS = 9  # the device in front of its graphs
-GUTTER_CELLS = 6  # in front of each graph: its newest figure, and the ends of its axis
+GUTTER_CELLS = 6  # cells in front of each graph: its newest value, and the ends of its axis
 LEAST_GRAPH = 14  # cells of a graph, below which a column is left out
 LEAST_ROWS, MOST_ROWS = 2, 30  # of a graph
 MIDDLE_ROWS = 5  # rows of a graph from which on the middle of its axis is labelled too
@@ -56,7 +57,10 @@ METRICS = (
 
 
 class TimeView(NamedTuple):
-    """What part of the past is drawn; `cursor` is the number of a cell, None without a cursor."""
+    """The part of the past that is drawn.
+
+    `cursor` is the number of a cell, None without a cursor.
+    """
 
     per_dot: int = 1
     cursor: int | None = None
@@ -66,8 +70,10 @@ class TimeView(NamedTuple):
 
 
 class GraphPlan(NamedTuple):
-    """The arrangement of the graphs: the metrics side by side, the rows of each device, the cells
-    of each graph, and the cells of the label in front, which takes the remaining width.
+    """The arrangement of the graphs.
+
+    It has the metrics side by side, the rows of each device, the cells of each graph, and the cells
+    of the label in front, which takes the remaining width.
     """
 
     metrics: tuple[GraphMetric, ...]
@@ -77,7 +83,7 @@ class GraphPlan(NamedTuple):
     label: int = LABEL_CELLS
 
     def cell_at(self, x: int) -> int | None:
-        """Return the cell of a graph at a column of the terminal, None outside the graphs."""
+        """Return the cell of a graph at a column of the terminal; None outside the graphs."""
         each = GUTTER_CELLS + self.graph + 1
         within = (x - self.label) % each - GUTTER_CELLS
         inside = self.label <= x < self.label + each * len(self.metrics)
@@ -87,10 +93,10 @@ class GraphPlan(NamedTuple):
 def place_graphs(
     samples: Sequence[DeviceSample], past: PastTicks, width: int, height: int, chosen: str = ""
 ) -> GraphPlan | None:
-    """Return the arrangement for `width` × `height` cells; if not all devices fit, it has those
-    around the chosen device.
+    """Return the arrangement of graphs for `width` × `height` cells.
 
-    None if there is no room, or if nothing was reported yet.
+    If not all devices fit, it has the ones around the chosen device. Return None if there is no
+    room, or if nothing was reported yet.
     """
     metrics = [each for each in METRICS if any(_has_past(sample, each, past) for sample in samples)]
     room = height - 2  # heading and axis
@@ -221,8 +227,9 @@ def _graph(
 
 
 def _row_tone(sample: DeviceSample, metric: GraphMetric, top: float, rows: int, row: int) -> Tone:
-    """Return the tone of a row: brighter towards the top; for temperatures, the tone of the
-    temperature at that height.
+    """Return the tone of a row, which is brighter towards the top.
+
+    For temperatures, return the tone of the temperature at that height.
     """
     height = (rows - row) / rows
     if metric.field == "temperature_celsius":
@@ -240,8 +247,9 @@ def _gutter(
     rows: int,
     column: int | None,
 ) -> list[tuple[Span, ...]]:
-    """Return the ends of the axis and, between them, the newest value or the value at the cursor;
-    in a high graph, also the middle of the axis.
+    """Return the ends of the axis and, between them, the newest value or the value at the cursor.
+
+    In a high graph, also return the middle of the axis.
     """
     room = GUTTER_CELLS - 1
     if column is None:

@@ -1,5 +1,7 @@
-"""Graphs over time of a training: the samples/s of all its devices together next to the plan's, the
-samples/s and power of each device, and the noise scale of the gradient.
+"""Graphs over time of a training.
+
+They are the samples/s of all its devices together next to the plan's, the samples/s and power of
+each device, and the noise scale of the gradient.
 """
 
 from __future__ import annotations
@@ -32,8 +34,9 @@ Values = tuple[float | None, ...]
 
 
 class Graph(NamedTuple):
-    """A graph: its caption and newest value, the values with the oldest first, the top of its axis,
-    and a marked level such as the plan's; 0 marks none.
+    """A graph: its caption, its newest value, its values and the top of its axis.
+
+    The oldest value comes first. A level such as the plan's may be marked; 0 marks none.
     """
 
     caption: str
@@ -65,10 +68,10 @@ def training_graph_lines(
     seconds: float,
     interval_seconds: float,
 ) -> tuple[Line, ...]:
-    """Return as many graphs of a training as fit in `size` (cells, rows), or a message that says
-    why there are none; no lines if there is no room.
+    """Return as many graphs of a training as fit in `size` (cells, rows).
 
-    The graphs show at least `seconds`, of readings that are `interval_seconds` apart.
+    Without graphs, return a message that says why there are none; return no lines if there is no
+    room. The graphs show at least `seconds`, of readings that are `interval_seconds` apart.
     """
     width, height = size
     devices = {rank.device for rank in row.ranks}
@@ -104,16 +107,18 @@ def _graph_cells(width: int, columns: int) -> int:
 
 
 def _most_columns(width: int, most: int, ticks: float) -> int:
-    """Return the largest number of columns of graphs in which each tick still has its own
-    column of dots.
+    """Return the largest number of columns of graphs.
+
+    Each tick must still have its own column of dots.
     """
     fine = [each for each in range(1, most + 1) if 2 * _graph_cells(width, each) >= ticks]
     return max(fine, default=1)
 
 
 def _least_columns(count: int, most: int, height: int) -> int:
-    """Return the smallest number of columns, at most `most`, in which `count` graphs have
-    `GOOD_HEIGHT` rows each.
+    """Return the smallest number of columns in which the graphs are high enough.
+
+    `count` graphs have `GOOD_HEIGHT` rows each. There are at most `most` columns.
     """
     for columns in range(1, most):
         if -(-count // columns) * GOOD_HEIGHT <= height:
@@ -125,8 +130,10 @@ ALL, POWER, NOISE = "all devices", "power", "noise scale"
 
 
 def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list[str]:
-    """Return the captions: all devices together unless ranks are missing, each device if there is
-    room for every caption, then power and noise scale if they are known.
+    """Return the captions of the graphs.
+
+    The first is for all devices together, unless ranks are missing. Each device follows if there is
+    room for every caption, and then power and noise scale if they are known.
     """
     together = [] if row.missing_ranks else [ALL]
     each = [*keys] if len(keys) > 1 or not together else []
@@ -138,7 +145,7 @@ def _list_captions(row: TrainingRow, keys: Mapping[str, str], most: int) -> list
 def _make_graphs(
     row: TrainingRow, keys: Mapping[str, str], captions: Sequence[str], reader: Reader
 ) -> list[Graph]:
-    """Return a graph for each caption; the graphs of single devices share a scale."""
+    """Return a graph for each caption. The graphs of single devices share a scale."""
     speeds = {label: reader.read(key, "samples_per_second") for label, key in keys.items()}
     top = nice_ceiling(_highest(speeds.values()))
     graphs = []
@@ -179,7 +186,7 @@ def _graph_noise(noise: NoiseScale, values: Values) -> Graph:
 def _draw_graphs(
     graphs: Sequence[Graph], reader: Reader, width: int, height: int, columns: int
 ) -> tuple[Line, ...]:
-    """Return rows of `columns` graphs that fill the height; each graph is `width` cells wide."""
+    """Return rows of `columns` graphs that fill the height. Each graph is `width` cells wide."""
     rows = -(-len(graphs) // columns)
     lines: list[Line] = []
     for row in range(rows):
@@ -218,9 +225,7 @@ def _caption(one: Graph, width: int) -> tuple[Span, ...]:
 
 
 def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
-    """Draw a level's text in its row of the graph, followed by a dashed line where the graph is
-    empty.
-    """
+    """Draw a level's text in its row of the graph, and a dashed line where the graph is empty."""
     spans = []
     for sign in text:
         free = sign in " \u2800"
@@ -229,7 +234,10 @@ def _mark(text: str, tone: Tone) -> tuple[Span, ...]:
 
 
 def _add(histories: Sequence[Values]) -> Values:
-    """Return the sum over all devices at each tick, None at ticks where any device has no value."""
+    """Return the sum over all devices at each tick.
+
+    It is None at ticks at which any device has no value.
+    """
     return tuple(
         None if None in tick else sum(filter(None, tick)) for tick in zip(*histories, strict=True)
     )
@@ -240,5 +248,5 @@ def _newest(values: Values) -> float:
 
 
 def _highest(histories: Iterable[Values]) -> float:
-    """Return the highest value of all histories, 0 if there is none."""
+    """Return the highest value of all histories; 0 if there is none."""
     return max((value for values in histories for value in filter(None, values)), default=0.0)

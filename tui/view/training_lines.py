@@ -1,5 +1,6 @@
-"""Trainings and their ranks as tables, and a training's metrics and the causes that slow it
-down as sentences.
+"""Trainings and their ranks as tables, and as sentences what slows a training down.
+
+The sentences also give the training's metrics.
 """
 
 from __future__ import annotations
@@ -32,13 +33,14 @@ _LEAST_TEXT, _LEAST_RANKS, _LEAST_GRAPHS = 4, 3, 5  # rows
 MOST_TEXT = 8  # beside other panels
 LEGEND_ROWS = 1  # below the ranks
 LEAST_PART_S = 5e-6  # least seconds with a digit in ms
-MOST_GAIN = 9.0  # a larger gain isn't distinguished from this one
+MOST_GAIN = 9.0  # larger gains aren't distinguished
 PANELS_OF_ONE = ("#ranks", "#causes", "#last-steps", "#shares", "#training-graphs")
 
 
 class PanelRows(NamedTuple):
-    """The rows that a training's panels would fill, without frames; 0 for a panel with
-    nothing to show.
+    """The rows that a training's panels would fill, without frames.
+
+    A panel with nothing to show has 0 rows.
     """
 
     ranks: int = 0
@@ -98,8 +100,9 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
 
 
 def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
-    """Draw the causes as text if they fit, else each kind of cause once; for an ended training,
-    draw how long ago it ended.
+    """Draw the causes as text if they fit, and else each kind of cause once.
+
+    For an ended training, draw how long ago it ended.
     """
     if row.ended_s:
         words = f"ended {duration(row.ended_s)} ago"
@@ -115,8 +118,10 @@ def _indent(draw: Cell[TrainingRow]) -> Cell[TrainingRow]:
 
 
 def _name(row: TrainingRow) -> str:
-    """Return the name of the workload, or the framework if it has none. A file's folders are left
-    out, because a narrow column would show only the beginning of its path.
+    """Return the name of the workload, or the framework if it has none.
+
+    A file's folders are left out, because a narrow column would show only the beginning of its
+    path.
     """
     return row.workload.rpartition("/")[2] or row.framework
 
@@ -182,8 +187,9 @@ def _rank_figure(
     tone: Tone,
     there: Callable[[RankRow], float],
 ) -> Cell[RankRow]:
-    """Return a `draw` function for a rank's value, which draws a dash if `there` returns 0; the
-    value of a silent rank is drawn as stale.
+    """Return a `draw` function for a rank's value.
+
+    It draws a dash if `there` returns 0. The value of a silent rank is drawn as stale.
     """
 
     def draw(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -208,13 +214,18 @@ def _part(seconds: Callable[[RankRow], float]) -> Cell[RankRow]:
 
 
 def _write_part(seconds: float) -> str:
-    """Format the seconds of a part of a step; less than `LEAST_PART_S` is written as 0 ms."""
+    """Return the seconds of a part of a step as text.
+
+    Less than `LEAST_PART_S` is written as 0 ms.
+    """
     return step_time(seconds) if seconds >= LEAST_PART_S else "0 ms"
 
 
 def _waiting_s(row: RankRow) -> float:
-    """Return the seconds of a step that a rank waits, without the exchange of gradients, as the
-    bar shows them. If the parts of the rank's step are unknown, the exchange is included.
+    """Return the seconds of a step that a rank waits, without the exchange of gradients.
+
+    The bar shows the same value. If the parts of the rank's step are unknown, the exchange is
+    included.
     """
     return row.step.waiting_s if row.step.step_s else row.waiting_s
 
@@ -265,8 +276,9 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:
-    """Return a training's metrics next to its plan's, what slows it down, what would fix that, and
-    how its shares changed.
+    """Return a training's metrics next to its plan's, and what slows it down.
+
+    The lines also say what would fix that, and how the training's shares changed.
     """
     late = 0 < row.of_plan < AS_PLANNED and not row.ended_s
     lines = [*_ended_lines(row, width)] if row.ended_s else []
@@ -287,8 +299,10 @@ def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Lin
 
 
 def _cause_lines(row: TrainingRow, late: bool, width: int) -> Iterator[Line]:
-    """Yield what slows a training down, or did in its last steps; for a training that is slower
-    than its plan without a known cause, which causes were ruled out.
+    """Yield what slows a training down, or did in its last steps.
+
+    For a training that is slower than its plan without a known cause, yield the causes that were
+    ruled out.
     """
     if row.ended_s and row.causes:
         yield from text_lines("As it was in its last steps:", width, 1, "dim")
@@ -306,8 +320,9 @@ def _ended_lines(row: TrainingRow, width: int) -> Iterator[Line]:
 
 
 def _exclude(row: TrainingRow) -> str:
-    """Return which causes were ruled out for a training that is slower than its plan, and
-    by which measurements.
+    """Return which causes were ruled out, and by which measurements.
+
+    The training is slower than its plan without a known cause.
     """
     steps = [rank.step for rank in row.ranks if rank.step.step_s]
     if not steps:
@@ -328,8 +343,9 @@ def _exclude(row: TrainingRow) -> str:
 
 
 def _advise(row: TrainingRow) -> Iterator[str]:
-    """Yield the shares that would be faster, and whether the training adopts them by itself; after
-    its end, why it didn't.
+    """Yield the shares that would be faster, and whether the training adopts them by itself.
+
+    After its end, yield why it didn't adopt them.
     """
     if row.advice is None:
         return
@@ -365,7 +381,10 @@ def _explain_stay(row: TrainingRow) -> Iterator[str]:
 
 
 def _list_remedies(row: TrainingRow) -> Iterator[str]:
-    """Yield how to remove limits other than unequal shares, with the gain; each remedy once."""
+    """Yield how to remove limits other than unequal shares, with the gain.
+
+    Each remedy occurs once.
+    """
     said = set()
     for limit in row.limits:
         if limit.kind == LimitKind.UNEQUAL or limit.remedy in said or row.ended_s:
@@ -376,8 +395,10 @@ def _list_remedies(row: TrainingRow) -> Iterator[str]:
 
 
 def _write_gain(gain: float) -> str:
-    """Format a gain, such as +43 %. A gain of `MOST_GAIN` or more, which isn't distinguished from a
-    larger one, is written as "over" it.
+    """Return a gain as text, such as +43 %.
+
+    A gain of `MOST_GAIN` or more is written as "over" it, because larger gains aren't
+    distinguished.
     """
     return f"over +{percent(MOST_GAIN)}" if gain >= MOST_GAIN else f"+{percent(gain)}"
 

@@ -1,4 +1,5 @@
 """Trainings with their ranks, joined over processes, devices and hosts.
+
 `training_lines` draws them.
 """
 
@@ -84,8 +85,9 @@ class EndedTrainings:
         self._summaries: dict[str, tuple[str, ...]] = {}
 
     def add_ended(self, rows: Sequence[TrainingRow], at_seconds: float) -> tuple[TrainingRow, ...]:
-        """Return the running trainings, followed by trainings that ended within the last
-        `KEPT_SECONDS`, at most `MOST_KEPT` of them.
+        """Return the running trainings, followed by the trainings that ended recently.
+
+        These ended within the last `KEPT_SECONDS`. There are at most `MOST_KEPT` of them.
         """
         running = {row.key for row in rows}
         ended = [
@@ -170,8 +172,9 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
 
 
 def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
-    """Add the host's load as the cause if a training is slower than its plan and has no other
-    cause. Not every kernel reports how long threads wait for cores.
+    """Add the host's load as the cause if a training is slower than its plan for no other cause.
+
+    It is needed because not every kernel reports how long threads wait for cores.
     """
     late = 0 < row.of_plan < AS_PLANNED
     if row.causes or not late or host.load_1min < CROWDED * host.cores:
@@ -184,8 +187,9 @@ def _add_load(row: TrainingRow, host: HostSample) -> TrainingRow:
 
 
 def _add_totals(row: TrainingRow) -> TrainingRow:
-    """Add the totals of all ranks that aren't silent; samples per joule and the fraction of the
-    plan's samples/s stay 0 if a rank is missing.
+    """Add the totals of all ranks that aren't silent.
+
+    Samples per joule and the fraction of the plan's samples/s stay 0 if a rank is missing.
     """
     reporting = [rank for rank in row.ranks if not rank.silent_s]
     speed = sum(rank.samples_per_second for rank in reporting)
@@ -202,7 +206,7 @@ def _add_totals(row: TrainingRow) -> TrainingRow:
 
 
 def _most(reports: Sequence[Training], name: str) -> Any:
-    """Return the largest value of the field `name` in any rank's report."""
+    """Return the largest value of the field `name` in the reports of all ranks."""
     return max(getattr(each, name) for each in reports)
 
 
@@ -217,7 +221,7 @@ def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> Tra
 
 
 def _add_steps(rows: Sequence[RankRow], judged: TrainingFigures) -> tuple[RankRow, ...]:
-    """Add each rank's mean step in its parts; silent ranks have none."""
+    """Add each rank's mean step in its parts. Silent ranks have none."""
     steps = iter(judged.steps)
     return tuple(
         row if row.silent_s else msgspec.structs.replace(row, step=next(steps)) for row in rows
@@ -225,8 +229,9 @@ def _add_steps(rows: Sequence[RankRow], judged: TrainingFigures) -> tuple[RankRo
 
 
 def _watts(places: Sequence[RankOnDevice]) -> float:
-    """Return the power of a training's devices in watts, each device counted once; 0 if the power
-    of any device is unknown.
+    """Return the power of a training's devices in watts, with each device counted once.
+
+    Return 0 if the power of any device is unknown.
     """
     samples = {place.sample.device.label: place.sample for place in places if place.sample}
     watts = [sample.power_watts.current for sample in samples.values()]

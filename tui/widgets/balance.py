@@ -59,7 +59,7 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
         state: SessionState | None = None,
         samples: Sequence[DeviceSample | None] | None = None,
     ) -> None:
-        """Show this state and the newest samples of its devices; None keeps what is shown."""
+        """Show this state and the newest samples of its devices. None keeps what is shown."""
         self._state = state = self._state if state is None else state
         self._samples = self._samples if samples is None else samples
         self.rows = search_device_rows(state, self._samples)
@@ -71,8 +71,9 @@ class SearchDevicePanel(ListPanel[SearchDeviceRow]):
 
 
 class LogPanel(ListPanel[LogRow]):
-    """A panel with a row of text for each measurement, the newest first; Enter
-    opens a measurement.
+    """A panel with a row of text for each measurement, the newest first.
+
+    Enter opens a measurement.
     """
 
     OPEN = "screen.open_probe"
@@ -90,8 +91,9 @@ class LogPanel(ListPanel[LogRow]):
         return row.number
 
     def set_data(self, state: SessionState) -> None:
-        """Show the measurements of this state; the cursor stays on its measurement,
-        or on the newest.
+        """Show the measurements of this state.
+
+        The cursor stays on its measurement, or on the newest.
         """
         if state.seen is not self._seen:
             self._seen = state.seen
@@ -105,8 +107,9 @@ class LogPanel(ListPanel[LogRow]):
 
 
 class ResultPanel(Lines):
-    """The verdict over the whole width, with the keys for the next steps; Enter opens
-    the whole result.
+    """The verdict over the whole width, with the keys for the next steps.
+
+    Enter opens the whole result.
     """
 
     can_focus = True
@@ -129,7 +132,7 @@ class ResultPanel(Lines):
 
 
 class BalanceView(UsesApp, Widget):
-    """Draws one state of a session; on a small terminal, charts are dropped before text."""
+    """Draws one state of a session. On a small terminal, charts are dropped before text."""
 
     def __init__(self, keys: Callable[[], Sequence[KeyHint]]) -> None:
         super().__init__(id="balance")
@@ -137,8 +140,10 @@ class BalanceView(UsesApp, Widget):
         self._keys = keys
 
     def compose(self) -> ComposeResult:
-        """Make the panels: what the search does, or its result; the devices; the curves and the
-        best throughput so far; shares and rivals; the log.
+        """Make the panels: the search or its result, devices, charts, comparisons and the log.
+
+        The charts are the curves and the best throughput so far; the comparisons are shares and
+        rivals.
         """
         yield Lines("Search", id="story", classes="panel")
         yield ResultPanel()
@@ -217,8 +222,9 @@ class BalanceView(UsesApp, Widget):
         return max(2, min(len(story_lines(self.state, width)), 6) + notes) + frame
 
     def _fact_rows(self, width: int, frame: int, narrow: bool) -> int:
-        """Return the rows of shares and rivals; 0 if the result shows them, or if there is nothing
-        to compare yet.
+        """Return the rows of shares and rivals.
+
+        Return 0 if the result shows them, or if there is nothing to compare yet.
         """
         if self.shows_result or len(rivals(self.state)) < LEAST_COMPARED:
             return 0
@@ -228,8 +234,9 @@ class BalanceView(UsesApp, Widget):
         return max(4, compared, self._share_rows(width)) + frame
 
     def _share_rows(self, width: int) -> int:
-        """Return the rows of the bar, the global batch and the legend, plus one for a split that
-        is being measured.
+        """Return the rows of the bar, the global batch and the legend.
+
+        A split that is being measured takes one more.
         """
         each = 26 if len(self.state.devices) <= DETAILED_SHARES else 15
         legend = max(1, -(-len(self.state.devices) // max(1, (width // 2 - 2) // each)))

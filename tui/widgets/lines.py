@@ -1,5 +1,6 @@
-"""A widget that draws lines, one for each panel. Textual's own table and sparklines need five times
-as much CPU time.
+"""A widget that draws lines, one for each panel.
+
+Textual's own table and sparklines need five times as much CPU time.
 """
 
 from __future__ import annotations
@@ -48,10 +49,10 @@ class _Drawn(NamedTuple):
 
 
 class Lines(UsesApp, Widget):
-    """Draws given lines; only changed lines are redrawn."""
+    """Draws given lines. Only changed lines are redrawn."""
 
     class Resized(Message):
-        """The message that the widget's size has changed; its lines must be rebuilt."""
+        """The message that the widget's size has changed, so its lines must be rebuilt."""
 
     def __init__(
         self,
@@ -94,7 +95,7 @@ class Lines(UsesApp, Widget):
             self.refresh(*(Region(left, y, width, 1) for y in changed))
 
     def entitle(self, title: str | None = None, subtitle: str | None = None) -> None:
-        """Set the texts of the frame, as plain text; only changed texts are redrawn."""
+        """Set the texts of the frame, as plain text. Only changed texts are redrawn."""
         if title is not None and title != self._title:
             self._title = title
             self.border_title = Content(self.evener.shown(title))
@@ -109,8 +110,10 @@ class Lines(UsesApp, Widget):
         return super().refresh(*regions, **options)
 
     def render_lines(self, crop: Region) -> list[Strip]:
-        """Return the rows, including the frame. If only lines have changed, Textual's own method
-        isn't called, because it looks up styles for each line.
+        """Return the rows, including the frame.
+
+        If only lines have changed, Textual's own method isn't called, because it looks up styles
+        for each line.
         """
         drawn = self._drawn
         if drawn is None or drawn.crop != crop:
@@ -128,8 +131,9 @@ class Lines(UsesApp, Widget):
         return rows
 
     def _keep(self, crop: Region, rows: list[Strip]) -> _Drawn | None:
-        """Return the strips of the whole widget for reuse, or None if a part of the widget is
-        hidden, or if filters change the colours.
+        """Return the strips of the whole widget for reuse.
+
+        Return None if a part of the widget is hidden, or if filters change the colours.
         """
         top, right, bottom, left = self.gutter
         lines = range(top, crop.height - bottom)
@@ -161,8 +165,9 @@ class Lines(UsesApp, Widget):
         return Strip(segments).adjust_cell_length(width, self._tone("text", cursor))
 
     def get_line_filters(self) -> Sequence[LineFilter]:
-        """Return all filters except the one that replaces the terminal's own colours, which
-        no tone uses.
+        """Return all filters except the one that replaces the terminal's own colours.
+
+        No tone uses these colours.
         """
         return [
             each for each in super().get_line_filters() if not isinstance(each, ANSIToTruecolor)
@@ -193,8 +198,9 @@ class Lines(UsesApp, Widget):
         self.refresh()
 
     def on_resize(self) -> None:
-        """Redraw immediately in the new size, so that no row stays empty, and report the new size,
-        so that the screen rebuilds the lines.
+        """Redraw immediately in the new size, so that no row stays empty, and report the size.
+
+        The screen rebuilds the lines when the new size is reported.
         """
         self.redraw()
         self.post_message(self.Resized())
@@ -217,6 +223,7 @@ class Lines(UsesApp, Widget):
         """Handle a click on a cell; `x` and `y` count from the first cell of the first line."""
 
     def click_row(self, row: int, clicks: int) -> None:
-        """Handle a click on a row, outside any span with its own action; `row` counts from the
-        first line, `clicks` is 2 for a double click.
+        """Handle a click on a row, outside any span with its own action.
+
+        `row` counts from the first line. `clicks` is 2 for a double click.
         """

@@ -1,5 +1,6 @@
-"""Panels of rows with a cursor, which keys, wheel and clicks move: sorted lists, lists with check
-marks, and a choice among words.
+"""Panels of rows with a cursor, which keys, wheel and clicks move.
+
+They are sorted lists, lists with check marks, and a choice among words.
 """
 
 from __future__ import annotations
@@ -33,8 +34,9 @@ from .lines import Lines
 
 
 class ListPanel(Lines, Generic[RowT]):
-    """Rows below a heading line; the cursor is an index into all rows, `top` is the
-    first visible row.
+    """Rows below a heading line.
+
+    The cursor is an index into all rows. `top` is the first visible row.
     """
 
     BINDINGS: ClassVar[list[BindingType]] = [
@@ -62,12 +64,12 @@ class ListPanel(Lines, Generic[RowT]):
 
     @property
     def position(self) -> Position:
-        """The cursor's position; the cursor is drawn while the panel has the focus."""
+        """The cursor's position. The cursor is drawn while the panel has the focus."""
         return Position(self.cursor, self.top, self.has_focus)
 
     @property
     def count(self) -> int:
-        """The number of rows; with a filter, the number of matching rows."""
+        """The number of rows or, with a filter, of matching rows."""
         return len(self.rows)
 
     @property
@@ -97,13 +99,17 @@ class ListPanel(Lines, Generic[RowT]):
         self.show(lines)
 
     def identity(self, row: RowT) -> Hashable:
-        """Return the identity of a row, which the cursor follows as rows are added or removed; if
-        None, the cursor keeps its index.
+        """Return the identity of a row, which the cursor follows as rows are added or removed.
+
+        If it is None, the cursor keeps its index.
         """
         return None
 
     def place_rows(self, rows: Sequence[RowT]) -> None:
-        """Replace the rows; the cursor stays on its row, or at its index if the row is gone."""
+        """Replace the rows.
+
+        The cursor stays on its row, or at its index if the row is gone.
+        """
         was_empty, self.rows = not self.rows, rows
         if was_empty != (not rows):
             self.refresh_bindings()
@@ -153,8 +159,9 @@ class ListPanel(Lines, Generic[RowT]):
 
 
 class SortedPanel(ListPanel[RowT]):
-    """A list that is sorted and filtered, in which rows can be marked; the cursor follows its row
-    as rows move.
+    """A list that is sorted and filtered, in which rows can be marked.
+
+    The cursor follows its row as rows move.
     """
 
     COLUMNS: ClassVar[Sequence[Column[Any]]]
@@ -173,7 +180,7 @@ class SortedPanel(ListPanel[RowT]):
 
     @property
     def chosen_rows(self) -> tuple[RowT, ...]:
-        """The marked rows; if no row is marked, the row under the cursor."""
+        """The marked rows. If no row is marked, the row under the cursor."""
         marked = tuple(row for row in self.rows if self.identity(row) in self.tagged)
         return marked or ((self.chosen,) if self.chosen is not None else ())
 
@@ -187,7 +194,7 @@ class SortedPanel(ListPanel[RowT]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Sort, filter and draw the rows; the heading says how many rows match the filter."""
+        """Sort, filter and draw the rows. The heading says how many rows match the filter."""
         kept = [row for row in self.found if matches(self.words_of(row), self.words)]
         self.place_rows(sort_rows(self.COLUMNS, kept, self.order))
         total = len(self.found)
@@ -222,7 +229,10 @@ class SortedPanel(ListPanel[RowT]):
         self.action_sort(self.order.key)
 
     def action_sort(self, key: str) -> None:
-        """Sort by a column, like a click on its title; the same column again reverses the order."""
+        """Sort by a column, as a click on its title does.
+
+        Choosing the same column again reverses the order.
+        """
         self.order = chosen_order(self.COLUMNS, key, self.order)
         self.redraw()
 
@@ -257,7 +267,7 @@ class Ticks(ListPanel[tuple[str, str]]):
         self.redraw()
 
     def redraw(self) -> None:
-        """Rebuild the rows; the first and the last row say how many more entries are hidden."""
+        """Rebuild the rows. The first and the last row say how many more entries are hidden."""
         width, height = self.size
         self.top = window(self.count, self.cursor, height, self.top)
         shown = range(self.top, min(self.count, self.top + height))
@@ -283,14 +293,15 @@ class Ticks(ListPanel[tuple[str, str]]):
         return Line((*spans, *pad((Span(rest, "dim"),), room), Span(more, "key")), here)
 
     def action_move(self, rows: int) -> None:
-        """Move the cursor; if exactly one entry can be ticked, tick the entry under the cursor."""
+        """Move the cursor. If exactly one entry can be ticked, tick the one under the cursor."""
         super().action_move(rows)
         if self._single and self.count and self.ticked != frozenset({self.cursor}):
             self.action_tick()
 
     def action_tick(self) -> None:
-        """Tick the entry under the cursor; if several may be ticked, a second time
-        removes the tick.
+        """Tick the entry under the cursor.
+
+        If several entries may be ticked, a second time removes the tick.
         """
         if not self.count:
             return
@@ -314,7 +325,7 @@ class Ticks(ListPanel[tuple[str, str]]):
 
 
 class OneOf(Lines):
-    """A choice among a few words; the left and right keys, Space or a click change it."""
+    """A choice among a few words. The left and right keys, Space or a click change it."""
 
     can_focus = True
 

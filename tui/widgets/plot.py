@@ -1,5 +1,6 @@
-"""A panel with a chart; arrow keys, wheel or clicks move its cursor, and the points at the cursor
-are read out.
+"""A panel with a chart.
+
+Arrow keys, wheel or clicks move its cursor, and the points at the cursor are described.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from .lines import Lines
 
 
 class ChartPanel(Lines):
-    """Draws a given chart; the cursor keeps its x as points are added."""
+    """Draws a given chart. The cursor keeps its x as points are added."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("left,h", "step(-1)", "Point before", show=False),
@@ -47,18 +48,18 @@ class ChartPanel(Lines):
 
     @property
     def log2(self) -> bool:
-        """True if the settings ask for log2 axes."""
+        """True if log2 axes are set."""
         return self.evener.settings.log_axes
 
     def set_data(self, chart: Chart) -> None:
-        """Draw this chart; the panel keeps its own scale and cursor."""
+        """Draw this chart. The panel keeps its own scale and cursor."""
         cursor = self.chart.cursor if self.chart.cursor in chart.stops() else None
         self.chart = chart._replace(cursor=cursor)
         self.redraw()
 
     @property
     def shown_chart(self) -> Chart:
-        """The chart on the chosen scale; axes that are linear in the given chart stay linear."""
+        """The chart on the chosen scale. Axes that are linear in the given chart stay linear."""
         if self.log2:
             return self.chart
         return self.chart._replace(log2_x=False, log2_y=False)
@@ -80,9 +81,7 @@ class ChartPanel(Lines):
             self.post_message(self.Moved(x))
 
     def action_step(self, steps: int) -> None:
-        """Move the cursor by this many points; the first step shows the cursor at
-        the last point.
-        """
+        """Move the cursor by this many points. The first step shows it at the last point."""
         stops = self.chart.stops()
         if not stops:
             return

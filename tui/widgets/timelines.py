@@ -57,8 +57,9 @@ class TimelinePanel(Lines):
         self._entitle(self._plan)
 
     def _choose_scale(self, plan: GraphPlan) -> None:
-        """Choose the time scale; a change hides the cursor, because a cell stands
-        for another time.
+        """Choose the time scale.
+
+        A change hides the cursor, because a cell then stands for another time.
         """
         publisher = self.evener.publisher
         per_dot = ticks_per_dot(self.span, publisher.interval_seconds, plan.graph)
@@ -82,7 +83,7 @@ class TimelinePanel(Lines):
         return TickWindow(self._plan.graph, per_dot, self.evener.publisher.ticks, stretch)
 
     def step(self, cells: int) -> None:
-        """Move the cursor by `cells`; the first step shows it at the newest cell."""
+        """Move the cursor by `cells`. The first step shows it at the newest cell."""
         window = self._window()
         if window is None:
             return
