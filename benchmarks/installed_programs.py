@@ -154,13 +154,16 @@ class Start:
         name: str,
         way: str = "",
     ) -> None:
-        self._program, self._way = program, way
+        self._program, self._way, self._inputs = program, way, options.inputs
         self._home = options.environments / program.environment
         self._folder = options.environments / "runs" / name
         shutil.rmtree(self._folder, ignore_errors=True)
         self._folder.mkdir(parents=True)
-        for each in ("bert-base-cased", "nyu-mll", "glue"):
+        for each in ("bert-base-cased", "nyu-mll", "glue", "stabilityai"):
             (self._folder / each).symlink_to(options.inputs / each)
+        for name, target in program.links:
+            (self._folder / name).parent.mkdir(exist_ok=True)
+            (self._folder / name).symlink_to(target.format(**places))
         (self._folder / "x.yaml").write_text(program.settings.format(**places))
         (self._folder / "plan.toml").write_text(PLAN)
         self._words = program.words.format(**places)
@@ -208,6 +211,7 @@ class Start:
             "PYTHONPATH": str(Path(__file__).parent / "observed"),
             "OBSERVED": str(self._folder),
             "HF_HOME": str(self._folder / "home"),
+            "TORCH_HOME": str(self._inputs),
             "XDG_STATE_HOME": str(self._folder / "state"),
             "OMP_NUM_THREADS": "1",
             "ACCELERATE_USE_CPU": "true",

@@ -73,6 +73,7 @@ class Program(msgspec.Struct, frozen=True, kw_only=True):
     packages: tuple[str, ...] = ()
     environment: str = "all"
     settings: str = ""  # a file x.yaml in the working folder
+    links: tuple[tuple[str, str], ...] = ()  # names in the working folder, and what they lead to
     own: str = TWO + " {words}"
     variables: tuple[tuple[str, str], ...] = ()  # of the program's own launcher
     always: tuple[tuple[str, str], ...] = ()  # variables of all starts
@@ -90,6 +91,18 @@ TRAINERS = ("transformers", "accelerate")
 def job(title: str, words: str, *packages: str, **more: object) -> Program:
     """A program of benchmarks/installed that uses a library's trainer as its users do."""
     return Program(title=title, words="{jobs}/" + words, packages=packages, **more)  # type: ignore[arg-type]
+
+
+def old(title: str, words: str, packages: tuple[str, ...] = ("torch", "timm")) -> Program:
+    """A script of an older repository; it asks for GPUs, which are answered by the CPU."""
+    return Program(
+        title=title,
+        words="{jobs}/old_script.py {src}/" + words,
+        packages=packages,
+        always=(("PYTHONOPTIMIZE", "1"),),  # without its asserts on versions and GPUs
+        on_cpu=True,
+        by_row=True,
+    )
 
 
 PROGRAMS = {
@@ -310,6 +323,70 @@ PROGRAMS = {
         packages=("torchvision",),
         on_cpu=True,
         by_row=True,
+    ),
+    "moco": Program(
+        title="facebookresearch/moco, main_moco.py, started by spawn",
+        words="{src}/moco/main_moco.py {inputs}/few -a resnet18 -b 8 -j 1 --epochs 1 --lr 0.03 "
+        "--moco-k 16 --multiprocessing-distributed --world-size 1 --rank 0 --seed 3 "
+        "--dist-url tcp://127.0.0.1:29571 --dist-backend gloo",
+        packages=("torch",),
+        own="python {words}",
+        on_cpu=True,
+        by_row=True,
+    ),
+    "mae": old(
+        "facebookresearch/mae, main_pretrain.py",
+        "mae/main_pretrain.py --device cpu "
+        "--model mae_vit_base_patch16 --batch_size 4 --epochs 2 --warmup_epochs 1 "
+        "--data_path {inputs}/images --num_workers 1 --blr 1e-2 --output_dir out --log_dir out",
+    ),
+    "dino": old(
+        "facebookresearch/dino, main_dino.py",
+        "dino/main_dino.py --arch vit_tiny "
+        "--out_dim 64 --local_crops_number 2 --batch_size_per_gpu 4 --epochs 2 --warmup_epochs 0 "
+        "--data_path {inputs}/few/train --num_workers 1 --use_fp16 false --drop_path_rate 0",
+    ),
+    "swav": old(
+        "facebookresearch/swav, main_swav.py",
+        "swav/main_swav.py --data_path "
+        "{inputs}/few/train --nmb_crops 2 1 --size_crops 64 32 --min_scale_crops 0.14 0.05 "
+        "--max_scale_crops 1 0.14 --nmb_prototypes 16 --feat_dim 16 --hidden_mlp 32 --epochs 1 "
+        "--batch_size 4 --base_lr 0.05 --warmup_epochs 0 --workers 1 --use_fp16 false "
+        "--sync_bn none",
+    ),
+    "detr": old(
+        "facebookresearch/detr, main.py",
+        "detr/main.py --device cpu --backbone resnet18 "
+        "--enc_layers 1 --dec_layers 1 --dim_feedforward 32 --hidden_dim 32 --nheads 2 "
+        "--num_queries 8 --dropout 0 --batch_size 2 --epochs 1 --num_workers 1 --coco_path "
+        "{inputs}/coco",
+        packages=("torchvision",),
+    ),
+    "dit": old(
+        "facebookresearch/DiT, train.py",
+        "DiT/train.py --data-path {inputs}/few/train "
+        "--image-size 256 --model DiT-S/8 --global-batch-size 8 --epochs 3 --num-classes 2 "
+        "--num-workers 1 --log-every 5",
+        packages=("timm", "diffusers"),
+    ),
+    "nanogpt": Program(
+        title="karpathy/nanoGPT, train.py",
+        words="{src}/nanoGPT/train.py --dataset=tiny --eval_interval=1000 --eval_iters=1 "
+        "--block_size=16 --batch_size=4 --n_layer=2 --n_head=2 --n_embd=32 --max_iters=16 "
+        "--compile=False --gradient_accumulation_steps=2 --backend=gloo --dtype=float32",
+        packages=("torch",),
+        links=(
+            ("configurator.py", "{src}/nanoGPT/configurator.py"),
+            ("data/tiny", "{inputs}/nano"),
+        ),
+        on_cpu=True,
+    ),
+    "deepspeed_cifar": job(
+        "DeepSpeedExamples, cifar10_deepspeed.py",
+        "old_script.py {src}/DeepSpeedExamples/training/cifar/cifar10_deepspeed.py --deepspeed "
+        "--epochs 2 --dtype fp32 --stage 2",
+        "deepspeed",
+        always=(("DS_ACCELERATOR", "cpu"),),
     ),
     "text_to_image": Program(
         title="diffusers, train_text_to_image.py, EMA, snr_gamma",

@@ -28,6 +28,7 @@ BY_SHARES, OTHER = (
     (
         "tests.support.run_exchanged",
         "tests.support.run_losses",
+        "tests.support.run_objects",
         "tests.support.run_other",
         "tests.support.run_sharded",
         "tests.support.run_unlike",

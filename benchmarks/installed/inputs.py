@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import random
 import sys
+from array import array
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -103,8 +104,12 @@ def main() -> None:
     write_images(folder / "images" / "train", draw)
     for split in ("train", "val"):  # as ImageNet's folders are called
         write_images(folder / "imagenet" / split, draw)
+    write_images(folder / "few" / "train", draw, 24)
+    write_boxes(folder / "coco", draw)
+    write_tokens(folder / "nano", draw)
     write_captions(folder / "captions", draw)
     save_diffusion(folder / "diffusion")
+    save_backbone(folder / "hub" / "checkpoints")
     (folder / "glue").mkdir(exist_ok=True)
     (folder / "glue" / "glue.py").write_text(METRIC)
 
@@ -177,15 +182,54 @@ def write_preferences(folder: Path, draw: random.Random) -> None:
     write_lines(folder / "judged" / "train.jsonl", judged)
 
 
-def write_images(folder: Path, draw: random.Random) -> None:
-    """Two classes of 64 pictures."""
+def write_images(folder: Path, draw: random.Random, count: int = 64) -> None:
+    """Two classes of `count` pictures."""
     for kind in ("dark", "light"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
-        for number in range(64):
+        for number in range(count):
             level = draw.randint(0, 120) + 120 * (kind == "light")
             Image.new("RGB", (32, 32), (level, draw.randint(0, 255), level)).save(
                 folder / kind / f"{number}.png"
             )
+
+
+def write_boxes(folder: Path, draw: random.Random) -> None:
+    """Pictures with one to three boxes each, as COCO has them."""
+    (folder / "annotations").mkdir(parents=True, exist_ok=True)
+    kinds = [{"id": number, "name": WORDS[number]} for number in (1, 2, 3)]
+    for split in ("train2017", "val2017"):
+        (folder / split).mkdir(exist_ok=True)
+        pictures, boxes = [], []
+        for number in range(24 if split == "train2017" else 4):
+            name = f"{number:012}.png"
+            colour = tuple(draw.randint(0, 255) for _ in range(3))
+            Image.new("RGB", (64, 48), colour).save(folder / split / name)
+            pictures.append({"id": number, "file_name": name, "width": 64, "height": 48})
+            boxes += [draw_box(draw, number, len(boxes) + place) for place in range(1 + number % 3)]
+        found = {"images": pictures, "annotations": boxes, "categories": kinds}
+        (folder / "annotations" / f"instances_{split}.json").write_text(json.dumps(found))
+
+
+def draw_box(draw: random.Random, picture: int, number: int) -> dict[str, object]:
+    """A box with an object of one of three kinds."""
+    x, y, width, height = draw.randint(0, 30), draw.randint(0, 20), 20, 16
+    return {
+        "id": number,
+        "image_id": picture,
+        "category_id": draw.randint(1, 3),
+        "bbox": [x, y, width, height],
+        "area": width * height,
+        "iscrowd": 0,
+        "segmentation": [[x, y, x + width, y, x + width, y + height]],
+    }
+
+
+def write_tokens(folder: Path, draw: random.Random) -> None:
+    """Tokens as nanoGPT reads them."""
+    folder.mkdir(exist_ok=True)
+    for split in ("train", "val"):
+        tokens = array("H", [draw.randint(0, 63) for _ in range(4096)])
+        (folder / f"{split}.bin").write_bytes(tokens.tobytes())
 
 
 def write_captions(folder: Path, draw: random.Random) -> None:
@@ -248,6 +292,13 @@ def save_diffusion(folder: Path) -> None:
         up_block_types=("UpDecoderBlock2D",) * 3,
         norm_num_groups=4,
     )
+    for kind in ("ema", "mse"):  # with pictures eight times as large as their codes, as DiT has it
+        AutoencoderKL(
+            block_out_channels=(4, 4, 4, 4),
+            down_block_types=("DownEncoderBlock2D",) * 4,
+            up_block_types=("UpDecoderBlock2D",) * 4,
+            norm_num_groups=4,
+        ).save_pretrained(folder.parent / "stabilityai" / f"sd-vae-ft-{kind}")
     StableDiffusionPipeline(
         vae=pictures,
         text_encoder=text,
@@ -258,6 +309,16 @@ def save_diffusion(folder: Path) -> None:
         feature_extractor=None,
         requires_safety_checker=False,
     ).save_pretrained(folder)
+
+
+def save_backbone(folder: Path) -> None:
+    """Weights of a ResNet-18, as torchvision keeps downloaded ones."""
+    import torch
+    from torchvision.models import ResNet18_Weights, resnet18
+
+    folder.mkdir(parents=True, exist_ok=True)
+    name = ResNet18_Weights.DEFAULT.url.rpartition("/")[2]
+    torch.save(resnet18().state_dict(), folder / name)
 
 
 if __name__ == "__main__":

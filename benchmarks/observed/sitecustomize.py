@@ -173,9 +173,17 @@ def _stay_on_cpu(torch: Any) -> None:
     def nothing(*_: Any) -> None:
         pass
 
+    def make(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
+        if is_gpu(keywords.get("device", "cpu")):
+            keywords["device"] = "cpu"
+        return wrapped(*arguments, **keywords)
+
     for name in ("Tensor", "nn.Module"):
         wrap_function_wrapper(torch, f"{name}.to", to)
         wrap_function_wrapper(torch, f"{name}.cuda", itself)
+    wrap_function_wrapper(torch, "Tensor.pin_memory", itself)
+    for name in ("tensor", "empty", "zeros", "ones", "arange", "rand", "randn", "randint"):
+        wrap_function_wrapper(torch, name, make)
     for name in ("set_device", "synchronize", "empty_cache"):
         wrap_function_wrapper(torch.cuda, name, nothing)
     wrap_function_wrapper(torch.cuda, "device_count", lambda *_: 2)

@@ -198,6 +198,11 @@ class Exchanges:
                 f"its ranks exchange their numbers of rows by {call.words}, as where each weighs "
                 f"its loss by them itself"
             )
+        elif call.name not in _FROM_ONE and any(map(guard.is_flag, _tensors(call))):
+            self.fault = (
+                f"its ranks exchange a flag by {call.words}, as where one of them decides to stop, "
+                f"and that may depend on its own rows"
+            )
 
     def _mark(self, call: ExchangeCall, result: Any) -> None:
         filled = result if call.filled is None else call.filled

@@ -18,6 +18,7 @@ import torch
 
 from ..errors import RequestError
 from ..torch.audit.compute import GradientSketcher
+from ..torch.audit.objects import unfold
 from ..torch.audit.record import (
     AS_WRITTEN,
     ROW_COUNTS,
@@ -31,7 +32,7 @@ from ..torch.audit.rows import FewRows, cut_few
 from ..torch.audit.sketch import name_tensors
 from ..torch.audit.state import kept_state
 from ..torch.audit.step import Computations, compare_losses
-from ..torch.rows.structure import address, cut_rows
+from ..torch.rows.structure import address, cut_rows, tensors_in
 from ..torch.training_audits import (
     make_launcher_computations,
     make_share_computations,
@@ -59,8 +60,9 @@ class Guard(Recorder):
     or why this can't be determined; it is empty if shares change nothing. `measured` is True if the
     rows were computed both ways and the results differ. `few` returns a few rows of the batch,
     collated as the shares would collate them, if that differs from slicing the batch. `rows` is the
-    number of rows in the batch; the default is the length of its first tensor. `sketcher` creates
-    the GradientSketcher that computes gradients; the default computes only the models' gradients.
+    number of rows that the loader took for the batch; it counts where the batch's tensors differ in
+    length, as in a batch of graphs. `sketcher` creates the GradientSketcher that computes
+    gradients; the default computes only the models' gradients.
 
     If ranks communicate in the models' layers, losses are compared instead, and all ranks compute
     the same passes. `agree` exchanges each rank's fault before and after these passes, and returns
@@ -86,6 +88,7 @@ class Guard(Recorder):
         # True if rows are padded with their rank's other rows, whose effect can't be recomputed
         self.padded = False
         self._few = few
+        self._collated: list[FewRows | None] = []
         self._origins = origins
         self._make_sketcher = sketcher or make_sketcher
         self._step = step
@@ -94,7 +97,9 @@ class Guard(Recorder):
         self._most: int | None = None  # limit of tape entries, set after the backward pass
         self._with_gradients = False
         self._kind = type(batch).__name__
-        super().__init__(models, batch, _judge, rows)
+        lengths = {len(each) for each in tensors_in(unfold(batch)) if each.ndim}
+        self._is_ragged = len(lengths) > 1
+        super().__init__(models, batch, _judge, rows if self._is_ragged else 0)
 
     @property
     def done(self) -> bool:
@@ -150,6 +155,12 @@ class Guard(Recorder):
     def comes_from_batch(self, tensor: torch.Tensor) -> bool:
         """True if the tensor is known to be computed from the batch."""
         return self._walk(tensor)[1]
+
+    def is_flag(self, tensor: torch.Tensor) -> bool:
+        """True for a whole number of 0 or 1 that isn't known to be computed from the batch."""
+        if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
+            return False
+        return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
 
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's size depends on the number of rows in the batch.
@@ -217,7 +228,7 @@ class Guard(Recorder):
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
             return SINGLE_ROW
-        if {len(each) for each in self.batch} != {self.rows}:
+        if self._is_ragged and not self._collate_few():
             return "not every tensor of its batch has a row for each sample"
         record = self.trace(loss)
         if isinstance(record, str):
@@ -243,7 +254,7 @@ class Guard(Recorder):
             fault = self._compare_losses(record, few)
         except Exception as error:
             fault = _describe_error(error)
-        own = None if self._few is None else self._few()
+        own = self._collate_few()
         self.padded = own is not None and own.pads
         return agree(fault)
 
@@ -284,12 +295,21 @@ class Guard(Recorder):
         audited = found.audited
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
+    def _collate_few(self) -> FewRows | None:
+        """Return a few rows collated anew, or None if collating them anew isn't known to be right.
+
+        Rows are fetched once.
+        """
+        if not self._collated and self._few is not None:
+            self._collated = [self._few()]
+        return self._collated[0] if self._collated else None
+
     def _list_rows(self) -> list[FewRows]:
         """Return candidate selections of a few rows of the batch.
 
         They are collated anew by the loader's collate function, or sliced from the batch.
         """
-        every = [None if self._few is None else self._few()]
+        every = [self._collate_few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]
         return [each for each in every if each is not None]
 

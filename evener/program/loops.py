@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_leaves
 from torch.utils.data import IterableDataset, default_collate
 
 from ..errors import RequestError
+from ..torch.audit.objects import unfold
 from ..torch.audit.rows import FewRows, copy_dataset, fetch_rows
 from ..torch.audit.state import kept_state
 from ..torch.rows.loader import Epoch
@@ -124,6 +125,10 @@ class Loop:
             return any(map(_differ, *rows))
         return False
 
+    def count_rows(self) -> int:
+        """Return the number of rows that the loader took for the current batch; 0 if unknown."""
+        return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
+
     def few_rows(self) -> FewRows | None:
         """Return a few rows of the current batch, collated anew as the shares would collate them.
 
@@ -134,11 +139,12 @@ class Loop:
         if self.sampler is None or collate in (None, default_collate):
             return None
         numbers = self.sampler.rows_at(self._step)
-        given = [each.cpu() for each in tensors_in(self.batch) if each.ndim]
+        given = [each.cpu() for each in tensors_in(unfold(self.batch)) if each.ndim]
         with suppress(Exception), kept_state():
             twin = copy_dataset(self._loader.dataset)
-            made = collate([twin[number] for number in numbers])
-            if not any(map(_differ, (each for each in tensors_in(made) if each.ndim), given)):
+            rows = unfold(collate([twin[number] for number in numbers]))
+            made = [each for each in tensors_in(rows) if each.ndim]
+            if len(made) == len(given) and not any(map(_differ, made, given)):
                 return fetch_rows(self._loader.dataset, collate, numbers)
         return None
 

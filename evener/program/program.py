@@ -359,14 +359,13 @@ class Program:
 
     def _make_guard(self, loop: Any) -> Guard:
         agree = self._agree if self._meets_in_layers else None
+        given: dict[str, Any]
         if self.training is None:
-            origins = self.exchanges.origins
-            return Guard(self.models, loop.batch, loop.few_rows, origins=origins, agree=agree)
-        sketcher = self.training.audits.make_sketcher
-        step = self._steps + 1
-        return Guard(
-            self.models, loop.batch, loop.few_rows, sketcher=sketcher, step=step, agree=agree
-        )
+            given = {"origins": self.exchanges.origins}
+        else:
+            given = {"sketcher": self.training.audits.make_sketcher, "step": self._steps + 1}
+        rows = loop.count_rows()
+        return Guard(self.models, loop.batch, loop.few_rows, rows=rows, agree=agree, **given)
 
     @property
     def _meets_in_layers(self) -> bool:

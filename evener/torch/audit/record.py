@@ -7,10 +7,11 @@ Nothing stays recorded after `Recorder.close`.
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import nullcontext
 from functools import partial
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any
 
 import msgspec
@@ -22,6 +23,7 @@ import evener
 from ..private import free_gathered, function_mode
 from ..rows.structure import address, tensors_in
 from .nested_values import is_arithmetic, leaves_in, map_nested, nested_tensors
+from .objects import find_objects, remake, unfold
 from .randomness import RandomState
 from .state import kept_state
 
@@ -107,7 +109,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     ) -> None:
         super().__init__()
         self.models = [each for each in models if each.training]
-        self.batch = [each for each in tensors_in(batch) if each.ndim]
+        self.batch = [each for each in tensors_in(unfold(batch)) if each.ndim]
+        self.objects = find_objects(batch)  # outside of containers, with tensors of the batch
+        self._kinds = {type(each) for each in self.objects}
         self.rows = rows or (len(self.batch[0]) if self.batch else 0)
         self.losses = 0  # number of losses from which a backward pass started
         # numbers that are used with weights and gradients after the backward pass
@@ -137,7 +141,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         """Stop recording."""
         for handle in self._handles:
             handle.remove()
-        self._handles, self._tape, self.batch = [], [], []
+        self._handles, self._tape, self.batch, self.objects = [], [], [], []
         if function_mode() is self:
             self.__exit__(None, None, None)
 
@@ -208,7 +212,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         from_model: bool = False,
         draw: GeneratorState | None = None,
     ) -> None:
-        given = {id(each) for each in nested_tensors((arguments, keywords))}
+        given = {id(each) for each in self._tensors((arguments, keywords))}
         gradients = torch.is_grad_enabled()
         led = (from_model and gradients) or bool(given & self._from_model)
         if function in _READS and led and self._first_read is None:
@@ -229,6 +233,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
             function, arguments, keywords, result, cast, draw, place, from_model, gradients
         )
         self._tape.append(entry)
+
+    def _tensors(self, data: Any) -> list[torch.Tensor]:
+        """Return the tensors in a call's arguments, including those in objects of a batch."""
+        found = nested_tensors(data)
+        if self._kinds:
+            objects = [each for each in leaves_in(data) if type(each) in self._kinds]
+            found += tensors_in(unfold(objects))
+        return found
 
     def _mark(self, tensor: Any, result: Any) -> Any:
         """Return the size that the program read from a tensor.
@@ -281,7 +293,16 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         value = self.read_loss(loss)
         models = [self.take_inner(each) for each in self.models]
         return LossRecord(
-            models, self.batch, self.rows, entries, loss, value, self.random, numbers, read
+            models,
+            self.batch,
+            self.rows,
+            entries,
+            loss,
+            value,
+            self.random,
+            numbers,
+            read,
+            self.objects,
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
@@ -320,7 +341,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
                 if place not in places:
                     places.add(place)
                     entry = self._tape[place]
-                    given = nested_tensors((entry.arguments, entry.keywords))
+                    given = self._tensors((entry.arguments, entry.keywords))
                     queue += [(each, place) for each in given]
         return places, reached, is_known
 
@@ -409,12 +430,14 @@ class LossRecord:
         random: RandomState,
         numbers: Sequence[Number],
         reads: bool,
+        objects: Sequence[Any] = (),
     ) -> None:
         self.models = list(models)
         self.batch, self.rows = list(batch), rows
         self.numbers, self.reads = list(numbers), reads
         self._entries, self._loss, self._value = entries, loss, value
         self._random = random
+        self.objects = list(objects)
 
     def compute(self, batch: Any, rows: int, counts: int = AS_WRITTEN) -> torch.Tensor:
         """Return the loss of the `rows` rows in `batch`.
@@ -422,15 +445,20 @@ class LossRecord:
         `counts` selects which recorded numbers are converted for this number of rows. AS_WRITTEN
         converts numbers read from a tensor's size; ROW_COUNTS also converts numbers equal to the
         recorded number of rows, or to its inverse; MULTIPLES also converts multiples of these.
-        Raises ValueError if the batch has another number of tensors than the recorded batch.
+        Raises ValueError if the batch has another number of tensors than the recorded batch, or if
+        a call needs an object of a library that isn't in the batch, as in rows that were cut.
         """
-        given = [each for each in tensors_in(batch) if each.ndim]
+        return self._compute(batch, rows, counts, find_objects(batch))
+
+    def _compute(self, batch: Any, rows: int, counts: int, objects: Sequence[Any]) -> torch.Tensor:
+        given = [each for each in tensors_in(unfold(batch)) if each.ndim]
         if len(given) != len(self.batch):
             raise ValueError(f"the batch has {len(self.batch)} tensors, these rows {len(given)}")
         pairs = zip(self.batch, given, strict=True)
         known: dict[int, Any] = {id(own): each.to(own.device, copy=True) for own, each in pairs}
         number = partial(_scale, counts, self.rows, rows)
-        made: torch.Tensor = replay(self._entries, known, rows, number, id(self._loss))
+        fresh = {type(each): _find_only(type(each), objects) for each in self.objects}
+        made: torch.Tensor = replay(self._entries, known, rows, number, id(self._loss), fresh)
         return made
 
     def may_count_rows(self) -> bool:
@@ -489,7 +517,7 @@ class LossRecord:
             self._random.restore()
             try:
                 with torch.set_grad_enabled(enabled):
-                    made = self.compute(self.batch, self.rows)
+                    made = self._compute(self.batch, self.rows, AS_WRITTEN, self.objects)
                     return float(made.detach().double().sum())
             except RuntimeError as error:
                 if enabled or "grad" not in str(error):
@@ -541,17 +569,20 @@ def replay(
     rows: int,
     number: Callable[[Any], Any],
     wanted: int,
+    fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
     """Repeat recorded calls with `rows` other rows, and return one of the tensors computed.
 
     `known` maps the id of each recorded tensor to its replacement, and gets the results of the
     calls. `wanted` is the id of the recorded tensor whose replacement is returned. `number`
-    converts the numbers among the arguments. The program's own generators keep their states.
+    converts the numbers among the arguments. `fresh` maps the class of an object in the recorded
+    batch to the object that replaces it, or to None if there is none. The program's own generators
+    keep their states.
     """
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
     try:
-        _replay_entries(entries, known, rows, number)
+        _replay_entries(entries, known, rows, number, fresh)
     finally:
         for each in now:
             each.restore()
@@ -559,14 +590,19 @@ def replay(
 
 
 def _replay_entries(
-    entries: Sequence[WrittenCall], known: dict[int, Any], rows: int, number: Callable[[Any], Any]
+    entries: Sequence[WrittenCall],
+    known: dict[int, Any],
+    rows: int,
+    number: Callable[[Any], Any],
+    fresh: Mapping[type, Any],
 ) -> None:
     """Repeat the calls with the values in `known`, and add their results to it."""
     for entry in entries:
         if entry.draw is not None:
             entry.draw.restore()
         counted = _same if entry.from_model else number
-        now = partial(_now, known, rows, counted, set(map(id, nested_tensors(entry.result))))
+        changed = set(map(id, nested_tensors(entry.result)))
+        now = partial(_now, known, rows, counted, changed, fresh)
         under = (
             nullcontext()
             if entry.autocast is None
@@ -583,6 +619,12 @@ def _replay_entries(
         )
 
 
+def _find_only(kind: type, objects: Sequence[Any]) -> Any:
+    """Return the only one of these objects that has this class; None if there are none or more."""
+    found = [each for each in objects if type(each) is kind]
+    return found[0] if len(found) == 1 else None
+
+
 def _is_number(value: Any) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool)
 
@@ -596,6 +638,7 @@ def _now(
     rows: int,
     number: Callable[[Any], Any],
     changed: set[int],
+    fresh: Mapping[type, Any],
     each: Any,
 ) -> Any:
     """Return the value that replaces an argument of a recorded call.
@@ -605,6 +648,10 @@ def _now(
     """
     if isinstance(each, RowNumber):
         return each.each * rows
+    if type(each) in fresh:
+        if fresh[type(each)] is None:
+            raise ValueError(f"a {type(each).__name__} can't be cut into rows")
+        return remake(fresh[type(each)], each, known)
     if id(each) in known or not isinstance(each, torch.Tensor):
         return known[id(each)] if id(each) in known else number(each)
     return each.clone() if id(each) in changed else each

@@ -1,0 +1,99 @@
+"""A repository's own script, unchanged, beside newer libraries: `old_script.py PATH ARGUMENTS`.
+
+Names that PyTorch, NumPy and timm have dropped since are put back before it runs. What the script
+would download, and NVIDIA's apex, are replaced by small stand-ins.
+"""
+
+from __future__ import annotations
+
+import runpy
+import sys
+from functools import partial
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import numpy
+import torch
+
+
+def restore_names() -> None:
+    """Put back names that the libraries had when the scripts were written."""
+    numpy.float = float
+    six = ModuleType("torch._six")
+    six.inf = torch.inf  # type: ignore[attr-defined]
+    sys.modules["torch._six"] = six
+    if find_spec("timm") is None:
+        return
+    optimizers = import_module("timm.optim.optim_factory")
+    optimizers.add_weight_decay = optimizers.param_groups_weight_decay
+    vision = import_module("timm.models.vision_transformer")
+    block = vision.Block
+
+    def make_block(*given: Any, **named: Any) -> Any:
+        named.pop("qk_scale", None)
+        return block(*given, **named)
+
+    vision.Block = make_block
+
+
+class LARC:
+    """A stand-in for apex.parallel.LARC: it steps as the optimizer that it was given."""
+
+    def __init__(self, optimizer: Any, **_: Any) -> None:
+        self.optim = optimizer
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.optim, name)
+
+
+def add_apex() -> None:
+    """Add a module apex with the names that SwAV imports; its mixed precision isn't there."""
+    apex, parallel, larc = map(ModuleType, ("apex", "apex.parallel", "apex.parallel.LARC"))
+    larc.LARC = LARC  # type: ignore[attr-defined]
+    apex.parallel, parallel.LARC, apex.amp = parallel, larc, None  # type: ignore[attr-defined]
+    sys.modules |= {each.__name__: each for each in (apex, parallel, larc)}
+
+
+def shrink_models(script: Path) -> None:
+    """Give MAE and DINO a model that a CPU can train."""
+    if script.name == "main_pretrain.py":
+        models = import_module("models_mae")
+        sizes = {"patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3}
+        decoder = {"decoder_embed_dim": 48, "decoder_depth": 1, "decoder_num_heads": 3}
+        models.mae_vit_base_patch16 = partial(models.MaskedAutoencoderViT, **sizes, **decoder)
+    if script.name == "main_dino.py":
+        models = import_module("vision_transformer")
+        models.vit_tiny = partial(
+            models.VisionTransformer, embed_dim=48, depth=2, num_heads=3, qkv_bias=True
+        )
+
+
+def replace_cifar() -> None:
+    """Give torchvision's CIFAR10 made pictures."""
+    import torchvision
+
+    def make(_: str, train: bool, transform: Any, **__: Any) -> Any:
+        return torchvision.datasets.FakeData(256 if train else 16, (3, 32, 32), 10, transform)
+
+    torchvision.datasets.CIFAR10 = make
+
+
+def list_no_models(*_: Any) -> list[str]:
+    """In place of torch.hub.list, which asks GitHub."""
+    return []
+
+
+if __name__ == "__main__":
+    path = Path(sys.argv[1])
+    sys.argv = sys.argv[1:]
+    sys.path[0] = str(path.parent)
+    restore_names()
+    add_apex()
+    torch.hub.list = list_no_models
+    shrink_models(path)
+    if path.name.startswith("cifar10"):
+        replace_cifar()
+    runpy.run_path(str(path), run_name="__main__")

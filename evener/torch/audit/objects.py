@@ -1,0 +1,98 @@
+"""Batches that are objects of a library, such as a batch of graphs: the tensors in them, and copies
+with other tensors.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from types import FunctionType, MethodType, ModuleType
+from typing import Any
+
+import torch
+
+_NO_BATCHES = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, ModuleType)
+
+
+def is_object(data: Any) -> bool:
+    """True if data keeps its values in attributes, and isn't a tensor, container or function."""
+    containers = (tuple, list, Mapping)
+    return hasattr(data, "__dict__") and not isinstance(data, (*_NO_BATCHES, *containers))
+
+
+def unfold(data: Any) -> Any:
+    """Return a batch with each object in it replaced by a dict of its attributes with tensors.
+
+    A batch without objects is returned unchanged.
+    """
+    return _unfold(data, set()) if find_objects(data) else data
+
+
+def _unfold(data: Any, seen: set[int]) -> Any:
+    """Return the tensors in nested data, as nested dicts and lists; None if there are none.
+
+    `seen` has the ids of the objects around this data, which may refer to each other.
+    """
+    if isinstance(data, torch.Tensor):
+        return data
+    if id(data) in seen:
+        return None
+    inner = seen | {id(data)}
+    if is_object(data):
+        data = vars(data)
+    if isinstance(data, Mapping):
+        values = {name: _unfold(data[name], inner) for name in data}
+        return {name: each for name, each in values.items() if each is not None} or None
+    if isinstance(data, tuple | list):
+        items = [_unfold(each, inner) for each in data]
+        return [each for each in items if each is not None] or None
+    return None
+
+
+def find_objects(data: Any) -> list[Any]:
+    """Return the outermost objects with tensors in nested tuples, lists and mappings."""
+    if isinstance(data, Mapping):
+        return [found for name in data for found in find_objects(data[name])]
+    if isinstance(data, tuple | list):
+        return [found for each in data for found in find_objects(each)]
+    return [data] if is_object(data) and _unfold(data, set()) else []
+
+
+def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
+    """Return a copy of `fresh` that a recorded call can take in place of `recorded`.
+
+    Both have the same class. A tensor of `recorded` that has a replacement in `known`, by its id,
+    is replaced by that; everything else is as in `fresh`.
+    """
+    return _remake(fresh, recorded, known, set())
+
+
+def _remake(fresh: Any, recorded: Any, known: Mapping[int, Any], seen: set[int]) -> Any:
+    if isinstance(fresh, torch.Tensor):
+        return known.get(id(recorded), fresh)
+    if type(fresh) is not type(recorded) or id(fresh) in seen:
+        return fresh
+    inner = seen | {id(fresh)}
+    if isinstance(fresh, tuple | list):
+        items = [_remake(*pair, known, inner) for pair in zip(fresh, recorded, strict=False)]
+        if len(items) < len(fresh):
+            return fresh
+        return fresh._make(items) if hasattr(fresh, "_make") else type(fresh)(items)
+    if isinstance(fresh, Mapping):
+        return _remake_mapping(fresh, recorded, known, inner)
+    if not is_object(fresh):
+        return fresh
+    made = copy.copy(fresh)
+    own = vars(recorded)
+    for name, value in vars(fresh).items():
+        if name in own:
+            vars(made)[name] = _remake(value, own[name], known, inner)
+    return made
+
+
+def _remake_mapping(fresh: Any, recorded: Any, known: Mapping[int, Any], seen: set[int]) -> Any:
+    made = copy.copy(fresh)
+    for name in list(fresh):
+        if name in recorded:
+            made[name] = _remake(fresh[name], recorded[name], known, seen)
+    return made
