@@ -1,1 +1,1 @@
-"""The search, its sessions, journals and probes. Has no user interface."""
+"""The search, its sessions, journals and probes. It has no user interface."""

@@ -1,8 +1,7 @@
 """The checks behind `evener doctor`.
 
-They check this machine, or each host of a cluster and the network between the hosts.
-
-Frameworks are checked in child processes, so that none is imported into this one.
+They check this machine, or each host of a cluster and the network between the hosts. Frameworks are
+checked in child processes, so that none is imported into this process.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ from .store.links import save_links
 Level = Literal["ok", "note", "problem"]
 
 IMPORT_SECONDS = 120
-# a transport must be faster by this factor to be advised; repeated measurements differ by less
+# factor by which a transport must be faster to be recommended; repeated measurements differ by less
 MUCH = 1.15
 _QUERIES = {
     "tensorflow": (
@@ -92,7 +91,7 @@ class Check(msgspec.Struct, frozen=True):
 
 
 def check_machine() -> tuple[Check, ...]:
-    """Run every check; never raises. A framework that hangs is reported after two minutes."""
+    """Run every check and never raise. A framework that hangs is reported after two minutes."""
     drivers = [_check_driver(backend) for backend in all_backends() if backend.maker]
     return (
         Check("python", "ok", f"{platform.python_version()} at {sys.executable}"),
@@ -110,10 +109,8 @@ def check_links(
 ) -> tuple[tuple[Check, ...], tuple[LinkMeasurement, ...]]:
     """Measure the links between devices of this machine and save the results.
 
-    Returns one check for each pair of devices and one for all devices together,
-    and the measurements.
-
-    For a single device, or without PyTorch, returns a note and no measurements.
+    Return a check for each pair of devices and one for all devices together, and the measurements.
+    For a single device, or without PyTorch, return a note and no measurements.
     """
     if len(devices) < 2:
         found = f"{devices[0].label} alone has no links"
@@ -130,7 +127,7 @@ def check_links(
 
 
 def describe_link(figures: Sequence[LinkMeasurement]) -> Check:
-    """Return the check for the link of one set of devices.
+    """Return the check for the link between one set of devices.
 
     It covers all transports that were measured.
     """
@@ -158,10 +155,10 @@ def describe_link(figures: Sequence[LinkMeasurement]) -> Check:
 
 
 def write_link(figure: LinkMeasurement) -> str:
-    """Format a link's measured speed and latency, after the name of the transport.
+    """Return a link's measured speed and latency as text, after the name of the transport.
 
-    For the transport "as it is", the text is such as `as it is 6.1 GB/s, 28 µs`. For a measurement
-    that failed, the text says how.
+    For the transport "as it is", the text is, for example, `as it is 6.1 GB/s, 28 µs`. For a
+    measurement that failed, the text says how it failed.
     """
     if figure.outcome == "ok":
         speed = f"{figure.bytes_per_second / 1e9:.3g} GB/s"
@@ -188,7 +185,7 @@ def _check_driver(backend: Backend) -> tuple[Check, int]:
 def _check_frameworks(gpus: int) -> list[Check]:
     """Check the frameworks.
 
-    One working framework is enough: a problem with the other is then only a note.
+    One working framework is enough, so a problem with the other is only a note.
     """
     with ThreadPoolExecutor() as pool:
         found = list(pool.map(lambda name: _check_framework(name, gpus), _QUERIES))
@@ -244,7 +241,7 @@ def _compare_gpus(name: str, version: str, seen: int, gpus: int) -> Check:
 def _check_clashes() -> list[Check]:
     """Return a check for each pair of packages that don't work together.
 
-    If Keras is too old, there is a check for that as well.
+    There is also a check if Keras is too old.
     """
     checks = []
     doubles = [pair for backend in all_backends() for pair in backend.double_packages]
@@ -271,7 +268,7 @@ def _check_clashes() -> list[Check]:
 def _check_extras() -> Check:
     """Return a check that lists the optional extras that aren't installed.
 
-    It has the command that installs them.
+    It gives the command that installs them.
     """
     missing = [
         name
@@ -356,7 +353,7 @@ def check_cluster(spec: str, address: str) -> tuple[Check, ...]:
 def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
     """Start an agent on each node.
 
-    Returns the agents, and a failed check for each node that has none.
+    Return the agents, and a failed check for each node without one.
     """
 
     def start(node: Node) -> Agent | Check:
@@ -373,9 +370,9 @@ def _start(nodes: Sequence[Node]) -> tuple[list[Agent], list[Check]]:
 
 
 def describe_host(own: str, hosts: Sequence[str]) -> HostReport:
-    """Run this host's checks, and collect the versions that must be the same on all hosts.
+    """Run the checks of this host, and collect the versions that must be equal on all hosts.
 
-    Called on each host.
+    This runs on each host.
     """
     others = [host for host in hosts if host != own]
     network = (_check_interface(others[0]),) if others else ()
@@ -457,7 +454,7 @@ def _check_ports(agents: Sequence[Agent]) -> tuple[Check, ...]:
 def _find_closed_ports(agents: Sequence[Agent]) -> list[tuple[str, Endpoint, str]]:
     """Return the connections between hosts that fail.
 
-    Each has the host it comes from, the address and port it goes to, and the reason.
+    Each is the host that connects, the address and port that it connects to, and the reason.
     """
     with ExitStack() as stack:
         listeners = {

@@ -1,6 +1,6 @@
 """The events that a session reports, and the thread that reports them.
 
-They are reported to a terminal, a screen or a journal viewer.
+They are reported to a terminal, a screen or a reader of journals.
 """
 
 from __future__ import annotations
@@ -20,7 +20,10 @@ CLOSE_SECONDS = 5.0
 
 
 class Started(msgspec.Struct, frozen=True, tag=True):
-    """The session began. `replayed` observations were read from the journal instead of measured."""
+    """The session began.
+
+    `replayed` observations were read from the journal instead of being measured.
+    """
 
     run: str
     devices: tuple[str, ...]  # labels, in the order of the request
@@ -52,7 +55,7 @@ class ProbeProgress(msgspec.Struct, frozen=True, tag=True):
     relative_interval: float | None  # half-width of the 95 % interval, relative to the value
     at_seconds: float
     phase_seconds: float = 0.0  # time spent in this phase so far
-    where: str = ""  # "file.py:12": the user's own line at which it was stopped
+    where: str = ""  # "file.py:12": the line of the user's code at which it was stopped
 
 
 Report = Callable[[ProbeProgress], None]  # may be called from any thread
@@ -76,7 +79,7 @@ class Paused(msgspec.Struct, frozen=True, tag=True):
 
 
 class Finished(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The session ended with a plan; stored as a line of its journal.
+    """The session ended with a plan. The journal stores this event as a line.
 
     A resumed run may end again, and then the last end counts.
     """
@@ -94,11 +97,11 @@ Event = Started | ProbeStarted | ProbeProgress | Observed | Paused | Finished
 
 
 class EventThread:
-    """Does work that reports events while it runs.
+    """Does work and reports events meanwhile.
 
-    `run` does the work on the caller's thread. Otherwise the work has a thread of its own, and the
-    caller reads `events`. Subclasses implement `_work`: it reports with `_emit`, waits for `_going`
-    before it begins each piece of work, and returns once `_halt` is set.
+    `run` does the work on the caller's thread. Otherwise the work has a separate thread, and the
+    caller reads `events`. Subclasses implement `_work`, which reports with `_emit`, waits for
+    `_going` before it begins each piece of work, and returns once `_halt` is set.
 
     A signal that interrupts the reader of the events is safe: the signal handler calls `stop`, and
     the reader can continue.
@@ -135,7 +138,7 @@ class EventThread:
         self._going.set()
 
     def pause(self) -> None:
-        """Start no new work; work in progress continues."""
+        """Start no new work. Work in progress continues."""
         self._going.clear()
 
     def unpause(self) -> None:
@@ -143,7 +146,7 @@ class EventThread:
         self._going.set()
 
     def close(self) -> None:
-        """Stop the work and wait until it has ended; safe to call twice."""
+        """Stop the work and wait until it has ended. May be called more than once."""
         self.stop()
         if self._thread.ident is not None:
             self._thread.join(CLOSE_SECONDS)
@@ -162,7 +165,7 @@ class EventThread:
     def _next_event(self) -> Event | None:
         event = self._events.get()
         if event is None:
-            self._events.put(None)  # for a reader that continues
+            self._events.put(None)  # for a reader that continues after this one
         if isinstance(event, BaseException):
             raise event
         return event

@@ -28,7 +28,7 @@ class Placement(msgspec.Struct, frozen=True):
     """A workload's own way to place the parts of its model on devices."""
 
     name: str
-    devices: int = 2  # the maximum number of devices that it uses
+    devices: int = 2  # maximum number of devices that it uses
 
 
 class PlacementOptions(Protocol):
@@ -57,7 +57,7 @@ class SearchView(Protocol):
     def common_batch(self) -> int | None:
         """The global batch for layouts without a batch of their own.
 
-        None before it is known, or if rows are assigned by cost.
+        It is None before it is known, or if rows are assigned by cost.
         """
 
     @property
@@ -81,26 +81,26 @@ class SearchView(Protocol):
 
     @property
     def packs(self) -> Sequence[Layout]:
-        """The best pack of each mode, or the first pack to try if no pack of that mode has run."""
+        """The best pack of each mode, or the first pack to try if no pack of that mode ran."""
 
 
 class Family(ABC):
-    """A family of layouts: a way to use the devices.
+    """A family of layouts: one way to use the devices.
 
-    `kind` is the name of its layouts in journals and plans, `name` the family's name on the command
-    line and in JSON.
+    `kind` is the name of its layouts in journals and plans. `name` is the family's name on the
+    command line and in JSON.
     """
 
     name: str
     kind: str
     fewest_devices = 1
-    simplicity = 0  # of layouts that tie, the one with the lowest value is chosen
+    simplicity = 0  # if layouts tie, the layout with the lowest value is chosen
     start_cost = 1.0  # cost of starting a process, relative to a process on a single device
     more_children = False  # True if its layouts need processes that exploration doesn't start
     in_balance = False  # True if `evener balance` also considers its layouts
     explored = False  # True if exploration measures its layouts, for costs that only they reveal
-    equal_shares = False  # True for what frameworks do by default; gains are relative to it
-    plural = ""  # the name of several layouts, for families that don't train by shares
+    equal_shares = False  # True for the default of frameworks; gains are relative to it
+    plural = ""  # the plural name of its layouts, for families that don't train by shares
 
     @property
     def traits(self) -> Traits:
@@ -115,21 +115,21 @@ class Family(ABC):
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
         """Return a layout's name for tables.
 
-        With `another`, the name indicates that the layout isn't the family's first one. `devices`
-        is the number of devices.
+        With `another`, the name indicates that the layout isn't the family's first. `devices` is
+        the number of devices.
         """
 
     @abstractmethod
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation that begins a verdict, such as `826 + 571 on GPU:0 + GPU:1`.
+        """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
 
-        `labels` are the names of all devices; `ratios` are the fractions of each batch's
-        work, by device.
+        A verdict begins with this text. `labels` are the names of all devices. `ratios` are the
+        fractions of each batch's work, by device.
         """
 
 
 def write_rows(layout: Layout) -> str:
-    """Format a layout's samples per device, such as `826 + 571`.
+    """Return a layout's samples per device as text, such as `826 + 571`.
 
     If there are many devices, return only the sum.
     """
@@ -138,13 +138,16 @@ def write_rows(layout: Layout) -> str:
 
 
 def write_devices(layout: Layout, labels: Sequence[str]) -> str:
-    """Format a layout's devices, such as `GPU:0 + GPU:1`; only their number if there are many."""
+    """Return a layout's devices as text, such as `GPU:0 + GPU:1`.
+
+    If there are many devices, return only their number.
+    """
     names = [labels[i] for i in layout.active]
     return " + ".join(names) if len(names) <= MOST_NAMED else f"{len(names)} devices"
 
 
 def write_ratios(layout: Layout, ratios: Sequence[float]) -> str:
-    """Format the devices' fractions of the work, such as `0.591 : 0.409`.
+    """Return the devices' fractions of the work as text, such as `0.591 : 0.409`.
 
     Return "" if there are many devices.
     """
@@ -159,15 +162,15 @@ class SoloFamily(Family):
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the best single device's layout, and other devices' layouts that may beat it."""
+        """Return the best solo layout, and solo layouts of other devices that may be faster."""
         return view.singles
 
     def title(self, layout: Layout, devices: int, another: bool = False) -> str:
-        """Return the name of the best single device's layout, or of another one."""
+        """Return the name of the best solo layout, or of another one."""
         return "another single device" if another else BEST_SINGLE
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation, such as `1024 on GPU:0 alone`."""
+        """Return the layout as text, such as `1024 on GPU:0 alone`."""
         alone = " alone" if len(labels) > 1 else ""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}{alone}"
 
@@ -202,20 +205,20 @@ def is_even(layout: Layout, quantum: int = 1) -> bool:
 
 
 class EvenFamily(Family):
-    """The even splits: layouts of one training in which all devices have equal shares."""
+    """The even splits: one training in which all devices have equal shares."""
 
     name = "even"
     kind = "split"
     fewest_devices = 2
     simplicity = 1
-    start_cost = 1.5  # its processes have to meet
+    start_cost = 1.5  # its processes have to set up a group
     equal_shares = True
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return even splits over all devices and over fewer devices.
 
-        Empty until the global batch for splits is known.
+        Return none until the global batch for splits is known.
         """
         return view.even_splits
 
@@ -226,22 +229,22 @@ class EvenFamily(Family):
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation, such as `128 + 128 on GPU:0 + GPU:1, split evenly`."""
+        """Return the layout as text, such as `128 + 128 on GPU:0 + GPU:1, split evenly`."""
         return f"{write_rows(layout)} on {write_devices(layout, labels)}, split evenly"
 
 
 class SplitFamily(Family):
-    """One training in which shares are such that all devices finish at the same time."""
+    """One training whose shares let all devices finish at the same time."""
 
     name = kind = "split"
     fewest_devices = 2
     simplicity = 2
-    start_cost = 1.5  # its processes have to meet
+    start_cost = 1.5  # its processes have to set up a group
     explored = True
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
-        """Return the preferred split, and others that may beat it.
+        """Return the preferred split, and others that may be faster.
 
         One of the others may use a single device.
         """
@@ -252,9 +255,9 @@ class SplitFamily(Family):
         return "another split" if another else BEST_SPLIT
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation, such as `826 + 571 on GPU:0 + GPU:1`.
+        """Return the layout as text, such as `826 + 571 on GPU:0 + GPU:1`.
 
-        If rows are assigned by cost, it has the fractions of the cost instead of rows.
+        If rows are assigned by cost, the text has fractions of the cost instead of rows.
         """
         where = write_devices(layout, labels)
         if not layout.costs:
@@ -265,22 +268,22 @@ class SplitFamily(Family):
 
 
 class ShardFamily(Family):
-    """One training whose model state is sharded according to the devices' memory.
+    """One training whose model state is sharded in proportion to the devices' free memory.
 
-    Its rows are divided according to the devices' speed.
+    Its rows are divided in proportion to the devices' speed.
     """
 
     name = kind = "shard"
     fewest_devices = 2
     simplicity = 5
-    start_cost = 1.5  # its processes have to meet
+    start_cost = 1.5  # its processes have to set up a group
     in_balance = True
 
     def layouts(self, view: SearchView) -> Sequence[Layout]:
         """Return sharded layouts.
 
-        Their rows are divided according to the devices' speed, and the model's state according to
-        the memory that these rows leave free.
+        Their rows are divided in proportion to the devices' speed, and the model's state in
+        proportion to the memory that these rows leave free.
         """
         return view.shards
 
@@ -289,7 +292,7 @@ class ShardFamily(Family):
         return "another shards of the model" if another else "shards of the model"
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation for a sharded layout.
+        """Return the layout as text.
 
         For example, `820 + 568 on GPU:0 + GPU:1, the model in shards 0.600 : 0.400`.
         """
@@ -314,7 +317,7 @@ class PackFamily(Family):
 
     name = kind = "pack"
     simplicity = 4
-    start_cost = 0.8  # of each training
+    start_cost = 0.8  # for each training
     more_children = True
     plural = "packs"
 
@@ -328,16 +331,16 @@ class PackFamily(Family):
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation, such as `5 trainings of 256 side by side on GPU:0`."""
+        """Return the layout as text, such as `5 trainings of 256 side by side on GPU:0`."""
         where = f"{write_devices(layout, labels)}{MODES.get(layout.placement, '')}"
         return f"{layout.processes} trainings of {layout.global_batch} side by side on {where}"
 
 
 def place_on(devices: int, placement: Placement, batch: int) -> Layout | None:
-    """Return a layout that places the model's parts on the first devices.
+    """Return a layout that places the parts of the model on the first devices.
 
-    Its shares only mark which devices take part. Return None if there are too few
-    devices or samples.
+    Its shares only mark which devices take part. Return None if there are too few devices or
+    samples.
     """
     used = min(devices, placement.devices)
     spread = split_evenly(devices, tuple(range(used)), batch) if used > 1 else None
@@ -366,7 +369,7 @@ class PlaceFamily(Family):
         return f"another {name}" if another else name
 
     def describe(self, layout: Layout, labels: Sequence[str], ratios: Sequence[float]) -> str:
-        """Return the recommendation for a placement.
+        """Return the layout as text.
 
         For example, `256 on GPU:0 + GPU:1, the model's parts placed as towers`.
         """
@@ -385,7 +388,7 @@ FAMILIES: dict[str, Family] = {one.name: one for one in (SOLO, EVEN, SPLIT, SHAR
 
 
 def add(family: Family, traits: Traits | None = None) -> None:
-    """Register a family; `traits` are those of its layouts if they have a kind of their own."""
+    """Register a family. `traits` are those of its layouts if they have a kind of their own."""
     FAMILIES[family.name] = family
     if traits is not None:
         KINDS[family.kind] = traits
@@ -407,5 +410,5 @@ def find_families(names: Iterable[str]) -> tuple[Family, ...]:
 
 
 def family_of(layout: Layout) -> Family:
-    """Return the family of a layout, according to the layout's kind."""
+    """Return the family of a layout, which its kind determines."""
     return FAMILIES[layout.kind]

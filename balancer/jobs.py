@@ -1,10 +1,8 @@
 """Turns a request into a job.
 
-It finds the devices and the workload, and checks everything once, before anything starts.
-
-Every error in a request is found here, before a run is created or a child is started. For
-a comparison, this also decides which layouts can be measured on these devices, and why
-the others can't.
+It finds the devices and the workload, and checks everything before anything starts: every error in
+a request is found here, before a run is created or a child is started. For a comparison, it also
+decides which layouts can be measured on these devices, and explains why the others can't.
 """
 
 from __future__ import annotations
@@ -39,7 +37,7 @@ SIMULATED = "Measured on simulated devices, whose speeds are written down, not o
 NOT_RUN = "simulated devices have the speeds of a model of their own."
 REAL_ALONE = {"precision": "--precision", "xla": "--xla", "input": "--input", "engine": "--engine"}
 LARGEST_BATCH = 1 << 30
-LARGEST_SEED = (1 << 63) - 1  # the largest that a plan can store
+LARGEST_SEED = (1 << 63) - 1  # the largest seed that a plan can store
 MOST_DEVICES = 1024
 
 
@@ -72,7 +70,7 @@ def make_job(request: Request) -> Job:
 def read_job(header: Header) -> Job:
     """Return the job of a journal.
 
-    Raises RequestError if no search can run it, as the file may have been edited.
+    Raises RequestError if no search can run it, because the file may have been edited.
     """
     check_request(header.request)
     check_problem(header.job.problem)
@@ -158,9 +156,9 @@ def _find_notes(job: Job) -> tuple[str, ...]:
 
 
 def _find_open_servers(job: Job) -> tuple[str, ...]:
-    """Return a note if a split is measured with TensorFlow's servers, which have no password.
+    """Return a note if a split on one host is measured with TensorFlow's servers.
 
-    This applies to splits on one host.
+    These servers have no password.
     """
     if job.framework != "tensorflow" or len({device.host for device in job.devices}) > 1:
         return ()
@@ -376,7 +374,6 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
     """Resolve a search request as `make_job` does, and add knobs.
 
     The best layout is also measured with each knob, which sets a number of loader worker processes.
-
     `request.compare.left_out` explains which knobs aren't possible here. Raises RequestError for
     any knob other than `workers`.
     """
@@ -390,7 +387,7 @@ def make_job_with_knobs(request: Request, knobs: Sequence[str]) -> Job:
 
 
 def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], tuple[str, ...]]:
-    """Return the knobs that can be tried here, and why the others can't."""
+    """Return the knobs that can be tried here, and why the other knobs can't."""
     if not tried:
         return (), ()
     if resolved.machine is not None:
@@ -412,7 +409,7 @@ def _find_knobs(resolved: Job, tried: Sequence[str]) -> tuple[tuple[Knob, ...], 
 
 
 def _choose(option: str, words: Sequence[str], allowed: Sequence[str]) -> list[str]:
-    """Return the words without repeats, in the order of `allowed`.
+    """Return the words without duplicates, in the order of `allowed`.
 
     Raises RequestError if a word isn't allowed.
     """
@@ -435,7 +432,7 @@ def _find_placements(resolved: Job) -> tuple[Placement, ...]:
 
 
 def _why_impossible(resolved: Job, family: Family, placements: Sequence[Placement]) -> str:
-    """Explain why a family of layouts can't be measured; empty if it can."""
+    """Explain why a family of layouts can't be measured. Return "" if it can."""
     traits = family.traits
     machine = resolved.machine
     if len(resolved.devices) < family.fewest_devices:

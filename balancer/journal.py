@@ -1,10 +1,8 @@
 """The journal of a run: a JSON Lines file that is only appended to.
 
-Each line is written to disk before it takes effect.
-
-A kill or a full disk may leave an incomplete last line, which is cut off; a broken line before the
-last is an error that names the line. A journal is trusted only if its file belongs to this user and
-nobody else may write to it.
+Each line is written to disk before it takes effect. A kill or a full disk may leave an incomplete
+last line, which is cut off; a broken line before the last is an error that names the line. A
+journal is trusted only if its file belongs to this user and nobody else may write to it.
 """
 
 from __future__ import annotations
@@ -58,7 +56,8 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
     workload: str
     framework: str
     evener: str  # evener's version
-    largest_share: int | None = None  # the workload can't make a larger batch for one device
+    # the largest batch that the workload can make for one device; None: no limit
+    largest_share: int | None = None
     notes: tuple[str, ...] = ()  # about the devices, for the plan
     schema: int = SCHEMA
 
@@ -76,7 +75,7 @@ class Header(msgspec.Struct, frozen=True, tag="header", tag_field="entry"):
 
 
 class AskedEntry(msgspec.Struct, frozen=True, tag="asked", tag_field="entry"):
-    """The search requested these probes, to be run at the same time."""
+    """The search requested these probes, which run at the same time."""
 
     probes: tuple[Probe, ...]
     at_seconds: float  # on the session's clock
@@ -96,9 +95,9 @@ class FactsEntry(msgspec.Struct, frozen=True, tag="known", tag_field="entry"):
 
 
 class FailedEntry(msgspec.Struct, frozen=True, tag="failed", tag_field="entry"):
-    """The session ended without a plan, for the reason in `message`."""
+    """The session ended without a plan. `message` is the reason."""
 
-    message: str  # why it failed
+    message: str
     at_seconds: float
 
 
@@ -157,7 +156,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def last_end(self) -> Finished | FailedEntry | None:
-        """The last end of the run, unless something was measured after it."""
+        """The last end of the run; None if something was measured after it."""
         last = next(
             (
                 entry
@@ -170,7 +169,7 @@ class JournalContents(msgspec.Struct, frozen=True):
 
     @property
     def ended(self) -> Finished | None:
-        """The last end of the run, if that had a plan."""
+        """The last end of the run, if it had a plan."""
         last = self.last_end
         return last if isinstance(last, Finished) else None
 
@@ -183,7 +182,10 @@ class Journal:
         self._stream = stream
 
     def append(self, entry: Entry) -> None:
-        """Append one line. Raises UnwrittenError if that fails, leaving earlier lines unchanged."""
+        """Append one line.
+
+        Raises UnwrittenError if that fails. Earlier lines are then unchanged.
+        """
         descriptor = self._stream.fileno()
         content = msgspec.json.encode(entry) + b"\n"
         before = os.lseek(descriptor, 0, os.SEEK_END)
@@ -200,12 +202,12 @@ class Journal:
                 raise
 
     def close(self) -> None:
-        """Close the file; safe to call twice."""
+        """Close the file. May be called more than once."""
         self._stream.close()
 
 
 def create(path: Path, header: Header) -> Journal:
-    """Create a journal that only this user can access, and its folder if needed.
+    """Create a journal that only this user can access, and its folder if necessary.
 
     Raises RequestError if it can't be written.
     """
@@ -236,10 +238,8 @@ def reopen(path: Path) -> tuple[Journal, JournalContents]:
 def read(path: Path, *, foreign: bool = False) -> JournalContents:
     """Read the content of a journal.
 
-    Raises RequestError, which names the file and the invalid line.
-
-    A `foreign` journal may belong to any user: it is only displayed, and nothing it
-    requests is run.
+    A `foreign` journal may belong to any user: it is only displayed, and nothing that it requests
+    is run. Raises RequestError, which names the file and the invalid line.
     """
     content = read_trusted(path, foreign=foreign)
     if foreign and b'"header"' not in content.partition(b"\n")[0]:
@@ -263,7 +263,7 @@ def read(path: Path, *, foreign: bool = False) -> JournalContents:
 
 
 def _explain_broken_line(line: str, foreign: bool) -> str:
-    """Explain what to do about a broken line."""
+    """Return what to do about a broken line."""
     return (
         "Copy the file again."
         if foreign
@@ -298,7 +298,7 @@ def _entry(text: bytes, path: Path, number: int, foreign: bool) -> Entry:
 
 
 def _decode(text: bytes) -> Entry:
-    """Return the entry of a line. Its verdict may have the names of fields before 0.3."""
+    """Return the entry of a line. Its verdict may have the field names used before 0.3."""
     try:
         return _decoder.decode(text)
     except msgspec.ValidationError:
@@ -385,8 +385,8 @@ def _timed_sound(seen: Timed, devices: int) -> bool:
 def read_trusted(path: Path, *, foreign: bool = False) -> bytes:
     """Read a plain file up to a maximum size.
 
-    Unless `foreign`, the file must belong to this user, and nobody else may write to it.
-    Raises RequestError otherwise.
+    Raises RequestError unless the file belongs to this user and nobody else may write to it. A
+    `foreign` file may belong to anybody.
     """
     follow = 0 if foreign else os.O_NOFOLLOW
     with (

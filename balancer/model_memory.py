@@ -11,13 +11,13 @@ from collections.abc import Sequence
 
 import msgspec
 
-ADAPTER_BYTES = 16 * 0.01  # held whole on each device
+ADAPTER_BYTES = 16 * 0.01  # each device holds the whole adapters
 
 
 class TrainingMethod(msgspec.Struct, frozen=True):
     """A training method, with its memory per parameter in bytes.
 
-    Some bytes per parameter are sharded; the others are held whole by each device.
+    Some bytes per parameter are sharded. Each device holds the others whole.
     """
 
     kind: str
@@ -39,10 +39,8 @@ class TrainingMethod(msgspec.Struct, frozen=True):
     def largest_sharded(self, limits: Sequence[int]) -> int:
         """Return the largest number of parameters if the model is sharded over the devices.
 
-        `limits` are the devices' memory in bytes.
-
-        Each device also holds the unsharded bytes, so the device with the least memory may
-        set the limit.
+        `limits` are the devices' memory in bytes. Each device also holds the unsharded bytes, so
+        the device with the least memory may set the limit.
         """
         most = sum(limits) / (self.divided_bytes + len(limits) * self.whole_bytes)
         return int(min(most, min(limits) / self.whole_bytes) if self.whole_bytes else most)

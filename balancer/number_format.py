@@ -9,9 +9,9 @@ from evener.shares.whole_rows import split_passes
 
 
 def rate(samples_per_second: float) -> str:
-    """Format samples/s, such as 12.35, 684.2, 2 123 or 158 012.
+    """Return samples/s as text, such as 12.35, 684.2, 2 123 or 158 012.
 
-    There are two decimals below 100, one below 1000, and grouped thousands from there.
+    There are two decimals below 100, one below 1000, and grouped thousands above.
     """
     for digits, limit in ((2, 99.995), (1, 999.95)):
         if samples_per_second < limit:
@@ -20,23 +20,23 @@ def rate(samples_per_second: float) -> str:
 
 
 def factor(times: float) -> str:
-    """Format a factor, such as 0.83, 2.7 or 140.
+    """Return a factor as text, such as 0.83, 2.7 or 140.
 
-    It has two digits; from 10 on, it is an integer.
+    It has two digits. From 10 on, it is an integer.
     """
     return f"{times:.2g}" if times < 10 else f"{times:.0f}"
 
 
 def efficiency(samples_per_joule: float) -> str:
-    """Format samples per joule, such as 0.699, 28 or 3 197.
+    """Return samples per joule as text, such as 0.699, 28 or 3 197.
 
-    There are three significant digits; from 1000 on, the format is that of `rate`.
+    There are three significant digits. From 1000 on, the format is that of `rate`.
     """
     return f"{samples_per_joule:.3g}" if samples_per_joule < 999.5 else rate(samples_per_joule)
 
 
 def milliseconds(seconds: float) -> str:
-    """Format seconds as milliseconds, such as 0.48 ms, 7.1 ms or 157 ms.
+    """Return seconds as milliseconds in text, such as 0.48 ms, 7.1 ms or 157 ms.
 
     There are two decimals below 1 ms and one below 10 ms.
     """
@@ -48,12 +48,12 @@ def milliseconds(seconds: float) -> str:
 
 
 def percent(share: float, digits: int = 0) -> str:
-    """Format a fraction as a percentage: 0.173 is "17 %"."""
+    """Return a fraction as a percentage: 0.173 is "17 %"."""
     return f"{share * 100:.{digits}f} %"
 
 
 def write_share(batch: int, micro: int) -> str:
-    """Format a share with its passes of up to `micro` rows.
+    """Return a share as text, with its passes of up to `micro` rows.
 
     For example, 820 for one pass, 820 = 2 × 410, or 820 = 2 × 273 + 274.
     """
@@ -65,26 +65,26 @@ def write_share(batch: int, micro: int) -> str:
 
 
 def relative_error(value: float, low: float, high: float) -> float:
-    """Return half the width of a value's 95 % interval, relative to the value; 0 for a value of 0.
+    """Return half the width of a value's 95 % interval, relative to the value.
 
-    If the part above the value is wider than half of the interval, it is used instead, because the
-    lower part ends at 0.
+    If the part above the value is wider than half of the interval, return that part instead,
+    because the lower part ends at 0. Return 0 for a value of 0.
     """
     return max(high - value, (high - low) / 2) / value if value else 0.0
 
 
 def half_width(value: float, low: float, high: float) -> str:
-    """Format half the width of a 95 % interval as a percentage of the value, to follow ±: 0.4 %."""
+    """Return half the width of a 95 % interval as a percentage of the value, as after ±: 0.4 %."""
     return write_error(relative_error(value, low, high))
 
 
 def write_error(relative: float) -> str:
-    """Format a relative error as a percentage, to follow ±: 0.4 %, < 0.05 %."""
+    """Return a relative error as a percentage, as after ±: 0.4 %, < 0.05 %."""
     return percent(relative, 1) if relative >= 0.0005 else "< 0.05 %"
 
 
 def duration(seconds: float) -> str:
-    """Format a duration: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
+    """Return a duration as text: 0.4 s, 12 s, 3 min 20 s, 2 h 5 min."""
     if seconds < 9.95:
         return f"{seconds:.1f} s"
     whole = round(seconds)
@@ -98,12 +98,12 @@ def duration(seconds: float) -> str:
 
 
 def step_time(seconds: float) -> str:
-    """Format the time of a step or of a part of it: 0.48 ms, 157 ms, 12 s."""
+    """Return the time of a step, or of a part of it, as text: 0.48 ms, 157 ms, 12 s."""
     return milliseconds(seconds) if seconds < 9.95 else duration(seconds)
 
 
 def size(count: float) -> str:
-    """Format bytes in binary units with three significant digits: 512 MiB, 7.63 GiB."""
+    """Return bytes as text in binary units with three significant digits: 512 MiB, 7.63 GiB."""
     for unit in ("B", "KiB", "MiB", "GiB"):
         if count < 1000 or unit == "GiB":
             break
@@ -112,21 +112,24 @@ def size(count: float) -> str:
 
 
 def count_words(count: float) -> str:
-    """Format a count with grouped thousands: 12 040."""
+    """Return a count as text with grouped thousands: 12 040."""
     return f"{count:,.0f}".replace(",", " ")
 
 
 def millions(count: int) -> str:
-    """Format a large number briefly: 740 million, 2.1 billion."""
+    """Return a large number as short text: 740 million, 2.1 billion."""
     return f"{count / 1e9:.1f} billion" if count >= 999.5e6 else f"{count / 1e6:.3g} million"
 
 
 def join_shares(shares: Sequence[Sequence[int]]) -> str:
-    """Format pairs of a share and its rows per pass: 150 + 106; in passes (820 = 2 × 410) + 568."""
+    """Return pairs of a share and its rows per pass as text.
+
+    For example, 150 + 106, or in passes (820 = 2 × 410) + 568.
+    """
     words = [write_share(rows, micro) for rows, micro in shares]
     return " + ".join(f"({share})" if "=" in share and len(words) > 1 else share for share in words)
 
 
 def join_words(words: Sequence[str], last: str = "and") -> str:
-    """Join words to a list in a sentence: one, two and three."""
+    """Return words as a list in a sentence: one, two and three."""
     return words[0] if len(words) == 1 else f"{', '.join(words[:-1])} {last} {words[-1]}"

@@ -1,6 +1,6 @@
 """The objectives: the metrics that a search can maximize.
 
-`Objective` is the interface of an objective; `OBJECTIVES` lists them, the default first.
+`Objective` is the interface of an objective. `OBJECTIVES` lists the objectives, the default first.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ class Objective(msgspec.Struct, frozen=True):
     that are at most a given fraction slower than the fastest. Other objectives choose by speed.
     """
 
-    name: str  # on the command line, in journals and in JSON
-    summary: str  # for the help text, after the name
+    name: str  # its name on the command line, in journals and in JSON
+    summary: str  # text after the name in the help
     unit: str = "samples/s"
     trades_speed: bool = False
-    uses_lengths: bool = True  # rows are assigned by their lengths' cost, if they have any
-    needs_lengths: bool = False  # can't be computed if rows have no lengths
-    needs_energy: bool = False  # can't be computed without the devices' power
+    uses_lengths: bool = True  # rows that have lengths are assigned by their cost
+    needs_lengths: bool = False  # needs rows that have lengths
+    needs_energy: bool = False  # needs the power of the devices
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         """Return the objective's value for a layout that trains at this rate; 0 if it is unknown.
@@ -38,11 +38,10 @@ class Objective(msgspec.Struct, frozen=True):
         return samples_per_second
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's costs per second; empty if unknown.
+        """Return each device's costs per second; empty if they are unknown.
 
-        A device has one cost for when it trains, and another for when only other devices train.
-
-        The predicted value of a split is its samples/s divided by the sum of these costs.
+        A device has one cost while it trains, and another while only other devices train. The
+        predicted value of a split is its samples/s divided by the sum of these costs.
         """
         return []
 
@@ -54,8 +53,8 @@ class Objective(msgspec.Struct, frozen=True):
 def mean_power(turns: Iterable[Timed]) -> Power | None:
     """Return the mean power of all devices of the request in watts.
 
-    It is over the turns in which every device reported its power. Return None if there are
-    no such turns.
+    The mean is over the turns in which every device reported its power. Return None if there are no
+    such turns.
     """
     known = [seen.power for seen in turns]
     return Power.mean([power for power in known if power is not None])
@@ -74,10 +73,10 @@ class Energy(Objective, frozen=True):
         return (power.samples_per_joule(samples_per_second) or 0.0) if power else 0.0
 
     def costs(self, seen: Sequence[Timed], devices: int) -> list[tuple[float, float]]:
-        """Return each device's power in watts; 0 where it is unknown.
+        """Return each device's power in watts; 0 if it is unknown.
 
-        It is the highest power that the device drew while training, and the lowest
-        while others trained.
+        A device has the highest power that it drew while it trained, and the lowest while others
+        trained.
         """
         drawn = [(one.probe.layout, one.watts) for one in seen if one.watts]
         found = []
@@ -88,7 +87,7 @@ class Energy(Objective, frozen=True):
         return found if any(active for active, _ in found) else []
 
     def write(self, value: float) -> str:
-        """Format a value: 3.45 samples per joule."""
+        """Return a value as text: 3.45 samples per joule."""
         return f"{efficiency(value)} {self.unit}"
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-# of the verdict itself; the old name and today's
+# fields of the verdict: the old name and today's
 RENAMED = (
     ("figure", "rate"),
     ("advice", "recommendation"),
@@ -12,7 +12,7 @@ RENAMED = (
     ("few_steps", "short_epoch"),
     ("unequal_twins", "unequal_devices"),
 )
-# of its parts: the part by today's name, the old name of the field and today's
+# fields of its parts: today's name of the part, the field's old name and its name today
 RENAMED_IN = (
     ("chosen", "answer", "description"),
     ("recommendation", "answer", "description"),

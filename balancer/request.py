@@ -1,4 +1,4 @@
-"""A user's request, and the job that results from it on this machine."""
+"""A user's request, and the job that it becomes on this machine."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ MICROS = ("auto", "off")
 class Request(msgspec.Struct, frozen=True):
     """The devices, workload and limits of a search.
 
-    The journal stores all of it, so a run can be resumed by its id.
+    The journal stores the whole request, so a run can be resumed by its id.
     """
 
     devices: str = "auto"
@@ -40,7 +40,7 @@ class Request(msgspec.Struct, frozen=True):
     objective: str = SPEED.name  # the name of the metric to maximize
     # the speed that an objective may trade away, as a fraction of the fastest layout's
     max_slowdown: float = 0.1
-    noise_scale: NoiseScale | None = None  # of the gradient, as measured in a training
+    noise_scale: NoiseScale | None = None  # noise scale of the gradient, as measured in a training
     # rows per step of the training script, or the rows that the noise scale refers to
     own_batch: int | None = None
     budget_seconds: float | None = 120.0  # None: until the results are precise enough
@@ -48,13 +48,13 @@ class Request(msgspec.Struct, frozen=True):
     seed: int = 0
     precision: str = "float32"
     xla: bool = False
-    input: str = "host"  # where each step's batch comes from
-    engine: str = "auto"  # how TensorFlow keeps a split in step
+    input: str = "host"  # the source of each step's batch
+    engine: str = "auto"  # how TensorFlow synchronizes a split
     # a share that doesn't fit at once is computed in passes; off: each share is one pass
     micro: str = "auto"
-    pace: float = 0.0  # simulated devices: 1 takes real time
+    pace: float = 0.0  # fraction of real time that simulated devices take
     share: bool = False  # run even if another session uses the devices
-    compare: LayoutOptions | None = None  # which layouts to compare; None: find the best split
+    compare: LayoutOptions | None = None  # the layouts to compare; None: find the best split
 
 
 class Job(msgspec.Struct, frozen=True, dict=True):
@@ -64,7 +64,8 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     devices: tuple[Device, ...]
     workload: str
     framework: str  # tensorflow | torch | none
-    largest_share: int | None = None  # the workload can't make a larger batch for one device
+    # the largest batch that the workload can make for one device; None: no limit
+    largest_share: int | None = None
     notes: tuple[str, ...] = ()  # about the devices
     machine: Machine | None = None  # the physics, if the devices are simulated
     driver: str = ""  # version of the GPUs' driver
@@ -81,7 +82,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
     def problem(self) -> Problem:
         """The problem that a search has to solve.
 
-        It is the same for a new job and for one read from a journal.
+        It is the same for a new job and for a job read from a journal.
         """
         request = self.request
         devices = self.devices
@@ -106,7 +107,7 @@ class Job(msgspec.Struct, frozen=True, dict=True):
 
 
 def _number(values: Iterable[object]) -> tuple[int, ...]:
-    """Number the distinct values from 0; equal values get equal numbers."""
+    """Number the distinct values from 0. Equal values get equal numbers."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(value, len(numbers)) for value in values)
 
@@ -114,7 +115,7 @@ def _number(values: Iterable[object]) -> tuple[int, ...]:
 def allows_passes(request: Request, framework: str) -> bool:
     """True if a share may be computed in passes.
 
-    The request allows it, and neither XLA nor TensorFlow's input from the device rules it out.
+    The request must allow it. XLA rules it out, and so does TensorFlow's input from the device.
     """
     from_device = framework == "tensorflow" and request.input == "device"
     return request.micro == "auto" and not (request.xla or from_device)
@@ -123,7 +124,7 @@ def allows_passes(request: Request, framework: str) -> bool:
 def assigns_by_cost(request: Request, framework: str) -> bool:
     """True if rows of unequal length are assigned by their cost.
 
-    That needs passes, PyTorch's loader, and an objective that uses lengths.
+    This needs passes, PyTorch's loader, and an objective that uses lengths.
     """
     possible = (
         framework == "torch" and request.input == "host" and allows_passes(request, framework)

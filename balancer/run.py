@@ -39,9 +39,9 @@ class OpenRun(msgspec.Struct):
     began_with: JournalContents
     journal: Journal
     locks: ExitStack  # closing them also closes the journal
-    replayed: int = 0  # observations from before it was resumed
-    raised_budget: float | None = None  # the budget, if it differs from the original one
-    spend_all: bool = False  # it had ended, and was given more time
+    replayed: int = 0  # number of observations from before it was resumed
+    raised_budget: float | None = None  # the budget if it differs from the original one
+    spend_all: bool = False  # the run had ended, and was given more time
     _written: list[LaterEntry] = []  # entries since it was opened
 
     @property
@@ -67,7 +67,7 @@ class OpenRun(msgspec.Struct):
         self._written.append(entry)
 
     def close(self) -> None:
-        """Close the journal and release the run and its devices; safe to call twice."""
+        """Close the journal and release the run and its devices. May be called more than once."""
         self.locks.close()
 
 
@@ -76,7 +76,7 @@ def open_run(
 ) -> OpenRun:
     """Open a new run for this request, or resume the run named by `resume`.
 
-    A run that had ended continues if its budget is raised, or for `extend_seconds` more: its best
+    A run that had ended continues if its budget is raised or extended by `extend_seconds`: its best
     layouts are measured again until that time is used up. Raises RequestError or DeviceError if the
     run can't start.
     """
@@ -114,11 +114,9 @@ def begin(job: Job) -> OpenRun:
 def reopen(name: str, request: Request, extend_seconds: float | None = None) -> OpenRun:
     """Resume a run.
 
-    Raises RequestError if the run is in progress, or if it was measured with another request or
-    on other devices.
-
-    The run's own request applies, except for `pace`, `share`, the Ray address if given, and a new
-    budget. `extend_seconds` is added to the time that the run has already spent.
+    The run keeps its own request, except for `pace`, `share`, a given Ray address and a new budget.
+    `extend_seconds` is added to the time that the run has already spent. Raises RequestError if the
+    run is in progress, or if it was measured with another request or on other devices.
     """
     folder = runs.run_folder(runs.find(name))
     with ExitStack() as locks:
@@ -161,8 +159,8 @@ def _choose_budget(
 ) -> float | None:
     """Return the budget of a resumed run, in seconds.
 
-    It is the time already spent plus `extend_seconds` if given, else the requested budget unless
-    that is the default, else the run's own budget.
+    It is the time already spent plus `extend_seconds` if given. Otherwise it is the requested
+    budget unless that is the default, and else the run's own budget.
     """
     if extend_seconds is not None:
         return record.clock_seconds + extend_seconds
@@ -173,7 +171,7 @@ def _choose_budget(
 def _read_budget(record: JournalContents) -> float | None:
     """Return the run's own budget.
 
-    It is the budget at the run's last end, as it may have been raised, else the request's.
+    It is the budget at the run's last end, which may have been raised, or else the request's.
     """
     ends = [entry for entry in record.entries if isinstance(entry, Finished)]
     raised = ends[-1].budget_seconds if ends else None
@@ -183,7 +181,7 @@ def _read_budget(record: JournalContents) -> float | None:
 def _check_request(header: Header, request: Request) -> None:
     """Raise RequestError if an option differs from the run's own.
 
-    The earlier measurements would not apply then.
+    The earlier measurements wouldn't be valid for another option.
     """
     kept = msgspec.structs.replace(header.request, workload=header.workload)
     unsaid = Request()

@@ -1,7 +1,7 @@
 """A session runs a search.
 
-It writes the requested probes and their observations to the journal, runs the probes, and passes
-the observations to the search.
+It runs the probes that the search requests, writes the requests and the observations to the
+journal, and passes the observations to the search.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from .store.links import find_known_link, note_link
 from .store.runs import make_search
 from .types import End, Facts, Failed, KnownLink, Observation, OutOfMemory, Probe, Stop, Timed
 
-GRACE_SECONDS = 2.0  # beyond the budget, for probes that are still running when it ends;
+GRACE_SECONDS = 2.0  # seconds beyond the budget for probes that are still running when it ends;
 GRACE_SHARE = 0.1  # or this fraction of the budget, if that is more and a probe is running steps
 STEPPING = ("warming up", "measuring")
 POLL_SECONDS = 0.1
-# the seconds that these phases may take, even beyond the budget, while no probe has ended
+# the seconds that these phases may take, even beyond the budget, as long as no probe has ended
 FIRST_SECONDS = {
     "starting": 60.0,
     "building": 3.0,
@@ -43,13 +43,12 @@ FIRST_SECONDS = {
 
 
 class Session(EventThread):
-    """One run, new or resumed; iterate `events` to run it.
+    """One run, new or resumed. Iterate `events` to run it.
 
-    The session closes the run. Raises RequestError or DeviceError if it can't begin.
-
-    The last event is Finished; without a plan, NoLayoutError is raised instead. If the journal
-    can't be written, the session ends with what the journal holds, and UnwrittenError is raised,
-    after Finished if there is a plan.
+    The session closes the run. The last event is Finished; without a plan, NoLayoutError is raised
+    instead. If the journal can't be written, the session ends with what the journal holds, and
+    UnwrittenError is raised, after Finished if there is a plan. Raises RequestError or DeviceError
+    if the session can't begin.
     """
 
     def __init__(self, run: OpenRun) -> None:
@@ -79,17 +78,17 @@ class Session(EventThread):
 
     @property
     def search(self) -> Search:
-        """The search that chose the probes. Read it only after the session has ended."""
+        """The search that chose the probes. Read it only once the session has ended."""
         return self._search
 
     def report(self) -> SearchReport:
-        """The search's report. Read it only after the session has ended with a plan."""
+        """The report of the search. Read it only once the session has ended with a plan."""
         report = self._search.report(self._job.request.own_batch)
         assert report is not None, "a session without a plan raises"
         return report
 
     def stop(self) -> None:
-        """Stop with the best plan so far; Finished then says that it was interrupted.
+        """Stop with the best plan so far. Finished then says that the session was interrupted.
 
         Safe to call from any thread or signal handler.
         """
@@ -97,7 +96,7 @@ class Session(EventThread):
         super().stop()
 
     def close(self) -> None:
-        """Kill every child and release the devices; safe to call twice."""
+        """Kill every child and release the devices. May be called more than once."""
         self.stop()
         self._prober.close()
         super().close()
@@ -117,7 +116,7 @@ class Session(EventThread):
     def _loop_until_unwritten(self) -> UnwrittenError | None:
         """Measure until the search or the session ends.
 
-        Returns the error if the journal could no longer be written, else None.
+        Return the error if the journal could no longer be written, else None.
         """
         try:
             self._loop()
@@ -176,7 +175,7 @@ class Session(EventThread):
                 alarm.cancel()
 
     def _report(self, progress: ProbeProgress) -> None:
-        """Report progress; called from any thread."""
+        """Report progress. Called from any thread."""
         at_seconds = progress.at_seconds - self._paused_seconds
         progress = msgspec.structs.replace(progress, at_seconds=at_seconds)
         self._running[progress.probe] = progress
@@ -185,7 +184,7 @@ class Session(EventThread):
     def _always_fails(self, seen: Observation) -> bool:
         """True if the workload's own code failed before anything ran.
 
-        It would then fail on every device.
+        Such code fails on every device.
         """
         failed = isinstance(seen, Failed) and seen.user_code
         return failed and not any(isinstance(one, Timed) for one in self._seen)
@@ -256,7 +255,7 @@ class Session(EventThread):
             )
 
     def _fail(self, at: float, message: str, remedy: str) -> RequestError:
-        """Write the failure of a request to the journal, and return it as an error."""
+        """Write a failure to the journal, and return it as an error."""
         self._run.write(FailedEntry(message, at))
         return RequestError(message, remedy)
 
@@ -283,8 +282,8 @@ class Session(EventThread):
     def _stop_late_probes(self, spared: tuple[str, ...] = ()) -> None:
         """Stop the running probes because the budget is spent, unless one is in a `spared` phase.
 
-        If no probe has ended yet, waits until the workload is built, so that errors in the
-        user's code are reported.
+        If no probe has ended yet, wait until the workload is built, so that errors in the user's
+        code are reported.
         """
         while not self._seen and any(map(_is_being_built, tuple(self._running.values()))):
             if self._halt.wait(POLL_SECONDS):
@@ -305,12 +304,12 @@ class Session(EventThread):
     def _finish(self) -> Finished:
         """Return the end of the session with the best plan so far.
 
-        It is written to the journal first, if possible. Raises NoLayoutError if there is no plan,
+        It is first written to the journal, if possible. Raises NoLayoutError if there is no plan,
         or the error that prevented writing the journal.
         """
         running = tuple(
             one
-            for one in tuple(self._running.values())  # probes still report, from their own threads
+            for one in tuple(self._running.values())  # probes still report from their own threads
             if one.phase_seconds >= 1 or self._interrupted
         )
         unfinished = find_unfinished(self._job.workload, self._job.devices, running)
@@ -322,7 +321,7 @@ class Session(EventThread):
         if report is None:
             fault = explain_no_plan(record, self._search.belief(), end)
             if not self._interrupted:
-                with suppress(UnwrittenError):  # why there is no plan matters more
+                with suppress(UnwrittenError):  # the reason why there is no plan matters more
                     run.write(FailedEntry(fault.message, at))
             raise fault
         cut = self._interrupted or self._unwritten is not None
@@ -341,7 +340,7 @@ class Session(EventThread):
         return ended
 
     def _now(self) -> float:
-        """The seconds on the session's clock: those on the prober's clock, without pauses."""
+        """The seconds on the session's clock: the seconds on the prober's clock, without pauses."""
         return self._prober.now() - self._paused_seconds
 
     def _seconds(self) -> float:

@@ -1,6 +1,6 @@
-"""Folds a session's events into one frozen state.
+"""Combines a session's events into one frozen state.
 
-Rivals, curves and the remaining time are derived from that state.
+Rivals, curves and the remaining time are computed from the state.
 """
 
 from __future__ import annotations
@@ -74,11 +74,14 @@ def first_state(
 
 
 def advance(state: SessionState, event: Event) -> SessionState:
-    """Return the state after one more event. Pure, so replaying a journal gives the same state."""
+    """Return the state after one more event.
+
+    The function is pure, so replaying a journal gives the same state.
+    """
     replace = msgspec.structs.replace
     at_seconds = max(state.at_seconds, getattr(event, "at_seconds", 0.0))
     if isinstance(event, Started):
-        return replace(state, **msgspec.structs.asdict(event))  # its fields are the state's
+        return replace(state, **msgspec.structs.asdict(event))  # its fields are those of the state
     if isinstance(event, ProbeStarted):
         running = _with(state, ProbeProgress(event.probe, "starting", None, None, event.at_seconds))
         return replace(state, running=running, paused=False, at_seconds=at_seconds)
@@ -159,9 +162,9 @@ def largest_run(state: SessionState, device: int) -> int:
 
 
 class RatedLayout(NamedTuple):
-    """One way to train, with its measured samples/s.
+    """A layout with its measured samples/s.
 
-    `device` is the label if it is one device of several.
+    `device` is the label if the layout is one device of several.
     """
 
     kind: RivalKind
@@ -169,15 +172,15 @@ class RatedLayout(NamedTuple):
     rate: Interval
     batches: tuple[int, ...] = ()
     device: str = ""
-    tie: bool = False  # with the plan
-    paired: float | None = None  # the plan's gain over it, if measured in turns
+    tie: bool = False  # it ties with the plan
+    paired: float | None = None  # the plan's gain over it, if both were measured in turns
     earlier: float = 0.0  # earlier samples/s of one device at this batch, if they were higher
 
     def gain_of(self, other: RatedLayout) -> float | None:
         """Return the gain of `other`, such as the plan, over this layout.
 
-        It is computed from the printed rates, or measured in turns. Return None if the layouts
-        can't be compared.
+        It is computed from the printed rates, unless it was measured in turns. Return None if the
+        layouts can't be compared.
         """
         if not is_comparable(other.rate, other.batches, self.rate, self.batches):
             return None
@@ -250,7 +253,7 @@ def _list_solos(state: SessionState) -> list[Timed]:
 def _is_other(seen: Timed, best: Result | None) -> bool:
     """True if a measurement's layout isn't the best one so far.
 
-    The best layout with another batch on one device doesn't count as another layout.
+    The best layout on one device doesn't become another layout with another batch.
     """
     return best is None or not _same_way(seen.probe.layout, best.layout)
 
@@ -261,7 +264,7 @@ def _is_even_on_all(seen: Timed) -> bool:
 
 
 def _same_way(one: Layout, other: Layout) -> bool:
-    """True if both are the same layout, or the same device with different batches."""
+    """True if both layouts are equal, or are the same device with different batches."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
@@ -273,12 +276,11 @@ def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
 def plan_rivals(
     plan: Plan, labels: tuple[str, ...], at_batch: bool = False
 ) -> tuple[RatedLayout, ...]:
-    """Return the rivals of a plan.
-
-    They are a split, one device, a larger batch, and the sum of all devices alone.
+    """Return the rivals of a plan: a split, one device, a larger batch, and all devices' sum.
 
     A plan of one device is compared with the faster of the even and the best split, and with
-    another device alone. The sum uses each device at its fastest, or `alone_at_batch`.
+    another device alone. The sum uses each device at its fastest batch or, with `at_batch`, as in
+    `alone_at_batch`.
     """
     found: dict[EvidenceKind, list[Evidence]] = {}
     for each in plan.evidence:
@@ -300,13 +302,12 @@ def plan_rivals(
 
 
 def _find_single(plan: Plan) -> Evidence | None:
-    """Return the single device to compare a plan with; another device if the plan uses one device.
+    """Return the single device to compare a plan with.
 
-    It is the device that was raced, unless another device had more samples/s at the same batch and
-    no more than the plan.
-
-    A device with more samples/s than the plan doesn't count, because it was measured while the
-    machine was faster.
+    It is another device if the plan uses one device. It is the device that was raced, unless
+    another device had more samples/s at the same batch and no more than the plan. A device with
+    more samples/s than the plan doesn't count, because it was measured while the machine was
+    faster.
     """
     raced = [each for each in plan.evidence if each.kind == "best_device"]
     raced = _without_own_device(plan, raced)
@@ -321,7 +322,7 @@ def _find_single(plan: Plan) -> Evidence | None:
 
 
 def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]:
-    """Return devices alone, without the plan's own device if the plan is one device."""
+    """Return devices alone, without the plan's device if the plan is one device."""
     own = _positions(plan.layout) if plan.layout.traits.alone else ()
     return [each for each in solos if _positions(each.layout) != own]
 
@@ -349,7 +350,10 @@ def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLay
 
 
 def _name_even(plan: Plan, even: Evidence) -> str:
-    """Return the name of the even split, or which even split it is if the plan is one too."""
+    """Return the name of the even split.
+
+    If the plan is an even split too, the name says which even split it is.
+    """
     own, batch = plan.layout.batches, even.layout.global_batch
     if not all(own) or max(own) - min(own) > 1 or batch == sum(own):
         return "even split"
@@ -375,7 +379,7 @@ def _find_earlier(plan: Plan, single: Evidence) -> float:
 
 
 def _positions(layout: PlanLayout) -> tuple[int, ...]:
-    """The positions of the devices that compute."""
+    """Return the positions of the devices that compute."""
     return tuple(i for i, batch in enumerate(layout.batches) if batch)
 
 
@@ -391,7 +395,7 @@ def best_alone(plan: Plan) -> dict[int, Evidence]:
 def alone_at_batch(plan: Plan) -> dict[int, Evidence]:
     """Return each device alone, by position.
 
-    A device is at the plan's batch if it ran at it, else at its fastest batch.
+    A device has the plan's batch if it ran at that batch, and otherwise its fastest batch.
     """
     batch = plan.layout.global_batch
 
@@ -417,7 +421,7 @@ def _fastest(measurements: list[Timed]) -> Timed | None:
 
 
 def figure_of(throughput: Throughput) -> Interval:
-    """Return samples/s from a plan's file with their interval."""
+    """Return the samples/s of a plan's file with their interval."""
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 
 
@@ -433,13 +437,13 @@ class ChartedCurve(NamedTuple):
     """One device's points in the chart of samples/s against batch."""
 
     device: int
-    believed: tuple[tuple[int, float], ...]  # (batch, samples/s) as the search predicts
+    believed: tuple[tuple[int, float], ...]  # (batch, samples/s) that the search predicts
     measured: tuple[tuple[int, float], ...]  # (batch, samples/s) of each measurement alone
     failed_batch: int | None  # the smallest batch that ran out of memory
 
     @property
     def largest_tested(self) -> int:
-        """The largest measured batch; beyond it the curve is a prediction."""
+        """The largest measured batch. Beyond it, the curve is a prediction."""
         return max((batch for batch, _ in self.measured), default=0)
 
 

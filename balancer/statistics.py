@@ -1,6 +1,6 @@
 """Confidence intervals of step times, for probes and the search.
 
-Student's t is tabulated, since SciPy is not a dependency. Beyond the table, a Cornish-Fisher term
+Student's t is tabulated because SciPy isn't a dependency. Beyond the table, a Cornish-Fisher term
 is accurate to three digits.
 """
 
@@ -16,12 +16,12 @@ from .types import Interval
 NORMAL_95 = 1.959964  # two-sided 95 % quantile of the normal distribution
 UNKNOWN = 0.25  # relative error of samples/s above which they aren't compared
 # relative standard error of a lone step, whose probe can't show its noise: steps of seconds vary by
-# 1 or 2 %, and the first that is timed may still allocate
+# 1 or 2 %, and the first timed step may still allocate
 LONE_ERROR = 0.03
-# steps that this assumption counts for, beside one measured difference of two steps, which may be
-# small by chance
+# number of steps that this assumption counts for, beside one measured difference of two steps,
+# which may be small by chance
 LONE_WEIGHT = 2
-# relative to the step after it: a first step that took longer traced or tuned kernels
+# relative to the next step: a first step that took longer traced or tuned kernels
 USUAL = 1.2
 # fmt: off
 STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
@@ -32,7 +32,7 @@ STUDENT_95 = (  # two-sided 95 % quantiles for 1, 2, ... degrees of freedom
 
 
 def student(freedom: int) -> float:
-    """Return the two-sided 95 % quantile of Student's t; `freedom` is at least 1."""
+    """Return the two-sided 95 % quantile of Student's t. `freedom` is at least 1."""
     if freedom < 1:
         raise ValueError(f"Student's t has at least 1 degree of freedom, not {freedom}")
     if freedom <= len(STUDENT_95):
@@ -43,21 +43,19 @@ def student(freedom: int) -> float:
 def lone_error(first_seconds: float, seconds: float) -> float:
     """Return the relative half-width of a single step's 95 % interval.
 
-    Uses the difference from the step before it, unless that step took over 20 % longer.
-
-    The variance pools the assumed variance of steps (`LONE_ERROR`) with the variance of
-    these two steps.
+    It uses the difference from the previous step, unless that step took over 20 % longer. The
+    variance pools the assumed variance of steps (`LONE_ERROR`) with the variance of these two
+    steps.
     """
     usual = 0 < first_seconds <= USUAL * seconds
     return _pool_lone([first_seconds / seconds - 1] if usual else [], 0)
 
 
 def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
-    """Return the half-width as `lone_error` does, from many pairs of steps.
+    """Return the same half-width as `lone_error`, from many pairs of steps.
 
-    A pair is a first step and the step after it.
-
-    Each pair's ratio is compared with the median ratio, because first steps may take longer.
+    A pair is a first step and the next step. Each pair's ratio is compared with the median ratio,
+    because first steps may take longer.
     """
     ratios = [first / step - 1 for first, step in pairs if first > 0]
     middle = median(ratios or [0.0])
@@ -67,10 +65,8 @@ def lone_error_of(pairs: Sequence[tuple[float, float]]) -> float:
 def _pool_lone(differences: Sequence[float], fitted: int) -> float:
     """Return the relative half-width of a single step's interval.
 
-    It is estimated from relative differences between two steps.
-
-    `fitted` of the differences' degrees of freedom are already used up, by parameters
-    fitted to them.
+    It is estimated from relative differences between two steps. `fitted` of their degrees of
+    freedom are used up by parameters that were fitted to the differences.
     """
     variance = LONE_WEIGHT * LONE_ERROR**2 + math.fsum(each**2 / 2 for each in differences)
     freedom = LONE_WEIGHT + max(0, len(differences) - fitted)
@@ -85,6 +81,6 @@ def relative_half_width(interval: Interval) -> float:
 def is_known(*figures: Interval) -> bool:
     """True if all samples/s are precise enough to be compared.
 
-    Their relative error is at most `UNKNOWN`.
+    Their relative error is then at most `UNKNOWN`.
     """
     return all(relative_error(one.value, one.low, one.high) <= UNKNOWN for one in figures)

@@ -1,12 +1,9 @@
-"""Measurements outside a search.
+"""Measurements outside a search: runs at given batch sizes, and dry runs.
 
-These are runs at batch sizes that a user chooses, and dry runs, which show what to expect
-of a search.
-
-A run's metrics per device come from the step itself if a device's compute time (own work) can be
-separated from waiting (CPU slices, simulated devices); otherwise each device is timed alone at its
-share. A dry run builds the workload once and runs steps of two small batches on one device; none of
-its results are kept.
+A dry run shows what to expect of a search. A run's metrics per device come from the step itself if
+a device's compute time (own work) can be separated from waiting (CPU slices, simulated devices).
+Otherwise each device is timed alone at its share. A dry run builds the workload once and runs steps
+of two small batches on one device; none of its results are kept.
 """
 
 from __future__ import annotations
@@ -46,12 +43,13 @@ from .types import (
     layout_of,
 )
 
-DEFAULT_SECONDS = 10.0  # per run; a run with a number of steps may warm up for half of it
-ALONE_SECONDS = 3.0  # for each device alone
-BATCHES = 2  # the batches that a dry run measures: two points give a line
-PROBE_SECONDS = 0.5  # per batch
-# relative rise of the bytes between the two batches: below it, an optimizer's peak hides the memory
-# of the rows
+# seconds per run; a run with a number of steps may warm up for half of this time
+DEFAULT_SECONDS = 10.0
+ALONE_SECONDS = 3.0  # seconds for each device alone
+BATCHES = 2  # number of batches that a dry run measures: two points give a line
+PROBE_SECONDS = 0.5  # seconds per batch
+# relative increase in bytes between the two batches: below it, the memory of the rows is hidden by
+# an optimizer's peak
 LEAST_RISE = 0.02
 
 
@@ -66,15 +64,15 @@ class ProbeLength(msgspec.Struct, frozen=True):
 
 
 class ProbeRepeat(msgspec.Struct, frozen=True):
-    """One run: samples and samples/s so far over all runs.
+    """One run: samples, and samples/s over all runs so far.
 
-    It also has each device's own samples/s, None where unknown.
+    It also has each device's own samples/s, None if unknown.
     """
 
     samples: int
     samples_per_second: float
     own: tuple[float | None, ...]
-    alone: bool  # `own` was measured with each device alone
+    alone: bool  # `own` was measured on each device alone
     steps: int  # timed steps in this run
     # peak of each device in this run; None: unknown or unused
     memory_bytes: tuple[int | None, ...]
@@ -93,9 +91,8 @@ def choose_layout(
 ) -> Layout:
     """Return the layout with one batch for each position, or for the first devices.
 
-    If `micro` is given, batches are computed in passes of up to `micro` rows.
-
-    Raises RequestError if the arguments don't fit together.
+    If `micro` is given, batches are computed in passes of up to `micro` rows. Raises RequestError
+    if the arguments don't fit together.
     """
     if any(batch < 1 for batch in batches):
         raise RequestError(
@@ -143,7 +140,7 @@ def _check_micro(batches: Sequence[int], micro: Sequence[int]) -> None:
 def repeat_probe(
     resolved: Job, layout: Layout, repeat: int, length: ProbeLength, stop: threading.Event
 ) -> Iterator[Iterator[ProbeRepeat]]:
-    """Lock the devices, unless the request shares them, and yield `repeat` runs, each as it ends.
+    """Lock the devices unless the request shares them, and yield `repeat` runs as they end.
 
     Raises NoLayoutError if the batch doesn't fit or the training fails, and DeviceError if another
     session has a device.
@@ -202,7 +199,7 @@ def _runs(
 
 
 def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation | None:
-    """Run one measurement; None if it was stopped."""
+    """Run one measurement. Return None if it was stopped."""
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
@@ -253,8 +250,8 @@ class DryRunDevice(msgspec.Struct, frozen=True):
 class LargestSizes(msgspec.Struct, frozen=True):
     """The largest numbers of parameters of a model that the devices' memory allows."""
 
-    whole: int  # each device holds the model
-    sharded: int  # the devices hold parts of it
+    whole: int  # if each device holds the model
+    sharded: int  # if the devices hold parts of it
 
 
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
@@ -267,7 +264,7 @@ class LargestModel(LargestSizes, frozen=True, kw_only=True):
     qlora: LargestSizes
 
     def write(self) -> str:
-        """Format all sizes, and what they don't include."""
+        """Return all sizes as text, with what they don't include."""
         return (
             f"AdamW in float32 trains at most {millions(self.whole)} parameters where each device "
             f"holds the model, and {millions(self.sharded)} in shards (split.shard); "
@@ -291,7 +288,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
     largest: LargestModel | None = None  # that the devices could train; None: unknown
 
     def write_tried(self) -> str:
-        """Describe what was built and stepped."""
+        """Return what was built and which steps ran, as text."""
         what = "A simulated model" if self.simulated else self.workload
         if not self.simulated and self.framework != "none":
             what += f" ({self.framework})"
@@ -301,7 +298,7 @@ class DryRunResult(msgspec.Struct, frozen=True):
         return f"{what} was {built}stepped on {where}: a step took {join_words(steps)}."
 
     def write_rest(self) -> str:
-        """Describe how long a search takes, and the largest model that fits."""
+        """Return how long a search takes, and the largest model that fits, as text."""
         sentences = []
         if self.budget_seconds is not None:
             sentences.append(f"A search takes at most {duration(self.budget_seconds)}.")
@@ -313,9 +310,8 @@ class DryRunResult(msgspec.Struct, frozen=True):
 def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResult | None:
     """Build the workload on the first device, run steps of two batches, and estimate what fits.
 
-    Returns None if `stop` is set before both batches have run.
-
-    Raises NoLayoutError if the workload fails, or runs no step within the budget.
+    Return None if `stop` is set before both batches have run. Raises NoLayoutError if the workload
+    fails, or runs no step within the budget.
     """
     alone = _keep_first(resolved)
     with _locked_prober(alone) as prober:
@@ -326,9 +322,9 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
 
 
 def _keep_first(job: Job) -> Job:
-    """Return the job on its first device alone.
+    """Return the job for its first device alone.
 
-    A fixed global batch becomes an upper limit: one device's part of an even split.
+    A fixed global batch becomes an upper limit: the share of one device in an even split.
     """
     machine = job.machine
     request = job.request
@@ -351,7 +347,7 @@ def _step(
 ) -> list[Timed]:
     """Return the measurements of a search's first batches on one device.
 
-    They are as many as ran before `stop`. If no batch fits, the error names the `largest` model.
+    There are as many as ran before `stop`. If no batch fits, the error names the `largest` model.
     """
     budget = alone.request.budget_seconds
     running: dict[Probe, ProbeProgress] = {}
@@ -377,9 +373,9 @@ def _step(
 
 @contextmanager
 def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[threading.Event]:
-    """Set `stop` after `seconds`, if given, unless the block ends before.
+    """Set `stop` after `seconds`, if given, unless the block ends earlier.
 
-    Yields an event that is set at the same time.
+    Yield an event that is set at the same time.
     """
     over = threading.Event()
 
@@ -399,7 +395,7 @@ def _stopped_after(seconds: float | None, stop: threading.Event) -> Iterator[thr
 def _measure_batches(
     alone: Job, prober: Prober, watch: Report, stop: threading.Event
 ) -> list[Timed]:
-    """Return the first batches of the search that ran.
+    """Return the measurements of the search's first batches.
 
     Raises NoLayoutError if the workload fails.
     """
@@ -423,7 +419,7 @@ def _measure_batches(
 def _refuse_memory(device: Device, largest: LargestModel | None) -> NoLayoutError:
     """Return the error for a device on which no batch fits.
 
-    It names the largest model, if known.
+    It names the largest model, if that is known.
     """
     none = f"Not even one sample fits on {device.label}."
     if largest is None:
@@ -458,7 +454,7 @@ def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
 
 
 def find_largest_model(job: Job) -> LargestModel | None:
-    """Return the most parameters that fit whole on each device, and in shards over the devices.
+    """Return the most parameters that fit whole on each device, and in shards over all devices.
 
     Return None if the workload can't be sharded or the memory is unknown.
     """

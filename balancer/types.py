@@ -1,9 +1,7 @@
 """The data types of a session: what can be measured, and what was observed.
 
-They are frozen, and compute nothing but simple arithmetic.
-
-Devices are given by their positions in the request (0 to K-1); the caller of a session knows which
-device is at each position.
+They are frozen, and compute nothing but simple arithmetic. Devices are given by their positions in
+the request (0 to K-1); the caller of a session knows which device is at each position.
 """
 
 from __future__ import annotations
@@ -66,10 +64,10 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
     knobs: tuple[str, ...] = ()  # options beyond the request's: "xla", "mixed", "workers4"
     # rows of one pass, for each device; empty: every share is one pass
     micro: tuple[Count, ...] = ()
-    # rows are assigned by these costs of their lengths; `shares` are then mean row counts
+    # rows are assigned by their length's cost; `shares` are then mean row counts
     costs: tuple[Cost | None, ...] = ()
-    tokens: tuple[Count, ...] = ()  # with `costs`: the most padded tokens of a pass; 0: no limit
-    length: Count = 0  # the length of every row, if the probe measures only one
+    tokens: tuple[Count, ...] = ()  # with `costs`: the most padded tokens in a pass; 0: no limit
+    length: Count = 0  # the length of all rows, if the probe measures rows of one length
     # sharded training: the fraction of the model's state on each device
     state: tuple[float, ...] = ()
 
@@ -139,11 +137,9 @@ def solo(devices: int, position: int, batch: int, micro: int = 0) -> Layout:
 def layout_of(shares: tuple[int, ...], micro: tuple[int, ...] = ()) -> Layout:
     """Return a solo layout if one device has samples, else a split.
 
-    Samples are computed in passes of at most `micro` rows. `micro` is reduced to the rows that
-    the passes need.
-
-    So all values of `micro` that give the same passes give equal layouts, and `micro` is empty if
-    every share is one pass.
+    Samples are computed in passes of at most `micro` rows. `micro` is reduced to the rows that the
+    passes need, so all values of `micro` that give the same passes give equal layouts. It is empty
+    if every share is one pass.
     """
     kind: Kind = "solo" if shares.count(0) == len(shares) - 1 else "split"
     if not micro:
@@ -159,7 +155,7 @@ class Probe(msgspec.Struct, frozen=True):
     """One measurement to run.
 
     Equal probes are the same measurement. `turn` numbers the repeats of a layout, or the rounds of
-    a stage in which devices run alone.
+    a stage in which each device runs alone.
     """
 
     layout: Layout
@@ -167,7 +163,8 @@ class Probe(msgspec.Struct, frozen=True):
     seconds: float  # maximum measuring time, without warm-up
     turn: int = 0
     whole: bool = False  # measure for the full time, even if the result is precise earlier
-    steps: int = 0  # steps to measure instead of a time; `seconds` then bounds the warm-up alone
+    # number of steps to measure instead of a time; `seconds` then limits only the warm-up
+    steps: int = 0
     after: int = -1  # the turn of the last probe of the check stage; -1: none
 
 
@@ -188,11 +185,11 @@ Doubt = Literal[  # in the order in which they are reported
 class MeasurementDoubt(msgspec.Struct, frozen=True):
     """A doubt about a measurement, as data. `evener.balancer.result` writes its text and remedy.
 
-    "changed" is about several measurements of one layout, which differ.
+    The doubt "changed" is about several measurements of one layout, which differ.
     """
 
     code: Doubt
-    value: float = 0.0  # as measured: a relative size, a fraction of time, or a step number
+    value: float = 0.0  # the measured value: a relative size, a fraction of time, or a step number
     device: int = -1  # position; -1: the whole step
     taken: float = 0.0  # the fraction of the CPU time that other processes took; 0: unknown
 
@@ -234,12 +231,13 @@ class PartSeconds(msgspec.Struct, frozen=True):
     # neither CPU, input nor other devices were busy; None if that can't be measured
     idle_seconds: Amount | None = None
     taken_by: str = ""  # the programs that used the cores meanwhile
-    # seconds of full-speed work lost to lower clocks: by heat, and by a power limit or brake
+    # seconds of full-speed work lost to lower clocks, by heat and by a power limit or brake
     heat_seconds: Amount = 0.0
     power_seconds: Amount = 0.0
-    # fraction of the time in which other processes' kernels ran on the device
+    # fraction of the time in which kernels of other processes ran on the device
     neighbour: Annotated[float, Meta(ge=0, le=1)] = 0.0
-    # the same of its own kernels; None if unknown, and `neighbour` is the time that they waited
+    # the same for its own kernels; if None (unknown), `neighbour` is the fraction of the time that
+    # they waited
     busy: Annotated[float, Meta(ge=0, le=1)] | None = None
     neighbours: str = ""  # the names of those processes
 
@@ -270,9 +268,10 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     first_step_seconds: Amount  # the first step of this shape: tracing, autotuning, compiling
     elapsed_seconds: Amount  # duration of the whole probe, including its start and warm-up
     warnings: tuple[MeasurementDoubt, ...] = ()
-    # included in it: starting and building new children, which later probes don't repeat
+    # part of `elapsed_seconds`: starting and building new children, which later probes don't repeat
     start_seconds: float = 0.0
-    import_seconds: float = 0.0  # included in that: imports, which no later child repeats
+    # part of `start_seconds`: imports, which later children don't repeat
+    import_seconds: float = 0.0
     # bytes of each device that other processes held at the start; empty: unknown
     short_bytes: tuple[Count, ...] = ()
     work: tuple[Work | None, ...] = ()  # per device and step, if rows have lengths
@@ -282,17 +281,17 @@ class Timed(msgspec.Struct, frozen=True, tag="timed", tag_field="outcome"):
     kept: KeptBatch | None = None  # the same step without input, if input takes a part of it
     # a GPU's step on that batch with all kernels enqueued beforehand; None: unknown
     enqueued_seconds: Amount | None = None
-    link_bytes_per_second: Amount | None = None  # rate of an all-reduce between the devices
-    link_path: str = ""  # between them: NVLink; empty: unknown
+    link_bytes_per_second: Amount | None = None  # speed of an all-reduce between the devices
+    link_path: str = ""  # the path between them, such as NVLink; empty: unknown
 
     @property
     def restart_seconds(self) -> float:
-        """The seconds that the same start takes once everything is imported."""
+        """The seconds that the same start takes if everything is already imported."""
         return self.start_seconds - self.import_seconds
 
     @property
     def lone(self) -> bool:
-        """True if only one step was timed, because it exceeded the probe's intended time.
+        """True if only one step was timed, because it took longer than the probe was to take.
 
         Its noise is then unknown.
         """
@@ -352,7 +351,7 @@ class OutOfMemory(msgspec.Struct, frozen=True, tag="out_of_memory", tag_field="o
     elapsed_seconds: Amount
     # bytes of each device that other processes held then; empty: unknown
     short_bytes: tuple[Count, ...] = ()
-    goes_on: bool = False  # its children have recovered, and needn't start again
+    goes_on: bool = False  # its children have recovered and needn't start again
 
 
 class Failed(msgspec.Struct, frozen=True, tag="failed", tag_field="outcome"):
@@ -405,7 +404,7 @@ class Result(msgspec.Struct, frozen=True):
 
 
 class PredictedCurve(msgspec.Struct, frozen=True):
-    """The search's model of one device, for plotting; batches in samples."""
+    """The search's model of one device, for plotting. Batches are in samples."""
 
     device: int
     # (batch, seconds) that the search expects, for plotting, in increasing order of batch
@@ -428,19 +427,19 @@ MEASURED_PART = 1 / 64
 class ModelState(msgspec.Struct, frozen=True):
     """The bytes of a model's state in a sharded training.
 
-    Some bytes are divided among the ranks; each rank has others besides its shard.
+    Some bytes are divided among the ranks. Each rank holds others besides its shard.
     """
 
     state_bytes: int  # parameters, gradients and the optimizer's state
-    gathered_bytes: int  # the model's own parameters and two units, whole, with their gradients
+    gathered_bytes: int  # the model's own parameters and two whole units, with their gradients
     step_bytes: int = 0  # temporary memory of the optimizer's step, for the whole model
     parameters: int = 0  # number of the model's parameters; 0: unknown
     trained: int = 0  # trained parameters: few if adapters are trained beside a frozen model
-    # of the state: gradients that don't exist yet while the activations of a step's first pass
-    # are at their peak
+    # part of `state_bytes`: gradients that don't exist yet at the peak of the activations in a
+    # step's first pass
     gradient_bytes: int = 0
-    # of a rank, outside of the framework's allocator, which counts for a device without a memory
-    # limit: the driver's context, and the buffers of the exchange
+    # bytes of a rank outside of the framework's allocator: the driver's context and the buffers of
+    # the exchange; they count for a device without a memory limit
     beside_bytes: int = 0
 
 
@@ -454,7 +453,7 @@ class KnownLink(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """A problem for a search.
+    """The problem that a search solves.
 
     `memory_bytes` is the memory that a training process can use on each device, if known.
     """
@@ -466,12 +465,13 @@ class Problem(msgspec.Struct, frozen=True):
     multiple_of: int = 1  # each share, and so the global batch, is a multiple of it
     tolerance: float = 0.02  # within this of the best layout, the smallest global batch wins
     budget_seconds: float | None = None  # for probing; None: until the results are precise enough
-    largest_share: int | None = None  # the workload can't make a larger batch for one device
+    # the largest batch that the workload can make for one device; None: no limit
+    largest_share: int | None = None
     # measure the best layouts until the budget is spent, however certain the plan is
     spend_all: bool = False
     micro: bool = True  # a share may be computed in several passes; False: it must fit in one
     hosts: tuple[int, ...] = ()  # index of each device's host; empty: all are on one host
-    # equal numbers for devices of which the training may use equal fractions; empty: all are equal
+    # devices with equal numbers may use equal fractions in the training; empty: all are equal
     limits: tuple[int, ...] = ()
     # row lengths in tokens, an even sample in increasing order; empty: shares count rows
     lengths: tuple[int, ...] = ()
@@ -480,7 +480,7 @@ class Problem(msgspec.Struct, frozen=True):
     # the speed that an objective may trade away, as a fraction of the fastest layout's
     max_slowdown: float = 0.0
     shards: bool = False  # the workload can be trained in shards
-    state: ModelState | None = None  # of the workload, once a sharded one was built; None: unknown
+    state: ModelState | None = None  # of the workload, known once a sharded one was built
     # every layout uses all devices, as each holds a part of the model
     all_together: bool = False
     link: KnownLink | None = None  # between the devices; None: unknown
@@ -496,7 +496,7 @@ class Facts(msgspec.Struct, frozen=True):
 
     versions: dict[str, str] = {}  # framework -> version
     driver: str = ""
-    engine: str = ""  # how split layouts were kept in step: towers | multiworker | ddp | simulated
+    engine: str = ""  # how split layouts were synchronized: towers | multiworker | ddp | simulated
     workload_digest: str = ""
     # a layer that computes statistics over the rows of a pass, such as batch normalization
     batch_statistics: str = ""
@@ -505,7 +505,8 @@ class Facts(msgspec.Struct, frozen=True):
     # row lengths in tokens, an even sample in increasing order; empty: none, or all equal
     lengths: tuple[int, ...] = ()
     longest_row: int = -1  # the index of the longest row in the data; -1: unknown
-    state: ModelState | None = None  # what a sharded training divides, once one was built
+    # the state that a sharded training divides, known once one was built
+    state: ModelState | None = None
     link: KnownLink | None = None  # between the devices; None: unknown
     gradient_bytes: int = 0  # of the model's trained parameters; 0: unknown
     parameter_bytes: int = 0  # of all of the model's parameters; 0: unknown
@@ -545,5 +546,5 @@ class End(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The reason as a message."""
+        """The reason as text."""
         return f"{self.stop.value}: {self.detail}." if self.detail else self.stop.value

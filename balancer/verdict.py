@@ -1,9 +1,8 @@
 """The verdict of a search as data.
 
-It has the recommendation, its gain over each rival, and doubts about it.
-
-`result/judge.py` creates it, `result/sentences.py` writes it as text, and `--json` prints its
-fields (docs/json.md). Gains, errors and fractions are relative: 0.17 is 17 %.
+It has the recommendation, the plan's gain over each rival, and doubts. `result/judge.py` creates
+it, `result/sentences.py` writes it as text, and `--json` prints its fields (docs/json.md). Gains,
+errors and fractions are relative: 0.17 is 17 %.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ RivalKind = (
         "knobs"  # the plan's layout with other knobs, or none
     ]
 )
-WhyNotChosen = Literal[  # a layout with more samples/s isn't the plan
+WhyNotChosen = Literal[  # why a layout with more samples/s isn't the plan
     "tolerance",  # it needs a larger batch, and the plan is within --tolerance of it
     "tie",  # the difference is within the error, and the plan is simpler
     "in_turn",  # measured in alternating turns, the plan was faster
@@ -59,7 +58,7 @@ WhyNotChosen = Literal[  # a layout with more samples/s isn't the plan
 class MeasuredRate(msgspec.Struct, frozen=True):
     """Samples/s with their 95 % interval.
 
-    They aren't `known` if the interval is too wide for comparisons.
+    `known` is False if the interval is too wide for comparisons.
     """
 
     samples_per_second: float
@@ -71,12 +70,10 @@ class MeasuredRate(msgspec.Struct, frozen=True):
 
 
 class RateGap(msgspec.Struct, frozen=True):
-    """The plan's samples/s divided by a rival's, minus 1.
+    """The plan's samples/s divided by a rival's, minus 1, with a 95 % interval.
 
-    It has the 95 % interval of that comparison.
-
-    `alternately`: measured in alternating turns of both layouts. The gap may then be more precise
-    than either layout's samples/s, and may differ from the gap between those two values.
+    `alternately` is True if the layouts were measured in alternating turns. The gap may then be
+    more precise than either layout's samples/s, and may differ from the gap between the two rates.
     """
 
     value: float
@@ -95,7 +92,7 @@ Action = Literal[
 
 
 class Recommendation(msgspec.Struct, frozen=True):
-    """The one recommendation, with the layout that it is about."""
+    """The recommendation, and the layout that it is about."""
 
     action: Action
     devices: tuple[str, ...]
@@ -108,7 +105,7 @@ class Recommendation(msgspec.Struct, frozen=True):
 class Chosen(msgspec.Struct, frozen=True):
     """The layout to train with.
 
-    `devices`, `batches` and `micro` list the devices that take part.
+    `devices`, `batches` and `micro` have an entry for each device that takes part.
     """
 
     family: str  # solo, even, split, shard, pack or place
@@ -118,7 +115,7 @@ class Chosen(msgspec.Struct, frozen=True):
     batches: tuple[int, ...]
     micro: tuple[int, ...]  # rows of a pass
     global_batch: int
-    trainings: int = 1  # side by side
+    trainings: int = 1  # number of trainings side by side
     knobs: tuple[str, ...] = ()
     own_work_gap: float | None = None  # between the devices' compute times; None: unknown
 
@@ -135,7 +132,7 @@ class Rival(msgspec.Struct, frozen=True):
     gain: float | None = None  # of the plan over this rival; None: they aren't compared
     tie: bool = False  # neither is surely faster
     unclear: bool = False  # a tie that may hide a large difference
-    paired: bool = False  # the gain was measured in turns; the two rates give another
+    paired: bool = False  # the gain was measured in turns and differs from that of the two rates
     trainings: int = 1
     knobs: tuple[str, ...] = ()
     why_not: WhyNotChosen | None = None  # set if its samples/s exceed the plan's
@@ -158,25 +155,22 @@ class SplitLoss(msgspec.Struct, frozen=True):
 
 
 class SumLoss(msgspec.Struct, frozen=True):
-    """Why several devices reach much less than the sum of each device alone.
+    """Why several devices together reach much less than the sum of each device alone.
 
-    Times are in seconds per step. `lost_seconds` is how much longer a step takes than a step at
-    the sum's speed.
+    Times are in seconds per step. `lost_seconds` is how much longer a step takes than it would at
+    the speed of that sum.
     """
 
     # both: the two causes together explain it, and neither does alone
     cause: Literal["longest_part", "exchange", "both", "unexplained"]
-    fraction: float  # of the sum
+    fraction: float  # of the sum that the plan reaches
     lost_seconds: float
     longest_seconds: float | None = None  # of its longest share, alone
     exchange_seconds: float | None = None
 
 
 class UnequalDevices(msgspec.Struct, frozen=True):
-    """Two devices of the same product with different speeds.
-
-    One of them is much faster than the other at the same batch.
-    """
+    """Two devices of the same product, one much faster than the other at the same batch."""
 
     fast: str
     slow: str
@@ -214,12 +208,12 @@ class LeftOut(msgspec.Struct, frozen=True):
     ]
     detail: str = ""
     rows: int = 0  # rows that didn't fit
-    enough_seconds: int = 0  # a budget that should suffice
-    loss: float = 0.0  # the loss if it is used
+    enough_seconds: int = 0  # a budget that should be enough
+    loss: float = 0.0  # the loss if it were used
     samples_per_second: float = 0.0
     hosts: int = 0
     global_batch: int = 0
-    network_seconds: float = 0.0  # of each step, where they explain the loss
+    network_seconds: float = 0.0  # seconds of each step on the network, if they explain the loss
 
 
 class ReplacedLayout(msgspec.Struct, frozen=True):
@@ -231,7 +225,7 @@ class ReplacedLayout(msgspec.Struct, frozen=True):
 
 
 class Unfinished(msgspec.Struct, frozen=True):
-    """A phase before measuring that some probes had not finished when the search ended."""
+    """A phase before measuring that some probes hadn't finished when the search ended."""
 
     phase: str  # importing | loading | building | preparing | warming up
     name: str
@@ -241,7 +235,7 @@ class Unfinished(msgspec.Struct, frozen=True):
 
 
 class TakenMemory(msgspec.Struct, frozen=True):
-    """Memory of a device that other processes hold, and that the plan leaves to them."""
+    """Memory of a device that other processes hold, and that the plan doesn't use."""
 
     device: str
     size_bytes: int
@@ -280,7 +274,7 @@ class PassStatistics(msgspec.Struct, frozen=True):
 
 
 class ObjectiveReached(msgspec.Struct, frozen=True):
-    """The chosen layout's value of an objective that overruled speed."""
+    """The chosen layout's value of an objective that was more important than speed."""
 
     objective: str
     value: float
@@ -289,12 +283,13 @@ class ObjectiveReached(msgspec.Struct, frozen=True):
 
 
 class Learning(msgspec.Struct, frozen=True):
-    """What the batch means for learning, if the noise scale or the script's batch is known."""
+    """The effect of the batch on learning, if the noise scale or the script's batch is known."""
 
     global_batch: int
     noise_scale: NoiseScale | None = None
-    worth: tuple[float, float, float] | None = None  # value and 95 % interval
-    # measured batches that are faster than all smaller ones: batch, samples/s, their worth
+    # number of samples that the batch is worth, with its 95 % interval
+    worth: tuple[float, float, float] | None = None
+    # measured batches that are faster than all smaller batches: batch, samples/s, their worth
     frontier: tuple[tuple[int, float, float], ...] = ()
     own_batch: int | None = None
     relative_speed: float | None = None  # samples/s divided by those of the script's own batch
@@ -308,7 +303,7 @@ class Learning(msgspec.Struct, frozen=True):
 class AdapterMemory(msgspec.Struct, frozen=True):
     """The approximate memory of a frozen model with adapters.
 
-    `fits` are the devices that can hold the model alone.
+    `fits_on` are the devices that can hold the model alone.
     """
 
     kind: str  # lora, qlora
@@ -320,7 +315,7 @@ class AdapterMemory(msgspec.Struct, frozen=True):
 class StateMemory(msgspec.Struct, frozen=True):
     """The memory of a model's state, if shards were tried.
 
-    It also has training methods that would need less memory.
+    It also has training methods that need less memory.
     """
 
     state_bytes: int
@@ -354,7 +349,8 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     code_limit: CodeLimit | None = None
     short_epoch: ShortEpoch | None = None
     pass_statistics: PassStatistics | None = None
-    slow_bfloat16: tuple[str, ...] = ()  # devices without hardware for it, beside ones that have it
+    # devices without hardware for bfloat16, beside devices that have it
+    slow_bfloat16: tuple[str, ...] = ()
     objective: ObjectiveReached | None = None
     learning: Learning | None = None
     state: StateMemory | None = None  # None: the model wasn't tried in shards

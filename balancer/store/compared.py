@@ -3,14 +3,14 @@
 The slowdown has an interval. The functions have no side effects.
 
 Other programs, on this machine or on other virtual machines of its host, slow whole trainings by
-tens of percent, each training differently. They don't change how long a quick step takes: the 5th
-percentile of step times. Therefore two trainings are compared by their quick steps. Work that isn't
-in every step, such as checkpoints or late rows, is added by its mean, as far as the second training
-certainly takes longer for it.
+tens of percent, each training differently. They don't change the duration of a quick step: the 5th
+percentile of step times. So two trainings are compared by their quick steps. Work that isn't in
+every step, such as checkpoints or late rows, is added by its mean, but only as much as the second
+training certainly takes longer for it.
 
 A training whose journal has no quick steps is compared by the means of its windows. A disturbance
-lasts over several windows, so these aren't independent. Therefore windows are joined into blocks,
-and the interval is widened by the correlation between consecutive blocks.
+lasts for several windows, so these aren't independent. So windows are joined into blocks, and the
+interval is widened by the correlation between consecutive blocks.
 """
 
 from __future__ import annotations
@@ -30,21 +30,23 @@ from evener.training.step_sums import StepSums
 
 from ..statistics import student
 
-WARM_PART = 0.1  # fraction of a training's windows that is left out, as the machine warms up
+WARM_PART = 0.1  # fraction of a training's windows that is left out, because the machine warms up
 MOST_BLOCKS = 12
-FEWEST_WINDOWS = 5  # without the warm-up
+FEWEST_WINDOWS = 5  # windows that must be left without the warm-up
 MOST_ALIKE = 0.8  # a higher correlation of consecutive blocks can't be estimated from so few blocks
 LEAST_ERROR = 1e-3  # relative: clocks are no more precise
-# Relative, half of a 95 % interval: the pace of a training that nothing disturbs differs from one
-# start to the next, as its memory lies elsewhere and the machine's clocks are others.
+# relative half-width of a 95 % interval: the speed of an undisturbed training differs from one
+# start to the next, because its memory is elsewhere and the machine's clocks differ
 START_ERROR = 0.02
-# Only the quickest windows are compared, by their median: this fraction of all, but at least
-# FEWEST_QUICK.
+# only the quickest windows are compared, by their median: this fraction of all, but at least
+# FEWEST_QUICK
 QUICK_WINDOWS = 0.3
 FEWEST_QUICK = 3
-MOST_DISTURBED = 2.0  # mean own work over a quick step, from which other parts' means say nothing
+# mean compute time (own work) divided by that of a quick step, from which other parts' means aren't
+# used
+MOST_DISTURBED = 2.0
 
-# parts of which a step may have much more than another one
+# parts that may take much longer in some steps than in others
 RARE = ("input_s", "files_s", "validation_s", "between_s")
 
 PHASES = {
@@ -83,7 +85,8 @@ class RunDifference(msgspec.Struct, frozen=True, kw_only=True):
     slowdown: float  # 0.1: the second takes 10 % longer; below 0 it is faster
     low: float  # 95 % interval
     high: float
-    mean_slowdown: float = 0.0  # by all steps, with what other programs cost in either training
+    # over all steps, including what other programs cost in either training
+    mean_slowdown: float = 0.0
     phases: tuple[PhaseDifference, ...] = ()
     other_batch: bool = False  # the two trainings have different numbers of rows per step
 
@@ -108,7 +111,7 @@ def compare_trainings(before: RecordedTraining, after: RecordedTraining) -> RunD
         ratio = quick[1].value / quick[0].value
         error = math.hypot(START_ERROR, *(each.error / each.value for each in quick))
         rare = _find_rare(windows, quick) / quick[0].value
-        rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step has some of it
+        rare = max(0.0, rare - max(0.0, ratio - 1))  # a quick step contains some of it
     batches = [_batch(each) for each in windows]
     return RunDifference(
         kind="training",
@@ -184,7 +187,7 @@ class _Mean(msgspec.Struct, frozen=True):
 def _mean(
     windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
-    """Return the mean of a metric over a training, from blocks of equally long windows."""
+    """Return the mean of a metric over a training, from blocks of windows of equal duration."""
     blocks = [_join(block, figure) for block in _cut(windows)]
     value = max(fmean(blocks), least)
     if len(blocks) < 2:
@@ -208,11 +211,9 @@ def _find_quick(windows: Sequence[StepsEntry]) -> _Mean:
 def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]) -> float:
     """Return how much longer the second training takes per sample for rare work, in seconds.
 
-    Rare work is work that isn't in every step.
-
-    Only the difference that is certain counts, for each part of a step in `RARE`. Other programs
-    slow these parts as much as own work, so the means are corrected for that; 0 if other programs
-    had most of the time.
+    Rare work is work that isn't in every step. Only the difference that is certain counts, for each
+    part of a step in `RARE`. Other programs slow these parts as much as own work, so the means are
+    corrected for that. Return 0 if other programs had most of the time.
     """
     if not all(window.sums.steps for windows in trainings for window in windows):
         return 0.0
@@ -229,9 +230,9 @@ def _find_rare(trainings: Sequence[Sequence[StepsEntry]], quick: Sequence[_Mean]
 
 
 def _find_disturbed(windows: Sequence[StepsEntry], quick: _Mean) -> float:
-    """Return the ratio of a step's mean compute time (own work) to a quick step's time.
+    """Return the mean compute time (own work) of a step, divided by that of a quick step.
 
-    It is at least 1.
+    The ratio is at least 1.
     """
 
     def work(window: StepsEntry) -> float:
@@ -268,14 +269,14 @@ def _join(windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float]) 
 
 
 def _find_likeness(blocks: Sequence[float]) -> float:
-    """Return the correlation of consecutive blocks, at most `MOST_ALIKE`; 0 if it is negative."""
+    """Return the correlation of consecutive blocks, at most `MOST_ALIKE` and at least 0."""
     middle = fmean(blocks)
     around = [each - middle for each in blocks]
     whole = sum(each * each for each in around)
     if whole <= 0:
         return 0.0
     in_a_row = sum(one * following for one, following in pairwise(around))
-    # of few blocks the estimate is too low, by about 1 / n and four times itself / n
+    # the estimate from few blocks is too low, by about 1 / n plus four times itself / n
     count = len(blocks)
     found = in_a_row / whole
     return min(max(0.0, found + (1 + 4 * max(found, 0.0)) / count), MOST_ALIKE)
@@ -284,7 +285,7 @@ def _find_likeness(blocks: Sequence[float]) -> float:
 def _compare_phases(
     first: Sequence[StepsEntry], second: Sequence[StepsEntry]
 ) -> list[PhaseDifference]:
-    """Return the parts of a step that either training has, if their ranks report them."""
+    """Return the parts of a step that either training has, if their ranks report parts."""
     known = [[each for each in windows if each.sums.steps] for windows in (first, second)]
     if not all(known):
         return []

@@ -1,6 +1,6 @@
 """The last measured links between devices, stored by driver and devices.
 
-Links stored for another driver or other devices aren't found, as they may differ.
+Links of another driver or of other devices aren't returned, because they may differ.
 """
 
 from __future__ import annotations
@@ -29,10 +29,10 @@ class LinkRecord(msgspec.Struct, frozen=True):
     """Measured links, with the time, driver and devices of the measurement."""
 
     driver: str
-    devices: tuple[str, ...]  # ids, in order
+    devices: tuple[str, ...]  # ids of the devices, in order
     measured_at: float  # Unix time
     figures: tuple[LinkMeasurement, ...]
-    labels: tuple[str, ...] = ()  # of the devices, as used in `figures`
+    labels: tuple[str, ...] = ()  # labels of the devices, as used in `figures`
 
 
 def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkMeasurement]) -> Path:
@@ -51,7 +51,7 @@ def save_links(devices: Sequence[Device], driver: str, figures: Sequence[LinkMea
 def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_second: float) -> None:
     """Save the speed that a search has measured for the link between all of these devices.
 
-    Other transports measured by `evener doctor --links` are kept. Does nothing if the file
+    Measurements of other transports by `evener doctor --links` are kept. Do nothing if the file
     can't be written.
     """
     labels = tuple(device.label for device in devices)
@@ -64,7 +64,10 @@ def note_link(devices: Sequence[Device], driver: str, path: str, bytes_per_secon
 
 
 def find_links(devices: Sequence[Device], driver: str) -> LinkRecord | None:
-    """Return what was measured for these devices together with this driver; None if nothing was."""
+    """Return the last measurements for these devices with this driver.
+
+    Return None if there are none.
+    """
     record = _read(_find_path(devices, driver))
     if record is not None and (record.driver, record.devices) == (driver, _list_ids(devices)):
         return record

@@ -1,9 +1,9 @@
 """Keeps sessions apart: only one session per run, and one per device unless the user allows more.
 
 Locks are the kernel's (flock), so they end with the process that holds them. Sessions of one user
-lock files in the user's state folder, which contain the run's name. Between users, and between
-state folders of one user, sessions lock the file by which the kernel itself shows a device:
-everybody can read it and nobody can replace it, so it can't be tampered with.
+lock files in the user's state folder, which contain the run's name. Sessions of different users, or
+with different state folders, lock the file by which the kernel itself shows a device: everybody can
+read it and nobody can replace it, so nobody can tamper with it.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ SYS = Path("/sys")
 LOCKS = Path("/proc/locks")
 LARGEST_LOCKS_BYTES = 4 << 20
 LARGEST_NOTE_BYTES = 4096
-TRIES = 3  # for a lock whose holder is gone when it is looked up
-PAUSE_SECONDS = 0.01  # between two tries to lock one of this user's files
+TRIES = 3  # attempts to get a lock whose holder has gone by the time it is looked up
+PAUSE_SECONDS = 0.01  # seconds between two attempts to lock one of this user's files
 REMEDY = "Wait for it, or use --share to run beside it."
-Note = dict[str, object]  # who holds a lock: pid and run
+Note = dict[str, object]  # the holder of a lock: pid and run
 
 
 def lock_run(folder: Path) -> ExitStack:
-    """Lock a run, so that it can be neither resumed nor deleted meanwhile.
+    """Lock a run, so that it can't be resumed or deleted meanwhile.
 
     Raises RequestError if another process has the lock.
     """
@@ -52,7 +52,7 @@ def lock_run(folder: Path) -> ExitStack:
 
 
 def is_running(run: str) -> bool:
-    """True if a process works on the run and so holds its lock."""
+    """True if a process works on the run and thus holds its lock."""
     try:
         descriptor = os.open(
             runs_folder() / run / "lock", os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK
@@ -81,11 +81,9 @@ def lock_job(job: Job, positions: Iterable[int] | None = None, run: str = "") ->
 
 
 def lock_devices(run: str, devices: Sequence[Device]) -> ExitStack:
-    """Lock devices on their hosts against this user's and other users' sessions.
+    """Lock devices on their hosts against the sessions of this user and of other users.
 
-    Raises DeviceError if another session has one.
-
-    Closing the stack releases the devices.
+    Closing the stack releases the devices. Raises DeviceError if another session has one.
     """
     with ExitStack() as held:
         for host, own in group_by_host(devices).items():
@@ -128,7 +126,7 @@ def lock_kernel_files(devices: Iterable[Device]) -> ExitStack:
 def _lock_own(held: ExitStack, path: Path, note: Note) -> Note | None:
     """Lock one of this user's files and write `note` into it.
 
-    Returns the holder's note if another process has the lock.
+    Return the holder's note if another process has the lock.
     """
     remedy = (
         "Make room there, or set XDG_STATE_HOME to a folder of a local disk that you may write."
@@ -178,7 +176,7 @@ def kernel_files(device: Device) -> list[Path]:
 def try_lock(descriptor: int) -> int | None:
     """Try to lock an open file.
 
-    Returns None on success, else the pid of the holder, 0 if the kernel doesn't report it.
+    Return None on success, and otherwise the holder's pid, or 0 if the kernel doesn't report it.
     """
     for _ in range(TRIES):
         try:
@@ -210,7 +208,7 @@ def find_holder(descriptor: int) -> int:
 def _lock(descriptor: int) -> None:
     """Lock an open file, or raise BlockingIOError.
 
-    Retries, as `is_running` holds the lock for a moment.
+    Retries, because `is_running` holds the lock for a moment.
     """
     for _ in range(TRIES - 1):
         with suppress(BlockingIOError):
@@ -223,7 +221,7 @@ def _lock(descriptor: int) -> None:
 def _lock_units(device: Device) -> list[str]:
     """Return the units of a device that can't be used twice.
 
-    They are a GPU, or each core of a CPU slice, however the CPU was sliced.
+    The unit is a GPU, or each core of a CPU slice, however the CPU was sliced.
     """
     return [f"core {core}" for core in device.cores] if device.on_cpu else [device.id]
 
@@ -237,9 +235,9 @@ def _read_note(descriptor: int) -> Note:
 
 
 def _describe_note(note: Note) -> str:
-    """Format the holder of a lock as " (process 12, run 20261122-…)".
+    """Return the holder of a lock as text, such as " (process 12, run 20261122-…)".
 
-    Anything that evener's locks don't contain is left out.
+    The text has only fields that evener's locks contain.
     """
     pid = note.get("pid")
     run = note.get("run")

@@ -1,4 +1,4 @@
-"""This user's runs: find, list, load, delete, and replay them into a search.
+"""The runs of this user: find, list, load, delete, and replay them into a search.
 
 The same observations give the same search, and so the same plan.
 """
@@ -60,7 +60,7 @@ State = Literal["running", "finished", "stopped", "failed", "unreadable"]
 
 
 class RunSummary(msgspec.Struct, frozen=True):
-    """One line in the list of runs."""
+    """The line of a run in the list of runs."""
 
     run: str
     created: str
@@ -71,10 +71,10 @@ class RunSummary(msgspec.Struct, frozen=True):
     samples_per_second: float | None
     ratios: tuple[float, ...] = ()
     trouble: str = ""  # why it failed or can't be read
-    seconds: float = 0.0  # measuring time, on the session's clock
+    seconds: float = 0.0  # seconds of measuring, on the session's clock
     budget_seconds: float | None = None
     kind: Literal["search", "training"] = "search"
-    trained: Trained | None = None  # what trainings by its plan have reached
+    trained: Trained | None = None  # the speed of trainings with its plan
 
     @property
     def simulated(self) -> bool:
@@ -104,7 +104,7 @@ class StoredRun(msgspec.Struct, frozen=True):
         return self.end.plan if self.end is not None else None
 
     def require_plan(self) -> Plan:
-        """Return the plan. Raises RequestError, which says why there is no plan."""
+        """Return the plan. Raises RequestError, which says why there is none."""
         if self.plan is not None:
             return self.plan
         reasons = {
@@ -140,7 +140,7 @@ def errors_path(run: str) -> Path:
 def find(name: str) -> str:
     """Return the id of the search named by an id, a unique prefix of an id, or `last`.
 
-    Raises RequestError if the name is no search, or the search never began.
+    Raises RequestError if the name isn't a search, or if the search never began.
     """
     newest = reversed(_list_ids()) if name == "last" else ()
     searches = (run for run in newest if not _is_training(run) and _has_begun(run))
@@ -160,9 +160,8 @@ def find(name: str) -> str:
 def find_any(name: str) -> str:
     """Return the id of the search or training with this name.
 
-    Raises RequestError if none or several match.
-
-    `last` is the newest run that began: a session that is killed at once leaves an empty folder.
+    The name `last` is the newest run that began: a session that is killed at once leaves an empty
+    folder. Raises RequestError if no run or several runs match.
     """
     runs = _list_ids()
     last = next(filter(_has_begun, reversed(runs)), None) if name == "last" else None
@@ -240,19 +239,18 @@ def _training_path(run: str) -> Path:
 
 
 def each_run() -> Iterator[RunSummary]:
-    """Yield a summary of every run, newest first.
+    """Yield a summary of every run, the newest first.
 
-    Each run is read only when its summary is requested; if it can't be read, the summary has the
-    reason in `trouble`.
+    A run is read when its summary is requested. If it can't be read, `trouble` has the reason.
     """
-    # found so far: trainings by a plan are newer than its search
+    # trainings found so far: trainings by a plan are newer than its search
     trainings: Trainings = defaultdict(list)
     for run in reversed(_list_ids()):
         yield _summarize(run, trainings)
 
 
 def find_trained_by(run: str, plan: Plan) -> Trained | None:
-    """Return what trainings with this run's plan have reached.
+    """Return the speed of trainings with this run's plan.
 
     Return None if no such training has reported a speed.
     """
@@ -337,7 +335,7 @@ def _has_begun(run: str) -> bool:
     except FileNotFoundError:
         return False
     except OSError:
-        return True  # the reader of the journal reports what is wrong with it
+        return True  # the reader of the journal reports the error
     with os.fdopen(descriptor, "rb") as stream:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
             return True
@@ -345,14 +343,14 @@ def _has_begun(run: str) -> bool:
         return first.endswith(b"\n") or len(first) == LONGEST_LINE_BYTES
 
 
-Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which their plan was made
+Trainings = defaultdict[str, list[RecordedTraining]]  # by the time at which the plan was made
 
 
 def _summarize(run: str, trainings: Trainings) -> RunSummary:
     """Return a run's line in the list.
 
     A training with a plan is also added to `trainings`, because the line of the plan's search shows
-    what its trainings reached.
+    the speed of its trainings.
     """
     if not _has_begun(run):
         state: State = "running" if is_running(run) else "stopped"
@@ -458,9 +456,10 @@ def read_run(name: str) -> JournalContents:
 
 
 def recorded_events(record: JournalContents) -> Iterator[Event]:
-    """Yield the session's events from its journal alone: a new search gets the same observations.
+    """Yield the session's events from its journal alone.
 
-    If the run failed, raises its error, as its session did.
+    A new search gets the recorded observations. If the run failed, raise its error, as its session
+    did.
     """
     header = record.header
     request = header.request

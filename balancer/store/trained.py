@@ -1,4 +1,4 @@
-"""What trainings with a plan have reached, from their journals, and what slowed them down."""
+"""The speed of trainings with a plan, from their journals, and what slowed them down."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from evener.plan.file import Plan
 
 from ..number_format import percent
 
-SHORT = 0.05  # a training falls short if it is slower than the plan by more than this fraction
+SHORT = 0.05  # a training is slow if it is slower than the plan by more than this fraction
 WORTH_NAMING = 0.05  # a cause is named if it takes at least this fraction of a step
 SAME = 1e-6  # relative difference between two rates of one plan
 
 
 class Trained(msgspec.Struct, frozen=True):
-    """The trainings with a plan that kept a journal. Speeds are of the last training."""
+    """The trainings with a plan that kept a journal. Speeds are those of the last training."""
 
     trainings: int
     samples_per_second: float  # median
     part: float  # samples/s as a fraction of the plan's
-    why: tuple[str, ...] = ()  # why it fell short, as far as its journal shows
+    why: tuple[str, ...] = ()  # why it was slow, according to its journal
 
     @property
     def falls_short(self) -> bool:
@@ -38,7 +38,7 @@ class Trained(msgspec.Struct, frozen=True):
         return self.part < 1 - SHORT
 
     def write_reason(self) -> str:
-        """Return a clause that says why the training falls short, or that the reason is unknown.
+        """Return a clause that says why the training was slow, or that the reason is unknown.
 
         The clause ends a sentence.
         """
@@ -46,9 +46,9 @@ class Trained(msgspec.Struct, frozen=True):
 
 
 def find_trained(plan: Plan, trainings: Iterable[RecordedTraining]) -> Trained | None:
-    """Return what trainings with this plan have reached. `trainings` has the last one first.
+    """Return the speed of trainings with this plan. `trainings` has the last one first.
 
-    None if no training with the plan has reported a speed.
+    Return None if no training with the plan has reported a speed.
     """
     parts = [_by_plan(plan, each) for each in trainings]
     parts = list(filter(_speeds, parts))
@@ -84,8 +84,8 @@ def _speeds(entries: Sequence[TrainingEntry]) -> list[SpeedEntry]:
 def _explain(entries: Sequence[TrainingEntry]) -> Iterator[str]:
     """Yield the causes of a slow training, each as a clause.
 
-    - Time in the training's steps that isn't spent on computing.
-    - Events during the training: shares that changed, and passes that ran out of memory.
+    The causes are time in its steps that isn't spent on computing, and events: shares that changed,
+    and passes that ran out of memory.
     """
     speeds = [each for each in _speeds(entries) if each.step_s]
     for name, words in (
