@@ -164,9 +164,9 @@ def probe(
 ) -> float:
     """Samples/s of the steps that a plan is made of, by the workload of a probe."""
     from evener.workloads.keras_backend.workload import KerasRecipe, KerasWorkload
-    from evener.workloads.protocol import Place
+    from evener.workloads.protocol import WorkerSetup
 
-    place = Place(devices, (None,) * len(devices), rank=rank, peers=peers)
+    setup = WorkerSetup(devices, (None,) * len(devices), rank=rank, peers=peers)
     few = slice(0, 64)
 
     def recipe() -> KerasRecipe:
@@ -174,7 +174,7 @@ def probe(
             build(sizes), lambda n: (data[0][few][:n], data[1][few][:n]), lambda: data
         )
 
-    workload = KerasWorkload(place, recipe)
+    workload = KerasWorkload(setup, recipe)
     parts = max(len(devices), len(peers))
     workload.prepare([sizes.batch // parts] * parts)
     for _ in range(WARM_STEPS):

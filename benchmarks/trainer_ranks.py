@@ -28,7 +28,7 @@ from evener.huggingface import with_plan
 from evener.plan.file import Plan, load_plan
 from evener.torch import Split
 from evener.torch.ranks.ranks import claim_device, visible_gpus
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.user_model import build
 
 WARM_UP = 8  # steps; the second half of them is the first block
@@ -137,8 +137,8 @@ def step_as_probe(options: argparse.Namespace, done: Done) -> None:
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     peers = (f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",) * world
     device = f"GPU:{rank}" if torch.cuda.is_available() else "CPU:0"
-    place = Place((device,), rank=rank, peers=peers if world > 1 else (), threads=1)
-    workload = build(name_build(options.trainer), place, {"size": options.size})
+    setup = WorkerSetup((device,), rank=rank, peers=peers if world > 1 else (), threads=1)
+    workload = build(name_build(options.trainer), setup, {"size": options.size})
     workload.prepare((options.probe,) * world)
     while not done():
         workload.step()

@@ -10,19 +10,19 @@ from typing import TYPE_CHECKING
 from .lazy_names import lazy_names
 
 if TYPE_CHECKING:
-    from .live.figures import figures
+    from .live.metrics import metrics
     from .live.reporter import report
     from .plan.file import Plan, load_plan
 
 __version__ = "0.3.0"
-__all__ = ["Plan", "__version__", "figures", "load_plan", "report"]
+__all__ = ["Plan", "__version__", "load_plan", "metrics", "report"]
 
 __getattr__ = lazy_names(
     __name__,
     {
         "Plan": "evener.plan.file",
-        "figures": "evener.live.figures",
         "load_plan": "evener.plan.file",
+        "metrics": "evener.live.metrics",
         "report": "evener.live.reporter",
     },
 )

@@ -34,7 +34,7 @@ try:
     from .lightning_audits import ModuleAudit
     from .lightning_passes import (
         LIGHTNING,
-        PassFigures,
+        PassMetrics,
         check_module_part,
         has_argument,
         loss_of,
@@ -65,9 +65,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         **options: Any,
     ) -> None:
         super().__init__(**options)
-        self.take_plan(planned, passes, count, check)
+        self.set_plan(planned, passes, count, check)
 
-    def take_plan(
+    def set_plan(
         self, planned: PlannedTraining, passes: int, count: OfPart | None, check: bool
     ) -> None:
         """Set the PlannedTraining and its options, and reset the strategy's state.
@@ -87,8 +87,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._put_back: Callable[[], None] = lambda: None  # restores what the part has logged
         self._recovery = planned.passes.recovery
         self._exchanges: list[Exchange] = []  # of gradients; empty if DDP sums them
-        self._figures: PassFigures
-        self._has_figures = False  # True once `setup` has created `_figures`
+        self._metrics: PassMetrics
+        self._has_metrics = False  # True once `setup` has created `_metrics`
 
     @property
     def trains(self) -> bool:
@@ -157,16 +157,16 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         if self.trains:
             self._check(trainer)
         super().setup(trainer)
-        self.prepare_figures()
+        self.prepare_metrics()
         if self.trains:  # only now does the model have its final layers
             self.sum_by_shares()
 
-    def prepare_figures(self) -> None:
+    def prepare_metrics(self) -> None:
         """Prepare to reduce logged metrics, and to retry passes that run out of memory."""
-        self._figures = PassFigures(
+        self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
-        self._has_figures = True
+        self._has_metrics = True
         self._recovery.check = partial(check_module_part, self)
 
     def sum_by_shares(self) -> None:
@@ -176,11 +176,11 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """
         rows = (rows for share in self._planned.ranks.batches for rows in even(share, self._passes))
         check_normalization(self.model, "loss", self._planned.world, rows)
-        self._exchanges = self._planned.weights.take_on(self.model)
+        self._exchanges = self._planned.weights.exchange_gradients(self.model)
         if self._planned.world > 1:
-            self._meet_on_hosts()
+            self._rendezvous_on_hosts()
 
-    def _meet_on_hosts(self) -> None:
+    def _rendezvous_on_hosts(self) -> None:
         """Broadcast before each batch whether the first rank has received SIGTERM.
 
         The ranks communicate over gloo, so that Lightning's loop doesn't wait for its GPU.
@@ -337,7 +337,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         `backward` computes the other passes, each after the previous pass's memory is freed.
         """
         self._arguments = arguments
-        self._figures.begin()
+        self._metrics.begin()
         again = self._exchanges  # the gradient exchanges whose passes can be retried
         if not self.lightning_module.automatic_optimization:
             again, self._recovery.final = [], _MANUAL
@@ -366,7 +366,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         A pass is cut into pieces if it ran out of memory. Return None after the last pass.
         """
         for part in self._turns:
-            self._part, self._put_back = part, self._figures.keep()
+            self._part, self._put_back = part, self._metrics.keep()
             with part:
                 result = self._compute(part)
             if not part.error:
@@ -381,7 +381,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         rows = part.rows if self._count is None else part.weight * self._rows
         self._planned.weights.in_pass = self._passes > 1 or part.rows < part.turn.planned
         try:
-            with self._figures.counting(part, rows):
+            with self._metrics.counting(part, rows):
                 result = super().training_step(batch, *others)
                 return self._share_loss(result) if self._searches else result
         finally:
@@ -432,7 +432,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._planned.passes.open()
         precision.backward(weighed, module, optimizer, *args, **kwargs)
         self._planned.passes.close()
-        self._figures.end(part)
+        self._metrics.end(part)
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
@@ -481,9 +481,9 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         Within a pass, return the metric of the global batch over its passes so far. Before `setup`
         there are no passes.
         """
-        if not self._has_figures:
+        if not self._has_metrics:
             return super().reduce(tensor, group, reduce_op)
-        return self._figures.reduce(tensor, group, reduce_op)
+        return self._metrics.reduce(tensor, group, reduce_op)
 
 
 _MANUAL = (  # why a failed pass isn't computed again, and what to do

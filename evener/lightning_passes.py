@@ -112,7 +112,7 @@ Sums = tuple[
 ]  # a metric times its weight, and the weight; the metric alone if it isn't a mean
 
 
-class PassFigures:
+class PassMetrics:
     """The logged metrics of a batch over its passes so far.
 
     Ranks reduce each metric once in a pass, with the pass's last piece. `reduce` is the
@@ -225,7 +225,7 @@ class PassFigures:
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         figure = tensor.double() if whole else tensor
         if self._part is None or op not in _JOINED:
-            with self._timer.meeting():
+            with self._timer.collective():
                 return self._reduce(figure, group, op)
         figure = torch.as_tensor(figure, device=self._device)
         mean = op in ("mean", "avg")
@@ -255,7 +255,7 @@ class PassFigures:
             if not self._part.turn.ends:
                 self._pieces[key] = own
                 return _figure(_add(op, self._earlier.get(key), own))
-            with self._timer.meeting():
+            with self._timer.collective():
                 own = tuple(map(meet, own))
             self._met[key] = _add(op, self._earlier.get(key), own)
         return _figure(self._met[key])

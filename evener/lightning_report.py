@@ -9,7 +9,7 @@ from importlib import import_module
 from typing import Any
 
 from .lightning_passes import LIGHTNING
-from .live.figures import figures
+from .live.metrics import metrics
 from .live.step_clock import ClockedReports
 
 Callback: Any = import_module(f"{LIGHTNING}.callbacks").Callback
@@ -58,7 +58,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
         self._rows, self._steps = 0, trainer.global_step
         every = trainer.log_every_n_steps
         if trainer.is_global_zero and every and trainer.global_step % every == 0:
-            found = figures()
+            found = metrics()
             for logger in trainer.loggers if found else ():
                 logger.log_metrics(found, step=trainer.global_step - 1)
 

@@ -158,10 +158,10 @@ class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
 
         It is the interface that reaches the other hosts.
         """
-        worker_group.execute(_settle_on_host, backend_config.hosts)
+        worker_group.execute(_set_network_interface, backend_config.hosts)
         super().on_start(worker_group, backend_config)
 
 
-def _settle_on_host(hosts: dict[str, str]) -> None:
+def _set_network_interface(hosts: dict[str, str]) -> None:
     host = hosts[ray.get_runtime_context().get_node_id()]
     os.environ.update({HOST: host, **choose_interface(host, hosts.values())})

@@ -1,6 +1,6 @@
 """The interface of the workloads that a probe's child process runs.
 
-A workload is built once for a place, then prepared for shares and stepped.
+A workload is built once for a worker's setup, then prepared for shares and stepped.
 
 A workload knows nothing about batch search, time or memory limits. When memory runs out, its
 framework raises an exception of its own type, which `evener.balancer.probes` recognises.
@@ -28,7 +28,7 @@ BACKENDS = {
 }  # by framework
 
 
-class Place(msgspec.Struct, frozen=True):
+class WorkerSetup(msgspec.Struct, frozen=True):
     """The devices on which a child process trains, its group of ranks, and its options.
 
     Devices have the names that the framework gives them in this process.
@@ -78,7 +78,7 @@ class LinkSpeed(msgspec.Struct, frozen=True):
 
 
 class Workload(ABC):
-    """A model that trains, built at its place.
+    """A model that trains, built for a worker's setup.
 
     The constructor may take minutes. `step` may return before the devices have finished.
     """
@@ -89,7 +89,7 @@ class Workload(ABC):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare batches with these shares (rows per device), and whatever the first step needs.
 
-        In a group, `shares` has one share per rank, otherwise one per device of the place, in
+        In a group, `shares` has one share per rank, otherwise one per device of the setup, in
         order. A device with share 0 is left out. This method is called again for each new size.
 
         `micro` has the rows per pass for each device; if empty, each share is one pass.

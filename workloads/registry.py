@@ -17,7 +17,7 @@ import msgspec
 
 from evener.errors import EvenerError, RequestError
 
-from .protocol import BACKENDS, Entry, Place, Workload
+from .protocol import BACKENDS, Entry, WorkerSetup, Workload
 
 Framework = Literal["tensorflow", "torch", "none"]
 FRAMEWORKS: tuple[Framework, ...] = ("tensorflow", "torch", "none")
@@ -238,26 +238,28 @@ def find_imports(name: str, framework: str) -> tuple[str, ...]:
     return ()
 
 
-def build(name: str, place: Place, settings: Mapping[str, Any], framework: str = "") -> Workload:
-    """Import the workload's module, which loads the framework, and build the workload at `place`.
+def build(
+    name: str, setup: WorkerSetup, settings: Mapping[str, Any], framework: str = ""
+) -> Workload:
+    """Import the workload's module, which loads the framework, and build the workload.
 
-    Raises RequestError if the workload doesn't support the place's placement.
+    Raises RequestError if the workload doesn't support the setup's placement.
     """
     entry = find(name, framework)
     chosen = resolve_settings(entry, settings)
-    if place.placement not in ("", "single"):
-        if place.placement not in entry.placements:
-            known = _listed(entry.placements, place.placement)
+    if setup.placement not in ("", "single"):
+        if setup.placement not in entry.placements:
+            known = _listed(entry.placements, setup.placement)
             raise RequestError(
-                f"There is no placement {place.placement!r}.", f"Choose one of {known}."
+                f"There is no placement {setup.placement!r}.", f"Choose one of {known}."
             )
-        if len(place.devices) < 2:
+        if len(setup.devices) < 2:
             raise RequestError(
-                f"The placement {place.placement} needs 2 devices.", "Name more with --devices."
+                f"The placement {setup.placement} needs 2 devices.", "Name more with --devices."
             )
     module, _, attribute = entry.home.partition(":")
     make = getattr(import_module(module), attribute)
-    workload: Workload = make(name, place, chosen)
+    workload: Workload = make(name, setup, chosen)
     return workload
 
 

@@ -18,7 +18,7 @@ import msgspec
 from evener.devices.backend import ChildEnvironment
 from evener.devices.registry import find_backend
 from evener.devices.types import Device, group_by_host
-from evener.workloads.protocol import Input, Place, Precision
+from evener.workloads.protocol import Input, Precision, WorkerSetup
 
 from ..request import Job
 from ..types import MEASURED_PART, Layout, Probe
@@ -111,7 +111,7 @@ def build_commands(
     grouped = bool(peers)
     commands = []
     for rank, (devices, environment) in enumerate(zip(assigned, environments, strict=True)):
-        place = Place(
+        setup = WorkerSetup(
             devices=tuple(
                 find_backend(d.kind).name_in(resolved.framework, i) for i, d in enumerate(devices)
             ),
@@ -134,7 +134,7 @@ def build_commands(
                 workload=resolved.workload,
                 framework=resolved.framework,
                 settings=request.settings,
-                place=place,
+                setup=setup,
                 compute=_compute_share(devices[0]),
                 parallelism=ranks.busy_cores[rank],
                 device_ids=tuple(device.id for device in devices),

@@ -15,7 +15,7 @@ from typing import Annotated, Any, Literal
 import msgspec
 
 from evener.shares.curves import Cost, Work
-from evener.workloads.protocol import LinkSpeed, Place
+from evener.workloads.protocol import LinkSpeed, WorkerSetup
 from evener.workloads.user_code import is_user_file
 
 Seconds = Annotated[float, msgspec.Meta(ge=0, le=1e9)]
@@ -38,7 +38,7 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     workload: str
     framework: str
     settings: dict[str, Any]
-    place: Place
+    setup: WorkerSetup
     compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
     parallelism: float = 1.0  # cores that its step keeps busy
     device_ids: tuple[str, ...] = ()  # ids of the place's devices, as the monitor knows them

@@ -33,8 +33,8 @@ from evener.system.cores import cap_address_space
 from evener.system.taken_cores import (
     CoreWatch,
     Starvation,
-    look_at_processes,
-    name_takers,
+    name_competitors,
+    read_process_use,
 )
 from evener.workloads import user_code
 from evener.workloads.protocol import Workload
@@ -43,7 +43,7 @@ from . import protocol
 from .failures import error_is_memory
 from .fork_server import ForkServer, die_with_parent, import_first
 
-NAMED_FROM = 0.05  # fraction of a block's time without a core: the takers are looked up
+NAMED_FROM = 0.05  # fraction of a block's time without a core from which competitors are named
 LOOK_SECONDS = 0.5  # between two looks at all processes
 IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
 
@@ -101,7 +101,7 @@ class Worker:
         self._not_finite_step = 0
         self._reporter = Reporter()
         self._cores = CoreWatch()
-        self._use = look_at_processes()
+        self._use = read_process_use()
         self._takers = ""
 
     def execute(self, command: protocol.Command) -> protocol.Reply:
@@ -177,7 +177,7 @@ class Worker:
             import_module(registry.find(command.workload, command.framework).home.partition(":")[0])
             cap_address_space(size)
         self._workload = registry.build(
-            command.workload, command.place, command.settings, command.framework
+            command.workload, command.setup, command.settings, command.framework
         )
         if size is not None and ":" in command.workload:
             cap_address_space(size)  # only the user's own code imports what it needs
@@ -197,7 +197,7 @@ class Worker:
         shortage = workload.read_shortage()
         if shortage:
             raise MemoryError(shortage)
-        rank, grouped = build.place.rank, build.place.world > 1
+        rank, grouped = build.setup.rank, build.setup.world > 1
         self._shares = command.shares[rank : rank + 1] if grouped else command.shares
         self._account(1, workload, build, timed=False)
         gc.collect()
@@ -249,9 +249,9 @@ class Worker:
         if starved.part < NAMED_FROM:
             return ""
         if time.perf_counter() - self._use.at_s >= LOOK_SECONDS:
-            before, self._use = self._use, look_at_processes()
+            before, self._use = self._use, read_process_use()
             server, own = os.getppid(), os.getpid()
-            self._takers = name_takers(before, self._use, server, starved.throttled_s, own=own)
+            self._takers = name_competitors(before, self._use, server, starved.throttled_s, own=own)
         return self._takers
 
     def _account(
@@ -298,7 +298,7 @@ class Worker:
         workload.step()
         workload.synchronize()
         wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
-        self._busy_seconds = wall if build.place.world == 1 else min(wall, cpu / build.parallelism)
+        self._busy_seconds = wall if build.setup.world == 1 else min(wall, cpu / build.parallelism)
         return spun
 
     def _built(self) -> tuple[Workload, protocol.Build]:

@@ -22,7 +22,7 @@ from evener.plan.file import (
     SearchSummary,
     Share,
     Throughput,
-    in_its_schema,
+    with_current_schema,
 )
 
 from ..events import Finished
@@ -60,7 +60,7 @@ def build_outcome(record: JournalContents, report: SearchReport, end: SearchEnd)
         link=verdict.link,
     )
     return Finished(
-        in_its_schema(plan),
+        with_current_schema(plan),
         report.results,
         written.text,
         end.interrupted,

@@ -263,7 +263,7 @@ class SoloStage:
     def _micro_batch(self, position: int, share: int) -> int:
         """Return the rows of one pass for this share in the optimistic layout."""
         curve = self._optimistic_curves[position].curve
-        return curve.rows if isinstance(curve, PassCurve) and share > curve.wall else share
+        return curve.rows if isinstance(curve, PassCurve) and share > curve.pass_limit else share
 
     def _expected_gain(self, wanted: Allocation) -> float:
         """Return the relative gain of the optimistic layout over the best known layout.

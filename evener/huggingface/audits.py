@@ -18,10 +18,10 @@ from ..torch.audit.rows import FewRows
 from ..torch.audit.step import AuditChange, Audited, Computation, Computations, audit
 from ..torch.rows.structure import cut_rows
 from ..torch.step.wrapped import is_sharded
-from ..torch.sums.collectives import refuse_meeting
+from ..torch.sums.collectives import refuse_collectives
 from ..torch.training_audits import TrainingAudits
 from . import private
-from .gathering import Gathering, processes
+from .gathering import Gathering, pretend_processes
 from .loss import ITEMS, ROWS, TrainerLoss, silent
 
 REMEDIES = {
@@ -91,7 +91,7 @@ class TrainerComputations:
             holders=[trainer],
             apart=[trainer.train_dataset, trainer.eval_dataset],
             function=own,
-            around=[self._gathering.alone, partial(silent, trainer)],
+            around=[self._gathering.local, partial(silent, trainer)],
             losses_only=is_sharded(trainer.model),
         )
         return sketcher
@@ -171,17 +171,17 @@ class TrainerComputations:
         Return None if the trainer doesn't count items.
         """
         trainer = self._trainer
-        with processes(trainer.accelerator, 1):
+        with pretend_processes(trainer.accelerator, 1):
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
         """Return a function that computes the trainer's own loss as in one of `world` processes."""
-        return refuse_meeting(partial(self._compute, batch, items, world))
+        return refuse_collectives(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:
         trainer = self._trainer
         inputs = private.prepare_inputs(trainer, copy.copy(batch))
-        with processes(trainer.accelerator, world), trainer.compute_loss_context_manager():
+        with pretend_processes(trainer.accelerator, world), trainer.compute_loss_context_manager():
             result = trainer.compute_loss(trainer.model, inputs, num_items_in_batch=items)
         return result[0] if isinstance(result, tuple) else result
 

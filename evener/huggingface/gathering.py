@@ -19,7 +19,7 @@ from ..torch.rows.structure import each_tensor
 
 
 @contextmanager
-def processes(accelerator: Any, number: int) -> Iterator[None]:
+def pretend_processes(accelerator: Any, number: int) -> Iterator[None]:
     """Enter a context in which transformers, accelerate and torch see `number` processes."""
     states = [accelerator.state.__dict__, vars(PartialState())]
     before, asked = [state["num_processes"] for state in states], dist.get_world_size
@@ -34,10 +34,10 @@ def processes(accelerator: Any, number: int) -> Iterator[None]:
             state["num_processes"] = were
 
 
-class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
-    """One value of each rank and pass.
+class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
+    """A metric's values, one for each rank and pass.
 
-    The mean is weighted by `rows`; the sum is the sum of `sums`.
+    The mean is weighted by `rows`, and the sum adds up `sums`.
     """
 
     rows: torch.Tensor
@@ -64,7 +64,7 @@ class Gathered(torch.Tensor):  # type: ignore[misc]  # torch is not followed
 
 
 class Gathering:
-    """Gathers over ranks like the accelerator, even if ranks have different numbers of rows.
+    """Gathers like the accelerator, even if ranks have different numbers of rows.
 
     Filler rows aren't gathered. The passes of a batch are gathered together: a call in the last
     pass returns the values of all passes.
@@ -72,43 +72,45 @@ class Gathering:
 
     def __init__(self, accelerator: Any, timer: StepTimer) -> None:
         self._accelerator, self._gather, self._timer = accelerator, accelerator.gather, timer
-        self._world, self._alone, self._shift = accelerator.num_processes, False, 0.0
-        self.calls = 0  # number of calls to gather in `alone`
-        self._rows: int | None = None  # rows that count in the current batch; None: all
+        self._world, self._local, self._shift = accelerator.num_processes, False, 0.0
+        self.calls = 0  # number of calls to `gather` inside `local`
+        self._rows: int | None = None  # number of rows that count in the current batch; None: all
         self._repeats = 0  # rows for which evaluation repeats a loss
         self._call = 0
-        self._ends = True  # no other piece of the pass follows
+        self._ends = True  # this is the last piece of the pass
         self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
         self._pieces: list[
             list[tuple[torch.Tensor, int]]
         ] = []  # what each call was given in earlier pieces of the pass, with their rows
-        self._met: list[Any] = []  # what each call gathered in the pass: other ranks gather once
+        self._gathered_calls: list[
+            Any
+        ] = []  # what each call gathered in the pass: other ranks gather once
         accelerator.gather = self.gather
 
-    def begin(self) -> None:
+    def begin_batch(self) -> None:
         """Begin a batch: discard the values that the previous batch's passes gathered."""
         self._earlier = []
         self.end_pass()
 
     def end_pass(self) -> None:
         """End a pass: discard the values of its pieces."""
-        self._pieces, self._met = [], []
+        self._pieces, self._gathered_calls = [], []
 
     @contextmanager
-    def alone(self, shift: float = 0.0) -> Iterator[None]:
+    def local(self, shift: float = 0.0) -> Iterator[None]:
         """Enter a context in which a rank gathers only its own values, plus `shift`."""
-        before, self._alone, self._shift = (self._alone, self._shift), True, shift
+        before, self._local, self._shift = (self._local, self._shift), True, shift
         try:
             yield
         finally:
-            self._alone, self._shift = before
+            self._local, self._shift = before
 
     @contextmanager
-    def counting(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
+    def counting_rows(self, rows: int, repeats: int = 0, ends: bool = True) -> Iterator[None]:
         """Enter a context in which `rows` rows of the current pass count.
 
-        Unless `ends` is True, these rows are a piece of a pass, and are gathered together with
-        its last piece.
+        If `ends` is False, these rows are a piece of a pass, and are gathered together with the
+        pass's last piece.
         """
         before, self._call = (self._rows, self._repeats), 0
         self._rows, self._repeats, self._ends = rows, repeats, ends
@@ -118,11 +120,11 @@ class Gathering:
             self._rows, self._repeats = before
             self._ends = True
 
-    def keep(self) -> Callable[[], None]:
-        """Save what passes and pieces have gathered; return the function that restores it.
+    def save(self) -> Callable[[], None]:
+        """Save what passes and pieces have gathered; return a function that restores it.
 
-        Values that were already gathered from other ranks in this pass are kept, because other
-        ranks don't gather them again.
+        Values that were already gathered from other ranks in this pass are not restored, because
+        other ranks don't gather them again.
         """
         earlier, pieces = (
             [list(each) for each in every] for every in (self._earlier, self._pieces)
@@ -139,14 +141,14 @@ class Gathering:
         return sums
 
     def gather(self, data: Any) -> Any:
-        """Return the tensors of all ranks, concatenated in the order of ranks."""
-        if self._alone:
+        """Return the tensors of all ranks, concatenated in rank order."""
+        if self._local:
             self.calls += 1
             return each_tensor(
                 lambda own: (own + self._shift if self._shift else own).reshape(own.shape or 1),
                 data,
             )
-        with self._timer.meeting(), processes(self._accelerator, self._world):
+        with self._timer.collective(), pretend_processes(self._accelerator, self._world):
             return each_tensor(self._gather_tensor, data)
 
     def _gather_tensor(self, tensor: torch.Tensor) -> Any:
@@ -159,12 +161,13 @@ class Gathering:
         return self._join_earlier(call, gathered, is_scalar=tensor.ndim == 0)
 
     def _gather_call(self, call: int, tensor: torch.Tensor, rows: int) -> Any:
-        """Return the values of one gather call of a pass, for which `tensor` is the next piece.
+        """Return the values of one gather call in a pass; `tensor` is the call's next piece.
 
-        `call` counts the gather calls of a pass, and the piece was computed from `rows` rows.
+        `call` is the number of earlier gather calls in the pass, and the piece was computed from
+        `rows` rows.
         """
-        if call < len(self._met):
-            return self._met[call]
+        if call < len(self._gathered_calls):
+            return self._gathered_calls[call]
         missing = call + 1 - len(self._pieces)
         self._pieces += [[] for _ in range(missing)]
         self._pieces[call].append((tensor.detach(), rows))
@@ -191,7 +194,7 @@ class Gathering:
         return _weighted(joined, sums, rows)
 
     def _gather_pieces(self, pieces: list[tuple[torch.Tensor, int]]) -> Any:
-        """Return the values of the pass so far.
+        """Return the values that one gather call of this pass has received.
 
         Values of other ranks are included once the pass's last piece is computed.
         """
@@ -202,7 +205,7 @@ class Gathering:
         else:
             gathered = _gather_figure(figures, [rows for _, rows in pieces], gather)
         if self._ends:
-            self._met.append(gathered)
+            self._gathered_calls.append(gathered)
         return gathered
 
     def _gather_rows(self, tensors: list[torch.Tensor]) -> Any:
@@ -230,18 +233,18 @@ def _gather_figure(
     return _weighted(means, sums, counted[:, 2])
 
 
-def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> Gathered:
-    made: Gathered = figures.as_subclass(Gathered)
+def _weighted(figures: torch.Tensor, sums: torch.Tensor, rows: torch.Tensor) -> PassValues:
+    made: PassValues = figures.as_subclass(PassValues)
     made.rows, made.sums = rows, sums
     return made
 
 
 def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering) -> Any:
-    """Return an evaluation loader with this rank's batches: every world-th of `make`'s loader.
+    """Return an evaluation loader with this rank's batches: every world-th batch of `make()`.
 
     If the rows have no fixed order, the loader that accelerate prepares is returned.
     """
-    loader = make_whole(trainer, make)
+    loader = make_undivided(trainer, make)
     fixed = not isinstance(loader.dataset, IterableDataset) and isinstance(
         loader.sampler, SequentialSampler
     )
@@ -252,14 +255,14 @@ def share_evaluation(trainer: Any, make: Callable[[], Any], gathering: Gathering
     )
 
 
-def make_whole(trainer: Any, make: Callable[[], Any]) -> Any:
-    """Return the loader that `make` makes, before accelerate divides its rows among ranks."""
+def make_undivided(trainer: Any, make: Callable[[], Any]) -> Any:
+    """Return the loader that `make` creates, before accelerate divides its rows among ranks."""
     with replaced(trainer.accelerator, "prepare", lambda loader: loader):
         return make()
 
 
 class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not followed
-    """A loader of every world-th batch, beginning with batch number `rank`.
+    """A loader of every world-th batch, beginning with the batch whose number is the rank.
 
     If the batches can't be divided equally, ranks with one batch fewer repeat the last batch, so
     that all ranks take the same number of steps. The repeated rows don't count.
@@ -283,6 +286,6 @@ class SharedLoader(DataLoader[Any]):  # type: ignore[misc]  # torch is not follo
     def __iter__(self) -> Iterator[Any]:
         for place, batch in zip(self._places, super().__iter__(), strict=True):
             rows = len(self._every[place]) if place < len(self._every) else 0
-            self._gathering.begin()
-            with self._gathering.counting(rows, self._full):
+            self._gathering.begin_batch()
+            with self._gathering.counting_rows(rows, self._full):
                 yield batch

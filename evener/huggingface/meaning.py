@@ -22,7 +22,7 @@ from ..torch.audit.rows import FewRows
 from ..torch.audit.step import audit, compare_losses
 from ..torch.messages import gather_messages
 from ..torch.step.recovery import is_out_of_memory
-from ..torch.sums.collectives import MEETS, MEETS_REMEDY, MeetingError
+from ..torch.sums.collectives import COLLECTIVES_REMEDY, USES_COLLECTIVES, CollectiveError
 from ..torch.training_audits import describe_error
 from ..training.audit import (
     CAUSES,
@@ -74,7 +74,7 @@ def find_loss(
     """
     passes = trainer._shares.passes
     calls = gathering.calls
-    meets = gathering if in_parts or max(passes) > 1 else None
+    gathering_in_passes = gathering if in_parts or max(passes) > 1 else None
 
     def find() -> TrainerLoss | None:
         few = make()
@@ -83,11 +83,11 @@ def find_loss(
         if ignores or trainer.args.device.type == "cpu":
             masked = _mask_some(few)
             try:
-                return LossFinder(trainer, computations, masked, meets).find()
+                return LossFinder(trainer, computations, masked, gathering_in_passes).find()
             except (ArithmeticError, IndexError, RuntimeError):
                 if masked is few:
                     raise  # otherwise the loss may not support ignored labels
-        return LossFinder(trainer, computations, few, meets).find()
+        return LossFinder(trainer, computations, few, gathering_in_passes).find()
 
     if in_parts:
         found = find()
@@ -107,16 +107,20 @@ def find_loss(
 class LossFinder:
     """Finds what a trainer's loss of a few rows is a mean over.
 
-    `meets` is the Gathering of the loss's metrics if passes would gather them over fewer rows than
-    a batch has, or None.
+    `gathering_in_passes` is the Gathering of the loss's metrics if passes would gather them over
+    fewer rows than a batch has, or None.
     """
 
     def __init__(
-        self, trainer: Any, computations: TrainerComputations, few: FewRows, meets: Gathering | None
+        self,
+        trainer: Any,
+        computations: TrainerComputations,
+        few: FewRows,
+        gathering_in_passes: Gathering | None,
     ) -> None:
         self._computations = computations
         self._few = few
-        self._meets = meets
+        self._gathering = gathering_in_passes
         self._world = trainer._shares.world
         self._passes = trainer._shares.passes
         self._keeps_launcher = trainer.keeps_launcher
@@ -133,13 +137,13 @@ class LossFinder:
         """
         try:
             return self._find()
-        except MeetingError:
+        except CollectiveError:
             if self._keeps_launcher:
-                raise RequestError(MEETS, MEETS_REMEDY) from None
+                raise RequestError(USES_COLLECTIVES, COLLECTIVES_REMEDY) from None
             if len(set(self._passes)) > 1:
                 raise RequestError(
-                    "The loss meets other ranks, by torch.distributed or in a layer, and ranks have"
-                    " different numbers of passes.",
+                    "The loss communicates with other ranks, by torch.distributed or in a layer, "
+                    "and ranks have different numbers of passes.",
                     "Make a plan without passes (evener balance --micro off).",
                 ) from None
             return None
@@ -161,12 +165,12 @@ class LossFinder:
 
     def _find_multiplied(self, reference: Sketch) -> int:
         """Return the factor by which the trainer multiplies its loss for several processes."""
-        if self._world == 1 and self._meets is None:
+        if self._world == 1 and self._gathering is None:
             return 1
-        calls = 0 if self._meets is None else self._meets.calls
+        calls = 0 if self._gathering is None else self._gathering.calls
         own = self._sketcher.sketch(self._computations.at_once(self._few, world=self._world))
-        if self._meets is not None and self._meets.calls > calls:
-            with self._meets.alone(SHIFT):
+        if self._gathering is not None and self._gathering.calls > calls:
+            with self._gathering.local(SHIFT):
                 shifted = self._sketcher.sketch(
                     self._computations.at_once(self._few, world=self._world)
                 )

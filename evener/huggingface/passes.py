@@ -129,20 +129,20 @@ class TrainerPasses:
         during the computation count once.
         """
         if model is not self._model:
-            self._model, self._exchanges = model, self._weights.take_on(model)
+            self._model, self._exchanges = model, self._weights.exchange_gradients(model)
             self._weights.look_for_tensors()
         total = torch.zeros((), device=self._trainer.args.device)
         planned = [part.weight for part in parts]
-        self._gathering.begin()
+        self._gathering.begin_batch()
         for part in self._passes.take(parts, [self], self._exchanges):
             turn = part.turn
-            attributes, gathered = self._keep(), self._gathering.keep()
+            attributes, gathered = self._keep(), self._gathering.save()
             with part:
                 try:
                     whole = parts[turn.number]
                     share = loss().part_of(whole.batch, whole.rows, part.batch, part.rows)
                     part.weight = planned[turn.number] * share
-                    with self._gathering.counting(part.rows, ends=turn.ends):
+                    with self._gathering.counting_rows(part.rows, ends=turn.ends):
                         total = total + train(part, turn.last)
                     part.computed = True
                 finally:

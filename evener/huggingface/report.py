@@ -7,7 +7,7 @@ from typing import Any
 from transformers import Trainer, TrainerCallback
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 
-from ..live.figures import PREFIX, figures
+from ..live.metrics import PREFIX, metrics
 from ..live.step_clock import ClockedReports
 
 
@@ -29,10 +29,10 @@ def report(trainer: Trainer) -> None:
         len(callbacks),
     )
     callbacks.insert(console, _OffTheConsole())
-    callbacks.insert(0, _Figures(trainer))
+    callbacks.insert(0, _ReportCallback(trainer))
 
 
-class _Figures(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
+class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
     """The first callback, so that all trackers receive the metrics that it adds to a log."""
 
     def __init__(self, trainer: Trainer) -> None:
@@ -68,7 +68,7 @@ class _Figures(TrainerCallback):  # type: ignore[misc]  # transformers has no co
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Add the speed metrics to a log entry that has the training loss."""
         if state.is_world_process_zero and logs is not None and "loss" in logs:
-            logs.update(figures())
+            logs.update(metrics())
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Remove this training from the monitor."""

@@ -28,7 +28,7 @@ from ..torch.rows.sampler import LengthSampler, RowOrder, UnevenBatchSampler
 from ..torch.step.wrapped import has_own_work, is_sharded
 from ..training.passes import divide_rows
 from . import private
-from .gathering import make_whole
+from .gathering import make_undivided
 
 CHECKPOINT = "evener.json"  # beside trainer_state.json
 
@@ -234,7 +234,7 @@ def find_lengths(trainer: Any) -> list[int] | None:
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
     """True if the loader of the trainer's class uses a batch sampler of its own."""
-    loader = make_whole(trainer, make_loader)
+    loader = make_undivided(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
 
@@ -244,7 +244,7 @@ def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, An
 
     Raises RequestError if that loader makes its batches itself.
     """
-    loader = make_whole(trainer, make_loader)
+    loader = make_undivided(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
         name = type(trainer).__bases__[-1].__name__
         raise RequestError(

@@ -14,7 +14,7 @@ from ..errors import RequestError
 from ..torch.planned import PlannedTraining
 from ..torch.shards import checkpoint
 from ..torch.shards.make import shard
-from ..torch.step.wrapped import watch
+from ..torch.step.wrapped import hook_forward
 
 SCHEDULER = "scheduler.pt"  # transformers' own file names
 ARGUMENTS = "training_args.bin"
@@ -45,7 +45,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         casts = find_autocast(self.accelerator)
         shard(self._planned, self.model, "all", None, None, None, casts)
         _note_device(self.model, self.args.device)
-        watch(self.model, None, lambda *_: None)  # the trainer weighs losses itself
+        hook_forward(self.model, None, lambda *_: None)  # the trainer weighs losses itself
         prepare = self.accelerator.prepare_model
         self.accelerator.prepare_model = lambda model, *_, **__: prepare(
             model, device_placement=False, evaluation_mode=True

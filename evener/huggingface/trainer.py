@@ -32,7 +32,7 @@ from ..torch.step.part import Part
 from ..torch.step.wrapped import check_normalization, has_own_work
 from . import private
 from .audits import TrainerAudit
-from .gathering import Gathering, processes, share_evaluation
+from .gathering import Gathering, pretend_processes, share_evaluation
 from .loss import (
     ITEMS,
     ROWS,
@@ -250,7 +250,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> Any:
         """Store the weight of each pass in its global batch; return the items over all ranks."""
         rows = [own for step in sizes for own in step]
-        with self._gathering.alone():
+        with self._gathering.local():
             counted = [each for each, own in zip(passes, rows, strict=True) if own]
             items = self._get_num_items_in_batch(counted or passes[:1], device)
         items = items if items is None or counted else items * 0
@@ -391,7 +391,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._planned.timer.note_validation()
         self._evaluates = True
         try:
-            with processes(self.accelerator, 1):
+            with pretend_processes(self.accelerator, 1):
                 return super().prediction_step(*args, **kwargs)
         finally:
             self._evaluates = False

@@ -121,7 +121,7 @@ class StepAudit:
         self._specs: dict[Any, Any] = {}
         self._compiled = 0
         self._varied: set[Any] = set()  # batch types that were checked for hidden differences
-        self._told: set[str] = set()
+        self._warned: set[str] = set()
         self._moment = ""  # the start of a message: when the audit took place
         self._trains = True  # True while a training step is audited, False for an evaluation
         self._fails = False  # True if the step can't be run on the rows of this audit
@@ -290,7 +290,7 @@ class StepAudit:
         own = cut_rows(data, start, start + sizes[rank])
         leaves = [leaf for leaf in tf.nest.flatten(own) if leaf is not None]
         if not all(isinstance(leaf, tf.Tensor) and _is_number(leaf) for leaf in leaves):
-            self._say_once("Rows that aren't plain numbers can't be gathered from processes")
+            self._warn_once("Rows that aren't plain numbers can't be gathered from processes")
             return None
         sent = [pad_rows(leaf[: sizes[rank]], edges[rank], rows) for leaf in leaves]
         summed = self._group.sum_now([_as_number(leaf) for leaf in sent])
@@ -309,12 +309,12 @@ class StepAudit:
         except RequestError:
             raise
         except Exception as error:  # whatever the user's program raises
-            self._say_untraced("test step", error)
+            self._warn_untraced("test step", error)
             return None
         return self._without_draws(steps)
 
-    def _say_untraced(self, name: str, error: Exception) -> None:
-        self._say_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
+    def _warn_untraced(self, name: str, error: Exception) -> None:
+        self._warn_once(f"the {name} can't be traced{find_users_line(error)}: {first_line(error)}")
 
     def _without_draws(self, steps: Steps | None) -> Steps | None:
         """Return the steps; warn and return None if their random numbers depend on a row's place.
@@ -322,7 +322,7 @@ class StepAudit:
         The place is the device or pass in which the row is computed.
         """
         if steps is not None and any(step.draws for step in steps):
-            self._say_once("it draws random numbers that aren't Keras'; use keras.random")
+            self._warn_once("it draws random numbers that aren't Keras'; use keras.random")
             return None
         return steps
 
@@ -340,7 +340,7 @@ class StepAudit:
                 raise
             except Exception as error:  # whatever the user's program raises
                 self._traced[signature] = None
-                self._say_untraced("step", error)
+                self._warn_untraced("step", error)
         steps = self._traced[signature]
         if steps is not None:
             self._watch(steps[0])
@@ -382,7 +382,7 @@ class StepAudit:
             if count < whole and self._needs_all_rows(plain, batch, error):
                 return self._find_incomplete(f"{count} of a batch's {whole} rows", error)
             self._fails = True
-            self._say_once(f"the step can't be run: {first_line(error)}")
+            self._warn_once(f"the step can't be run: {first_line(error)}")
             return None
         if signature in self._varied or self._mixes_rows(signature):
             return None
@@ -627,8 +627,8 @@ class StepAudit:
         for name, one in reference.figures.items():
             other = trained.figures.get(name, one)
             differs = abs(one - other) > FIGURES_DIFFER * max(abs(one), abs(other))
-            if differs and name != "loss" and name not in self._told:
-                self._told.add(name)
+            if differs and name != "loss" and name not in self._warned:
+                self._warned.add(name)
                 warn(
                     f"The figure {name!r} of the same rows is {one:.6g} on one device and"
                     f" {other:.6g} by shares; what is learned is the same. Give a metric the"
@@ -829,7 +829,7 @@ class StepAudit:
         sizes = self._engine.cut.sizes(int(count_rows(rows)))
         return " and ".join(str(size) for size in sizes if size)
 
-    def _say_once(self, why: str) -> None:
+    def _warn_once(self, why: str) -> None:
         """Warn, once for each reason `why`, that this model can't be audited.
 
         Raises RequestError if it is also unknown how the losses of parts add up.
@@ -841,8 +841,8 @@ class StepAudit:
                 f" losses, and gradients can't be audited: {why}.",
                 self._remedy(),
             )
-        if why not in self._told:
-            self._told.add(why)
+        if why not in self._warned:
+            self._warned.add(why)
             warn(f"Gradients by shares aren't audited for {self._model.name}: {why}.")
 
 

@@ -23,7 +23,7 @@ WRITERS = (kinds.BackupAndRestore, kinds.CSVLogger, kinds.TensorBoard)
 BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_train_batch_end")
 
 
-class Together(kinds.Callback):  # type: ignore[misc]
+class GroupSync(kinds.Callback):  # type: ignore[misc]
     """Synchronize the processes of a group; this is the last callback of a `fit`.
 
     It starts every process from the state of the first one, and stops all of them when one stops.
@@ -59,7 +59,7 @@ class Together(kinds.Callback):  # type: ignore[misc]
         self.model.stop_training = bool(stops > 0)
 
 
-class EpochBegins(kinds.Callback):  # type: ignore[misc]
+class EpochStartCallback(kinds.Callback):  # type: ignore[misc]
     """Call a function at the beginning of each epoch."""
 
     def __init__(self, call: Callable[[], None]) -> None:
@@ -81,7 +81,7 @@ def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
 
 
 def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) -> list[Any]:
-    """Return the callbacks of this process, with `Together` as the last one.
+    """Return the callbacks of this process, with `GroupSync` as the last one.
 
     Only the first process writes files: other processes lose the callbacks in WRITERS, and their
     ModelCheckpoint only updates its best value.
@@ -99,7 +99,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
             each._should_save_model = functools.partial(_only_judge, each._should_save_model)
         if isinstance(each, kinds.BackupAndRestore):
             backup, each._save_model = each, functools.partial(_save_backup, each)
-    last = Together(engine, share_weights, backup)
+    last = GroupSync(engine, share_weights, backup)
     if (
         stopping > 0
         # a callback may stop in the middle of an epoch: stopping together takes one all-reduce per

@@ -210,7 +210,7 @@ PREFETCHED_BATCHES = 2
 ENDLESS_STEPS = 1 << 62
 MOST_THREADS = 4  # the most threads that gather rows at the same time
 
-as_it_is = (
+identity = (
     tf.autograph.experimental.do_not_convert
 )  # traced faster; only for functions without tensors in their conditions
 Take = Callable[
@@ -283,9 +283,9 @@ class ArrayBatches:
 
         calls: Any = {"num_parallel_calls": threads, "deterministic": True}
         if not endless and self._shuffle:
-            return self._shuffled().map(as_it_is(make), **calls).prefetch(PREFETCHED_BATCHES)
+            return self._shuffled().map(identity(make), **calls).prefetch(PREFETCHED_BATCHES)
         numbers = tf.data.Dataset.range(ENDLESS_STEPS if endless else self.steps)
-        follow = as_it_is(lambda number: make(number // self.steps, number % self.steps))
+        follow = identity(lambda number: make(number // self.steps, number % self.steps))
         dataset = numbers.map(follow, **calls).prefetch(PREFETCHED_BATCHES)
         return dataset.with_options(_own_threads(threads)) if endless else dataset
 
@@ -294,7 +294,7 @@ class ArrayBatches:
         steps = tf.data.Dataset.range(self.steps)
         epoch = tf.data.Dataset.random(seed=self._seed, rerandomize_each_iteration=True).take(1)
         numbers = epoch.flat_map(
-            as_it_is(lambda number: steps.map(as_it_is(lambda step: (number, step))))
+            identity(lambda number: steps.map(identity(lambda step: (number, step))))
         )
         return numbers.apply(tf.data.experimental.assert_cardinality(self.steps))
 

@@ -20,7 +20,7 @@ from ..plan.check import check_global_batch
 from ..shares.whole_rows import batch_in_one_pass, largest_pass
 from .audit import StepAudit
 from .audit_step import PlainSteps
-from .callbacks import EpochBegins, with_callback
+from .callbacks import EpochStartCallback, with_callback
 from .compatibility import check_passes, overrides, warn, warn_small_data
 from .data import (
     ArrayBatches,
@@ -216,7 +216,7 @@ class FitHooks:
             self._fit_dataset(chosen)
         chosen["callbacks"] = self.engine.begin_fit(chosen["callbacks"])
         if self.audit is not None:
-            notes = EpochBegins(self.audit.begin_epoch)
+            notes = EpochStartCallback(self.audit.begin_epoch)
             chosen["callbacks"] = with_callback(chosen["callbacks"], notes, self.model)
         return type(self.model).fit(*call.args, **call.kwargs)
 

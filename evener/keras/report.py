@@ -11,8 +11,8 @@ import keras
 import msgspec
 
 from ..errors import RequestError
-from ..live.figures import figures
 from ..live.files import Details
+from ..live.metrics import metrics
 from ..live.reporter import DeviceTimes, Reporter, middle, spread
 from ..live.step_clock import KEPT_STEPS
 from ..training.step_sums import StepSums
@@ -78,7 +78,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Add shares and samples/s to the logs that later callbacks read, if `log` is set."""
         if self._log and logs is not None and not self._is_another_rank():
-            logs.update(figures())
+            logs.update(metrics())
 
     def on_train_end(self, logs: Any = None) -> None:
         """Tell the monitor that this training has ended."""

@@ -38,7 +38,7 @@ POLL_SECONDS = 0.1
 # between two checks of Ray's head; without a head, Ray ends this process after a minute
 HEAD_SECONDS = 5.0
 HEAD_SILENT_SECONDS = SILENT_SECONDS = 15.0
-OTHERS_SECONDS = 30.0  # time for the other hosts to exit by themselves after one has failed
+PEER_SECONDS = 30.0  # time for the other hosts to exit by themselves after one has failed
 LOST_EXIT_CODE = 3
 
 
@@ -199,9 +199,9 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
         if not code:
             code = _find_failure(parts)
             if code:
-                deadline = time.monotonic() + OTHERS_SECONDS
+                deadline = time.monotonic() + PEER_SECONDS
         time.sleep(POLL_SECONDS)
-        answered = _look_at_head(answered)
+        answered = _check_head(answered)
     return code or _find_failure(parts)
 
 
@@ -211,7 +211,7 @@ def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
     return next((code for code in codes if code), 0)
 
 
-def _look_at_head(answered: float) -> float:
+def _check_head(answered: float) -> float:
     """Return the time of the Ray head's last answer; raises DeviceError if that is too long ago."""
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:

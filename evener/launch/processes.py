@@ -29,7 +29,7 @@ from ..errors import DeviceError, RequestError
 from ..printable import say
 from ..system.memory_files import make_memory_file
 from ..system.signals import caught_signals, restored_signals
-from ..training.launched import MEETING
+from ..training.launched import RENDEZVOUS
 from ..training.start_rank import STARTS
 from .job import HostJob
 
@@ -223,7 +223,7 @@ def _rank(job: HostJob) -> dict[str, str]:
         **numbers,
         "MASTER_ADDR": host,
         "MASTER_PORT": port,
-        MEETING: _describe_rendezvous(address),
+        RENDEZVOUS: _describe_rendezvous(address),
         "TORCHELASTIC_RESTART_COUNT": attempt,
     }
 
@@ -234,7 +234,7 @@ def _find_address() -> str:
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the value of the environment variable MEETING.
+    """Return the value of the environment variable RENDEZVOUS.
 
     It makes processes rendezvous through a new file instead of this address.
     """
@@ -310,7 +310,7 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
     if job.attempt:
         more["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
     if len(job.hosts) == 1:
-        more[MEETING] = _describe_rendezvous(address)
+        more[RENDEZVOUS] = _describe_rendezvous(address)
     return job.environment([more] * len(job.processes))
 
 

@@ -29,24 +29,24 @@ from ..training.launched import is_here
 from .job import HostJob
 
 # names of the rendezvous backends for PyTorch
-ALONE = "evener-alone"
-SEVERAL = "evener-several"
+SINGLE_AGENT = "evener-alone"
+SEVERAL_AGENTS = "evener-several"
 
 
-class AloneRendezvous(RendezvousHandler):  # type: ignore[misc]
+class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
     """The rendezvous of a single agent. Its store lives in this process and opens no port."""
 
     def __init__(self, run_id: str, address: str) -> None:
         self._run_id = run_id
         host, _, port = address.rpartition(":")
-        self._place = RendezvousStoreInfo(host, int(port))
+        self._store_info = RendezvousStoreInfo(host, int(port))
         self._store = HashStore()
         self._rounds = 0
         self._closed = False
 
     def get_backend(self) -> str:
         """Return the name of this rendezvous backend."""
-        return ALONE
+        return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
         """Return a rendezvous of this agent alone.
@@ -55,7 +55,7 @@ class AloneRendezvous(RendezvousHandler):  # type: ignore[misc]
         """
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
-        return RendezvousInfo(store, 0, 1, self._place)
+        return RendezvousInfo(store, 0, 1, self._store_info)
 
     def is_closed(self) -> bool:
         """True once the agent has ended."""
@@ -84,14 +84,14 @@ class OneAddressBackend(C10dRendezvousBackend):  # type: ignore[misc]
     @property
     def name(self) -> str:
         """The name of this rendezvous backend."""
-        return SEVERAL
+        return SEVERAL_AGENTS
 
 
-def _rendezvous_alone(parameters: RendezvousParameters) -> RendezvousHandler:
-    return AloneRendezvous(parameters.run_id, parameters.endpoint)
+def _make_single_agent(parameters: RendezvousParameters) -> RendezvousHandler:
+    return SingleAgentRendezvous(parameters.run_id, parameters.endpoint)
 
 
-def _rendezvous_several(parameters: RendezvousParameters) -> RendezvousHandler:
+def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
     """Return PyTorch's dynamic rendezvous.
 
     Its store is served by its host on one address only.
@@ -114,7 +114,7 @@ def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
     On a single host, the processes are given `address` (HOST:PORT).
     """
     way: dict[str, Any] = {
-        "rdzv_backend": ALONE,
+        "rdzv_backend": SINGLE_AGENT,
         "rdzv_endpoint": address,
         "local_addr": "127.0.0.1",
     }
@@ -125,12 +125,12 @@ def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
         seconds = math.ceil(job.wait_seconds)
         times = {"timeout": seconds, "join_timeout": seconds, "read_timeout": seconds}
         way = {
-            "rdzv_backend": SEVERAL,
+            "rdzv_backend": SEVERAL_AGENTS,
             "rdzv_endpoint": f"{own if host == job.host else host}:{port}",
             "rdzv_configs": {**times, "is_host": serves},
             "local_addr": own,
         }
-    rendezvous_handler_registry.register(ALONE, _rendezvous_alone)
-    rendezvous_handler_registry.register(SEVERAL, _rendezvous_several)
+    rendezvous_handler_registry.register(SINGLE_AGENT, _make_single_agent)
+    rendezvous_handler_registry.register(SEVERAL_AGENTS, _make_several_agents)
     hosts = len(job.hosts)
     return {"run_id": job.identity, "min_nodes": hosts, "max_nodes": hosts, **way}

@@ -53,7 +53,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
             return 0
         may_be_loss = ended.is_loss or several
         if attempt > restarts or not may_be_loss:
-            return _say_failure(job, ended)
+            return _print_failure(job, ended)
         say(f"{ended.words}; trying the devices")
         with caught_signals() as caught:
             broken = find_broken(list(chain.from_iterable(first.processes)), job.framework, caught)
@@ -62,12 +62,12 @@ def run_job(first: HostJob, max_restarts: int) -> int:
         first = msgspec.structs.replace(first, attempt=attempt, reason=ended.words)
         before = job
         job = _make_next(first, broken)
-        _say_changes(before.plan, job.plan)
+        _print_changes(before.plan, job.plan)
         say(f"all start again, {attempt} of {max_restarts} times")
     raise AssertionError("count() has no end")
 
 
-def _say_failure(job: HostJob, ended: GroupExit) -> int:
+def _print_failure(job: HostJob, ended: GroupExit) -> int:
     """Print how the training run failed, and return the exit code."""
     if job.executable and not job.has_several:
         code = ended.failures.get(0, 1)
@@ -127,7 +127,7 @@ def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
     )
 
 
-def _say_changes(before: Plan, after: Plan) -> None:
+def _print_changes(before: Plan, after: Plan) -> None:
     """Print which devices are left out or used again, with all devices' rows before and after."""
     rows = compare_rows(before, after)
     for old, new in zip(before.layout.share, after.layout.share, strict=True):

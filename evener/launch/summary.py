@@ -131,20 +131,20 @@ def summarize_training(
     end: End,
     labels: Mapping[str, str],
     plan_samples_per_second: float = 0.0,
-    takers: str = "",
+    competitors: str = "",
     first: FirstShares | None = None,
 ) -> TrainingSummary | None:
     """Return the summary of a training run that left these records; None if there are none.
 
     `labels` maps device ids to names, `plan_samples_per_second` is used if the records contain no
-    plan, and `takers` names programs that used the cores this run needed.
+    plan, and `competitors` names programs that used the cores this run needed.
     """
     if not records:
         return None
-    placed = _place_all(records, labels)
+    matched = _match_all(records, labels)
     missing = max(0, max(record.world for record in records) - len(records))
-    judged = judge_training([rank.measured for rank in placed], not missing, takers)
-    steps = judged.steps or (None,) * len(placed)
+    judged = judge_training([rank.measured for rank in matched], not missing, competitors)
+    steps = judged.steps or (None,) * len(matched)
     counted = max(records, key=lambda each: each.counted_steps)
     speed = sum(map(_speed, records))
     plan = _find_plan_rate(records) or plan_samples_per_second
@@ -158,15 +158,15 @@ def summarize_training(
         of_plan=speed / plan if plan and not missing else 0.0,
         step_s=judged.step_s,
         limits=judged.limits,
-        parts_known=any(rank.measured.sums.steps for rank in placed),
-        ranks=tuple(map(_PlacedRank.summarize, placed, steps)),
+        parts_known=any(rank.measured.sums.steps for rank in matched),
+        ranks=tuple(map(_MatchedRank.summarize, matched, steps)),
         missing_ranks=missing,
         changes=_find_changes(records),
         first=first,
     )
 
 
-class _PlacedRank(NamedTuple):
+class _MatchedRank(NamedTuple):
     """One device of a rank's record, with its metrics."""
 
     record: LiveRecord
@@ -190,12 +190,12 @@ def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
     return max((each.changes for each in records), key=len)
 
 
-def _place_all(records: Sequence[LiveRecord], labels: Mapping[str, str]) -> list[_PlacedRank]:
-    return [_place(record, live, labels) for record in records for live in record.devices]
+def _match_all(records: Sequence[LiveRecord], labels: Mapping[str, str]) -> list[_MatchedRank]:
+    return [_match(record, live, labels) for record in records for live in record.devices]
 
 
-def _place(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _PlacedRank:
-    return _PlacedRank(record, live, _measure(record, live, _name(record, live.id, labels)))
+def _match(record: LiveRecord, live: LiveDevice, labels: Mapping[str, str]) -> _MatchedRank:
+    return _MatchedRank(record, live, _measure(record, live, _name(record, live.id, labels)))
 
 
 def _speed(record: LiveRecord) -> float:
@@ -339,7 +339,7 @@ def _describe_record(summary: TrainingSummary) -> list[str]:
     return [f"record: evener runs show {summary.run}"]
 
 
-def keep_summary(summary: TrainingSummary) -> None:
+def save_summary(summary: TrainingSummary) -> None:
     """Write the summary beside the training journal, as JSON and as text.
 
     Do nothing without a journal, and ignore a full disk.

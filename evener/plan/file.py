@@ -51,12 +51,12 @@ __all__ = [
     "SearchSummary",
     "Share",
     "Throughput",
-    "in_its_schema",
     "load_plan",
     "make_layout",
     "parse_plan",
     "to_json",
     "to_toml",
+    "with_current_schema",
 ]
 
 SCHEMA = 3  # for sharded plans; all other plans are written with schema 2
@@ -252,7 +252,7 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
             f"{source}: {error}.",
             "Correct that key, or make the plan again with evener balance --export.",
         ) from None
-    plan = _with_kinds(in_its_schema(plan))
+    plan = _with_kinds(with_current_schema(plan))
     _check_numbers(plan, source)
     return plan
 
@@ -292,7 +292,7 @@ def to_json(plan: Plan) -> bytes:
 
 
 def _ordered(plan: Plan) -> dict[str, Any]:
-    data: dict[str, Any] = as_unicode(msgspec.to_builtins(in_its_schema(plan)))
+    data: dict[str, Any] = as_unicode(msgspec.to_builtins(with_current_schema(plan)))
     for layout in (data["layout"], *(rival["layout"] for rival in data["evidence"])):
         for share in layout["share"]:
             for key in _OPTIONAL:
@@ -303,7 +303,7 @@ def _ordered(plan: Plan) -> dict[str, Any]:
     return {"schema": data.pop("schema"), **data}
 
 
-def in_its_schema(plan: Plan) -> Plan:
+def with_current_schema(plan: Plan) -> Plan:
     """Return the plan converted to the lowest schema that can hold it.
 
     A journal may contain a plan of schema 1.

@@ -51,27 +51,28 @@ def scale(curve: Curve, factor: float) -> Curve:
 def solve_shares(
     curves: Sequence[Curve],
     batch: int,
-    walls: Sequence[int],
+    pass_limits: Sequence[int],
     passes: bool | Sequence[bool],
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
     """Return the rows of each device that minimize the step time; None if they don't fit.
 
-    Shares sum to `batch`, and each is at least `quantum`. A wall is the most rows of one pass that
-    fit in a device's memory, or 0 if there is no limit. `passes`, one value for all devices or one
-    for each, tells whether a device may take several passes; without them, its share doesn't exceed
-    its wall. `extras` are the seconds that each further pass adds to the time of its rows.
+    Shares sum to `batch`, and each is at least `quantum`. A pass limit is the most rows of one pass
+    that fit in a device's memory, or 0 if there is no limit. `passes`, one value for all devices or
+    one for each, tells whether a device may take several passes; without them, its share doesn't
+    exceed its pass limit. `extras` are the seconds that each further pass adds to the time of its
+    rows.
     """
     count = len(curves)
     more = extras or (0.0,) * count
     cut = (passes,) * count if isinstance(passes, bool) else passes
     devices = []
-    for i, (curve, wall) in enumerate(zip(curves, walls, strict=True)):
-        if wall and cut[i]:
-            device = DeviceCurve(i, PassCurve(curve, wall, wall, more[i]), batch)
+    for i, (curve, pass_limit) in enumerate(zip(curves, pass_limits, strict=True)):
+        if pass_limit and cut[i]:
+            device = DeviceCurve(i, PassCurve(curve, pass_limit, pass_limit, more[i]), batch)
         else:
-            device = DeviceCurve(i, curve, min(wall or batch, batch))
+            device = DeviceCurve(i, curve, min(pass_limit or batch, batch))
         devices.append(device)
     no_costs = (0.0,) * (count + 1)
     found = split_fixed(devices, no_costs, batch, quantum, fewest=count)
@@ -80,12 +81,12 @@ def solve_shares(
     return tuple(share for _, share in found.shares)
 
 
-def pass_rows(shares: Sequence[int], walls: Sequence[int]) -> tuple[int, ...]:
+def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
     """Return the most rows per pass for each share: all of its rows if they fit in one pass, else
     the limit of a pass.
     """
-    pairs = zip(shares, walls, strict=True)
-    return tuple(min(share, wall) if wall else share for share, wall in pairs)
+    pairs = zip(shares, pass_limits, strict=True)
+    return tuple(min(share, pass_limit) if pass_limit else share for share, pass_limit in pairs)
 
 
 def _join_knots(knots: Knots) -> Curve:
@@ -178,13 +179,13 @@ def _rows_of(
     of the shares.
     """
     computing = [share for share in left if share.batch]
-    walls = tuple(_largest_pass(share) for share in computing)
-    rows = None if layout.by_cost else _solve(layout, computing, walls)
+    pass_limits = tuple(_largest_pass(share) for share in computing)
+    rows = None if layout.by_cost else _solve(layout, computing, pass_limits)
     if rows is None:
         rows = apportion(layout.global_batch, [share.ratio for share in computing])
     without = {share: 0 for share in left if not share.batch}  # they only hold state
     by_share = dict(zip(computing, rows, strict=True))
-    passes = dict(zip(computing, pass_rows(rows, walls), strict=True))
+    passes = dict(zip(computing, pass_rows(rows, pass_limits), strict=True))
     return by_share | without, passes | without
 
 
@@ -196,7 +197,7 @@ def _largest_pass(share: Share) -> int:
 
 
 def _solve(
-    layout: PlanLayout, left: Sequence[Share], walls: tuple[int, ...]
+    layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
     """Return the fastest rows by the devices' curves; None if no rows fit.
 
@@ -205,7 +206,7 @@ def _solve(
     curves = read_curves(left)
     in_passes = any(share.micro < share.batch for share in layout.active)
     if not in_passes:
-        rows = solve_shares(curves, layout.global_batch, walls, False)
+        rows = solve_shares(curves, layout.global_batch, pass_limits, False)
         if rows:
             return rows
-    return solve_shares(curves, layout.global_batch, walls, True) or None
+    return solve_shares(curves, layout.global_batch, pass_limits, True) or None

@@ -29,13 +29,13 @@ from ..training.first_rank import (
     is_started_rank,
     release_others,
 )
-from ..training.launched import DEVICE, MEETING, PLAN, RUN, launched_device
+from ..training.launched import DEVICE, PLAN, RENDEZVOUS, RUN, launched_device
 
 _INTERFACES = ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME")
 _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
-class GroupPlace(msgspec.Struct, frozen=True):
+class GroupRank(msgspec.Struct, frozen=True):
     """A process's rank in a process group, and the group's size."""
 
     rank: int
@@ -43,7 +43,7 @@ class GroupPlace(msgspec.Struct, frozen=True):
     is_given: bool  # the rank was passed to the call rather than set in the environment
 
 
-_place: GroupPlace | None = None
+_place: GroupRank | None = None
 
 
 def current_rank() -> int:
@@ -63,7 +63,7 @@ def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
     place = _read_place(given)
     if place is not None and os.environ.get(STARTED_AS):
-        if _is_evener_s(place, given.get("init_method")):
+        if _is_own_address(place, given.get("init_method")):
             release_others()
             _keep_to(launched_device())
         else:
@@ -77,7 +77,7 @@ def _signature(function: Any) -> inspect.Signature:
     return inspect.signature(function)
 
 
-def _read_place(given: dict[str, Any]) -> GroupPlace | None:
+def _read_place(given: dict[str, Any]) -> GroupRank | None:
     """Return the rank and size in the group that is about to be made.
 
     Return None if only its backend knows them.
@@ -92,10 +92,10 @@ def _read_place(given: dict[str, Any]) -> GroupPlace | None:
     ]
     if not all(str(each).isdecimal() for each in numbers):
         return None
-    return GroupPlace(int(numbers[0]), int(numbers[1]), is_given)
+    return GroupRank(int(numbers[0]), int(numbers[1]), is_given)
 
 
-def _is_evener_s(place: GroupPlace, method: str | None) -> bool:
+def _is_own_address(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
     A script may choose another address for evener's ranks, so a different address alone
@@ -112,7 +112,7 @@ def _is_evener_s(place: GroupPlace, method: str | None) -> bool:
 
 
 def _own_address() -> str:
-    return os.environ.get(MEETING, "").partition(" ")[0]
+    return os.environ.get(RENDEZVOUS, "").partition(" ")[0]
 
 
 def _address_of(method: str | None, variables: dict[str, str]) -> str:
@@ -146,7 +146,7 @@ def _has_sibling(own: dict[str, str]) -> bool:
     return False
 
 
-def _take_device(place: GroupPlace) -> None:
+def _take_device(place: GroupRank) -> None:
     """Give this process, which evener didn't start, the plan's device for its rank.
 
     If the number of processes that the program started differs from the number of shares, the plan
@@ -169,7 +169,7 @@ def _take_device(place: GroupPlace) -> None:
         del os.environ[PLAN]
 
 
-def _free_interfaces(place: GroupPlace) -> None:
+def _free_interfaces(place: GroupRank) -> None:
     """Remove evener's restriction to loopback if a group has ranks on several machines."""
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):

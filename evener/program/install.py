@@ -88,10 +88,10 @@ def install() -> None:
     if _LIBRARIES & sys.modules.keys():
         _register()
     else:
-        sys.meta_path.insert(0, _First())
+        sys.meta_path.insert(0, _HookFinder())
 
 
-class _First:
+class _HookFinder:
     """An import finder that finds no module, but registers the hooks.
 
     The hooks are registered when a library is first imported, because importing wrapt
@@ -119,7 +119,7 @@ def _register() -> None:
         register_post_import_hook(_begin_fits, "keras")
     if not os.environ.get(PROGRAM):
         return
-    sys.excepthook = partial(end_in_a_sentence, sys.excepthook)
+    sys.excepthook = partial(print_own_error, sys.excepthook)
     atexit.register(wait_until_asleep, _GLOO)  # the first one registered runs last
     alone = os.environ.get("WORLD_SIZE") == "1"
     hooks = _ALONE if alone else _HOOKS
@@ -141,13 +141,13 @@ def _listen_to_ctrl_c(_: Any) -> None:
 def _count_steps(_: Any) -> None:
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
-    register_optimizer_step_post_hook(_later("plan_check:count_step"))
+    register_optimizer_step_post_hook(_import_later("plan_check:count_step"))
 
 
 def _begin_fits(keras: Any) -> None:
     from wrapt import wrap_function_wrapper
 
-    wrap_function_wrapper(keras, "Model.fit", _later("plan_check:begin_fit"))
+    wrap_function_wrapper(keras, "Model.fit", _import_later("plan_check:begin_fit"))
 
 
 def _wrap(hooks: Any, module: Any) -> None:
@@ -156,7 +156,7 @@ def _wrap(hooks: Any, module: Any) -> None:
     for name, target in hooks[module.__name__]:
         if target == _EXCHANGED and not _has(module, name):
             continue
-        wrap_function_wrapper(module, name, _later(target))
+        wrap_function_wrapper(module, name, _import_later(target))
 
 
 def _watch_steps(_: Any) -> None:
@@ -165,11 +165,11 @@ def _watch_steps(_: Any) -> None:
         register_optimizer_step_pre_hook,
     )
 
-    register_optimizer_step_pre_hook(_later("program:PROGRAM.begin_update"))
-    register_optimizer_step_post_hook(_later("program:PROGRAM.note_update"))
+    register_optimizer_step_pre_hook(_import_later("program:PROGRAM.begin_update"))
+    register_optimizer_step_post_hook(_import_later("program:PROGRAM.note_update"))
 
 
-def end_in_a_sentence(
+def print_own_error(
     before: Any, kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
     """Print evener's own error as a message instead of a traceback, and exit with its exit code.
@@ -205,7 +205,7 @@ def _has(module: Any, name: str) -> bool:
     return True
 
 
-def _later(target: str) -> Any:
+def _import_later(target: str) -> Any:
     """Return a wrapper for `name:function` of this package, which is imported on the first call."""
     name, _, function = target.partition(":")
     return lambda *given: attrgetter(function)(import_module(f"evener.program.{name}"))(*given)

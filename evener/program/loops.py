@@ -340,8 +340,8 @@ def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
     In a program that trains, report that this is why shares stay even.
     """
     if PROGRAM.trains():
-        PROGRAM.stay(DISPATCHED)
-    with PROGRAM.left_alone():
+        PROGRAM.stay_even(DISPATCHED)
+    with PROGRAM.left_unchanged():
         yield from wrapped()
 
 

@@ -17,7 +17,7 @@ from typing import Any
 import msgspec
 
 from ..training.launched import PROGRAM, launched_device, launched_run
-from ..training.step_record import StepFigures, StepRecord
+from ..training.step_record import ShareTimes, StepRecord
 from .group import current_rank
 
 READ_STEPS = 10  # steps between two readings of the timer, which stores the last 25 steps
@@ -52,8 +52,8 @@ class RankNote(msgspec.Struct):
     run: str  # the journal's name
     hooks: str = ""  # the hooks that took effect; empty if the program trained unchanged
     why: str = ""  # why shares stayed even or the program ran unchanged
-    first: StepFigures | None = None
-    last: StepFigures | None = None
+    first: ShareTimes | None = None
+    last: ShareTimes | None = None
     retreats: int = 0  # passes that ran out of memory and were computed again
     noise: str = ""  # a message about the noise scale
     changes: int = 0  # number of changes of shares that took effect in a step
@@ -88,8 +88,8 @@ class Notebook:
         self.settings = settings
         self.hooks = self.why = ""
         self.model = ""  # a digest of the models that train by shares
-        self.last_words = ""  # why shares stay even, if no other reason is printed by the end
-        self._has_supposed = False
+        self.pending_reason = ""  # why shares stay even, if no other reason is printed by the end
+        self._supposes_even = False
         self.warned: set[str] = set()
         self.was_uneven = False  # ranks have had different numbers of rows in a step
         self._training: Any = None
@@ -117,15 +117,15 @@ class Notebook:
             f"step, by {hooks}"
         )
 
-    def stay(self, why: str, more: str = "") -> None:
+    def stay_even(self, why: str, more: str = "") -> None:
         """Record why the program trains unchanged, and print it once, followed by `more`."""
         if not self.why:
             self.why = why.rstrip(".")
             say(f"shares stay even: {self.why}{more}")
 
-    def suppose(self, why: str) -> None:
+    def suppose_even(self, why: str) -> None:
         """Print why shares appear to stay even; a later loop may still train by shares."""
-        self.last_words, self._has_supposed = why, True
+        self.pending_reason, self._supposes_even = why, True
         say(f"shares stay even: {why}")
 
     def warn(self, words: str) -> None:
@@ -156,10 +156,10 @@ class Notebook:
         """Write this rank's RankNote to the settings' folder, if there is one."""
         if not self.settings.folder:
             return
-        if not self.hooks and self._has_supposed:
-            self.why = self.why or self.last_words
-        elif not self.hooks and self.last_words:
-            self.stay(self.last_words)
+        if not self.hooks and self._supposes_even:
+            self.why = self.why or self.pending_reason
+        elif not self.hooks and self.pending_reason:
+            self.stay_even(self.pending_reason)
         note = RankNote(
             current_rank(),
             launched_device(),

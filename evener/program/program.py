@@ -54,10 +54,10 @@ class Program:
         self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.training: PlannedTraining | None = None
         self._loop: Any = None  # the loop that gave the latest batch
-        self._beside: Any = None  # the loop whose batch belongs to the same step
-        self._heard: LoaderSteps | None = None  # receives the steps of the followed loop
+        self._other_loop: Any = None  # the loop whose batch belongs to the same step
+        self._loader_steps: LoaderSteps | None = None  # receives the steps of the followed loop
         self._guard: Guard | None = None
-        self._looks_alone = False  # the guard's batch follows a change that this rank has seen
+        self._rechecks = False  # the guard's batch follows a change that this rank has seen
         self._updated = False  # an optimizer has stepped since that batch
         self._stepped = False  # an optimizer of PyTorch has stepped
         self._passes = 0  # backward passes until then
@@ -146,7 +146,7 @@ class Program:
         The hooks don't notice steps of an optimizer that isn't PyTorch's, such as fastai's.
         """
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
-        if self._stepped or not self.models or not has_group or self.notebook.last_words:
+        if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
             return
         self._passes += 1
         words = ""
@@ -156,7 +156,7 @@ class Program:
         elif is_in_loop and self._passes == MANY_PASSES:
             words = views.NO_OPTIMIZER
         if words:
-            self.notebook.suppose(words)
+            self.notebook.suppose_even(words)
             self._end_strictly(words)
 
     @property
@@ -214,10 +214,10 @@ class Program:
             return
         self._note_rates(optimizer)
         if not (dist.is_available() and dist.is_initialized()):
-            self._stay_alone(optimizer)
+            self._note_single_rank(optimizer)
         elif dist.get_world_size() == 1:
-            self.stay(views.ONE_PROCESS)
-        elif self._loop is None and not self.notebook.last_words:
+            self.stay_even(views.ONE_PROCESS)
+        elif self._loop is None and not self.notebook.pending_reason:
             self._note_obstacle(optimizer)
 
     def _note_rates(self, optimizer: Any) -> None:
@@ -233,21 +233,21 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
         self._rates = crc32(repr(rates).encode(), self._rates)
 
-    def _stay_alone(self, optimizer: Any) -> None:
+    def _note_single_rank(self, optimizer: Any) -> None:
         """Report that this process trains by itself.
 
         If no other process trains, advise how to train on all devices.
         """
         if self.notebook.why:
             return
-        if not self.is_alone:
-            self.stay(views.NO_GROUP)
+        if not self.is_single_rank:
+            self.stay_even(views.NO_GROUP)
             return
         loader = None if self._newest_loader is None else self._newest_loader()
         self.stay_for_one(advise(optimizer, loader))
 
     @property
-    def is_alone(self) -> bool:
+    def is_single_rank(self) -> bool:
         """True while the other ranks wait for this rank to make a process group."""
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_started_rank() and not is_released()
@@ -257,7 +257,7 @@ class Program:
 
         Raises RequestError if the program was started with `--strict`.
         """
-        self.notebook.stay(views.FOR_ONE, f". {advice}")
+        self.notebook.stay_even(views.FOR_ONE, f". {advice}")
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
@@ -277,7 +277,7 @@ class Program:
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
-            self.notebook.suppose(words)
+            self.notebook.suppose_even(words)
             self._end_strictly(words)
 
     def clip(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
@@ -320,17 +320,17 @@ class Program:
             left = self._loop
             if left is not None and self._updated and left.shared_batches is loop.shared_batches:
                 self.end(left)  # a new epoch, of a loop that counts its batches itself
-            self._beside, self._loop = None if self._updated else self._loop, loop
+            self._other_loop, self._loop = None if self._updated else self._loop, loop
         self._updated = False
         if self.training is None:
             self._rates = 0
             self._begin_rates()
-        if self._guard is None and self._looks_at(loop):
+        if self._guard is None and self._needs_guard(loop):
             self._guard = self._make_guard(loop)
         if self.training is not None:
             self._begin_step(loop, self.training)
 
-    def _looks_at(self, loop: Any) -> bool:
+    def _needs_guard(self, loop: Any) -> bool:
         """True if a guard is to check this batch.
 
         Guards check batches before shares become uneven, the first batch with uneven shares, and
@@ -345,15 +345,15 @@ class Program:
 
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
         """Begin a step of a training by shares."""
-        if self._heard is None or loop.origin is None:
+        if self._loader_steps is None or loop.origin is None:
             # a batch of another loader, which the program splits itself
             training.weights.begin(loop.sizes)
             return
-        self._heard.begin(loop.origin, loop.sizes, loop.batch)
+        self._loader_steps.begin(loop.origin, loop.sizes, loop.batch)
         changed = training.audits.follows_change and not self._meets_in_layers
         if self._guard is None and changed:
             self._guard = self._make_guard(loop)
-            self._looks_alone = True
+            self._rechecks = True
         if self._guard is not None:
             training.timer.disturb()
 
@@ -377,9 +377,9 @@ class Program:
 
         All ranks call this method the same number of times.
         """
-        if self._heard is not None and loop.origin is not None:
-            self._heard.done(loop.sizes, (0, 0))
-            self._look_again(loop)
+        if self._loader_steps is not None and loop.origin is not None:
+            self._loader_steps.done(loop.sizes, (0, 0))
+            self._guard_again(loop)
         if loop is not self._loop and loop.batch is not None:
             self._note_several(loop)
         elif (
@@ -394,8 +394,8 @@ class Program:
         if loop.is_over:
             return
         loop.is_over = True
-        if self._heard is not None and loop.origin is not None:
-            self._heard.end(loop.origin)
+        if self._loader_steps is not None and loop.origin is not None:
+            self._loader_steps.end(loop.origin)
             self._compare(loop)
 
     def _drop_guard(self) -> None:
@@ -413,12 +413,12 @@ class Program:
         Raises RequestError if the program trains by shares and the two loops split their rows
         in different ratios.
         """
-        self.notebook.last_words = views.SEVERAL
+        self.notebook.pending_reason = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
         if (
             self.training is not None
             and self._updated
-            and self._beside is loop
+            and self._other_loop is loop
             and ratios[0] != ratios[1]
         ):
             raise RequestError(
@@ -426,7 +426,7 @@ class Program:
                 "Start it with its own launcher.",
             )
 
-    def _look_again(self, loop: Any) -> None:
+    def _guard_again(self, loop: Any) -> None:
         """Count a step by shares, and compare the ranks' views if a comparison is due.
 
         All ranks call this after the same step.
@@ -436,21 +436,21 @@ class Program:
             self._look *= LOOK_AGAIN
         uneven = len(set(loop.sizes)) > 1
         self._uneven += uneven
-        if self._looks_alone:
-            self._tell_change()
+        if self._rechecks:
+            self._exchange_change()
         if (
             self._guard is not None or not loop.compared or (uneven and self._uneven == 2)
         ):  # after a schedule's step
             self._compare(loop)
 
-    def _tell_change(self) -> None:
+    def _exchange_change(self) -> None:
         """Report the result of an audit after a change to the other ranks.
 
         This method doesn't wait for the other ranks, because another rank may not have
         seen the change.
         """
         assert self.training is not None
-        self._looks_alone = False
+        self._rechecks = False
         guard, self._guard = self._guard, None
         if guard is not None:
             guard.close()
@@ -550,7 +550,9 @@ class Program:
         fault = _find_common_fault(every)
         if fault:
             maker = loop.batch_maker
-            self.stay(f"{fault.rstrip('.')}; its batches are made by {maker}" if maker else fault)
+            self.stay_even(
+                f"{fault.rstrip('.')}; its batches are made by {maker}" if maker else fault
+            )
             return
         if self._watched < WATCHED and any(each.exchanges for each in every):
             self._watched += 1  # the next step may use the exchanged values
@@ -559,9 +561,9 @@ class Program:
         try:
             training = self._plan_loop(models, loop)
         except EvenerError as error:
-            self.stay(error.message)
+            self.stay_even(error.message)
             return
-        self.training, self._heard = training, LoaderSteps(training, True)
+        self.training, self._loader_steps = training, LoaderSteps(training, True)
         self._rates, loop.compared = 0, True
         OPTIMIZER_CHECK.steps_schedules = False
         for warning in [*self.remarks, *(each.warning for each in every)]:
@@ -668,7 +670,7 @@ class Program:
             self.exchanges.note_entered(self.exchanges.origins.read, "a number in its loss")
 
     @contextmanager
-    def left_alone(self) -> Iterator[None]:
+    def left_unchanged(self) -> Iterator[None]:
         """Return a context in which the hooks for plain loops are inactive.
 
         It is used for trainers that have hooks of their own.
@@ -679,12 +681,12 @@ class Program:
         finally:
             self._others -= 1
 
-    def stay(self, why: str) -> None:
+    def stay_even(self, why: str) -> None:
         """Leave the program unchanged, and report why shares stay even.
 
         Raises RequestError if the program was started with `--strict`.
         """
-        self.notebook.stay(why)
+        self.notebook.stay_even(why)
         self._end_strictly(self.notebook.why)
 
     def _end_strictly(self, why: str) -> None:
@@ -732,7 +734,7 @@ def stays_if_refused(trainer: Any) -> Iterator[None]:
     except EvenerError as error:
         vars(trainer).clear()
         vars(trainer).update(before)
-        PROGRAM.stay(error.message)
+        PROGRAM.stay_even(error.message)
 
 
 PROGRAM = Program()

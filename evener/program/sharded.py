@@ -17,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed.tensor import DTensor
 
 from ..torch.private import ignores_parameters
-from ..torch.step import loose
+from ..torch.step import unowned
 from ..torch.step.weights import Weigh
 from ..torch.step.wrapped import is_sharded
 
@@ -43,7 +43,7 @@ def has_copies(models: Iterable[Any]) -> bool:
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
     """True if an optimizer appears to train parameters outside these models."""
-    return not has_copies(models) and loose.trains_others(optimizer, models)
+    return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 
 def choose_weigh(models: Iterable[Any]) -> Weigh:

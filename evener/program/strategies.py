@@ -19,7 +19,7 @@ from ..lightning import DDPStrategy, PlanStrategy
 from ..torch.audit.state import kept_state
 from ..torch.rows.loader import LOADER_OPTIONS
 from ..torch.rows.sampler import RowOrder
-from ..torch.step.loose import trains_others
+from ..torch.step.unowned import trains_others
 from .advice import advise_lightning
 from .loops import draw_ranks, join_ranks
 from .program import PROGRAM, share_state, stays_if_refused
@@ -37,7 +37,7 @@ class ProgramStrategy(PlanStrategy):
 
     def teardown(self) -> None:
         """Tear the strategy down, and restore the trainer's own strategy."""
-        _forget_figures(self)
+        _forget_metrics(self)
         trainer = self.lightning_module.trainer
         super().teardown()
         private.set_strategy(trainer, self.program_strategy)
@@ -49,9 +49,9 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
     If the Trainer trains on one of several devices, report how to train on all of them.
     """
-    if PROGRAM.is_alone:
+    if PROGRAM.is_single_rank:
         PROGRAM.stay_for_one(advise_lightning())
-    with PROGRAM.left_alone():
+    with PROGRAM.left_unchanged():
         return wrapped(*arguments, **keywords)
 
 
@@ -90,18 +90,18 @@ def _find_fault(strategy: Any, loader: Any, others: Any) -> str:
 def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
     """Train by shares from now on if all ranks can; otherwise report why not."""
     if fault := next(filter(None, PROGRAM.exchange(fault)), ""):
-        PROGRAM.stay(fault)
+        PROGRAM.stay_even(fault)
         return
     trainer = loop.trainer
     with stays_if_refused(strategy), _used_unless_refused(trainer, strategy) as chosen:
         planned = PROGRAM.plan([strategy.model], _count_rows(loader), device=strategy.root_device)
-        chosen.take_plan(planned, 1, None, True)
-        chosen.prepare_figures()
+        chosen.set_plan(planned, 1, None, True)
+        chosen.prepare_metrics()
         made = _share_out(chosen, loader)
         PROGRAM.audit(planned)
         _refuse_difference(chosen, made)
         chosen.sum_by_shares()
-        _forget_figures(chosen)
+        _forget_metrics(chosen)
         _give(loop, made)
         PROGRAM.notebook.watch(planned, "lightning.Trainer")
 
@@ -138,7 +138,7 @@ def _count_rows(loader: Any) -> int:
     return int(loader.batch_size * dist.get_world_size())
 
 
-def _forget_figures(strategy: Any) -> None:
+def _forget_metrics(strategy: Any) -> None:
     """Clear the metrics logged so far.
 
     Otherwise Lightning would reduce them with the strategy that it remembers for each metric.

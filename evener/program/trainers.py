@@ -22,7 +22,7 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..system.replaced import replaced
 from ..torch.audit.state import kept_state
-from ..torch.step.loose import trains_others
+from ..torch.step.unowned import trains_others
 from ..training.launched import PROGRAM_COMMAND
 from .program import PROGRAM, share_state, stays_if_refused
 from .views import OUTSIDE
@@ -39,7 +39,7 @@ def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
     if new and dist.is_available() and dist.is_initialized() and _trains_as_loop(trainer):
         PROGRAM.remarks = [_LOGGED]
         return wrapped(*arguments, **keywords)
-    with PROGRAM.left_alone():
+    with PROGRAM.left_unchanged():
         if new and (os.environ.get("WORLD_SIZE") == "1" or dist.is_initialized()):
             _plan(trainer)
         planned = _planned.get(trainer)
@@ -99,7 +99,7 @@ def _plan(trainer: Any) -> None:
         planned.check_loss()
         if world > 1:
             PROGRAM.audit(planned._planned)
-            _tell_of_tail(trainer, global_batch)
+            _warn_of_tail(trainer, global_batch)
         _planned[trainer] = planned
         PROGRAM.notebook.watch(planned._planned, f"{own.__name__}, a transformers.Trainer")
         if global_batch == world > 1:
@@ -128,7 +128,7 @@ def _steps_others(trainer: Any) -> bool:
     return trainer.optimizer is not None and trains_others(trainer.optimizer, [trainer.model])
 
 
-def _tell_of_tail(trainer: Any, global_batch: int) -> None:
+def _warn_of_tail(trainer: Any, global_batch: int) -> None:
     """Warn if an epoch's last batch is shorter than under the program's own launcher."""
     rows = len(trainer.train_dataset)
     if rows % global_batch and not trainer.args.dataloader_drop_last:

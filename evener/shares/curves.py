@@ -168,7 +168,7 @@ class PassCurve(msgspec.Struct, frozen=True):
     """
 
     curve: Curve
-    wall: int  # the largest share in one pass
+    pass_limit: int  # the largest share in one pass
     rows: int  # the rows per pass with the highest samples/s, for a share of several passes
     extra: float = 0.0
     fits: int = 0  # the most rows that fit in each of several passes; at least `rows`
@@ -189,7 +189,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         It is 1 if the share fits at once. Otherwise it is the fewest passes of up to `rows` rows,
         or one pass fewer if the larger passes fit and are faster.
         """
-        if share <= self.wall:
+        if share <= self.pass_limit:
             return 1
         many = math.ceil(share / self.rows)
         fewer = many - 1
@@ -209,10 +209,10 @@ class PassCurve(msgspec.Struct, frozen=True):
         The result is a multiple of `quantum` and at most `ceiling`; 0 if no such share
         is fast enough.
         """
-        most = self.curve.largest(seconds, min(ceiling, self.wall), quantum)
+        most = self.curve.largest(seconds, min(ceiling, self.pass_limit), quantum)
         if math.isinf(seconds):
             return ceiling // quantum * quantum
-        if most >= ceiling or most < self.wall == self.rows:
+        if most >= ceiling or most < self.pass_limit == self.rows:
             return most
         full = int(
             (seconds + self.extra) / (self.curve.seconds(self.rows) + self.extra) * (1 + ROUNDING)
@@ -235,7 +235,7 @@ class PassCurve(msgspec.Struct, frozen=True):
         """
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))
         times = [
-            *self.curve.breakpoints(min(ceiling, self.wall)),
+            *self.curve.breakpoints(min(ceiling, self.pass_limit)),
             *map(self.seconds, full),
             self.seconds(ceiling),
         ]

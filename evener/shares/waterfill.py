@@ -107,7 +107,7 @@ def _try_fewer(
         if low > high:
             continue
         seconds_left = best.seconds - min(costs[low : high + 1])
-        if _reach(devices, high, seconds_left, quantum) < batch:
+        if _samples_by(devices, high, seconds_left, quantum) < batch:
             continue  # fewer devices never compute more samples by then
         middle = (low + high) // 2
         ranges += (low, middle - 1), (middle + 1, high)
@@ -210,7 +210,7 @@ def single_reaching(
     return min(enough, key=lambda one: one.global_batch, default=None)
 
 
-def _most(devices: Sequence[DeviceCurve], seconds: float, quantum: int) -> list[int]:
+def _largest_shares(devices: Sequence[DeviceCurve], seconds: float, quantum: int) -> list[int]:
     return [device.curve.largest(seconds, device.limit, quantum) for device in devices]
 
 
@@ -226,20 +226,20 @@ def _allocation(
     )
 
 
-def _top(sizes: Sequence[int], k: int) -> list[int]:
+def _largest(sizes: Sequence[int], k: int) -> list[int]:
     """Return the indices of the k largest sizes above 0; among equal sizes, lower ones first."""
     order = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     return [i for i in order[:k] if sizes[i] > 0]
 
 
-def _reach(
+def _samples_by(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
 ) -> int:
     """Return how many samples the best k devices finish by `seconds`.
 
     Returns 0 if fewer than `active` devices finish any samples.
     """
-    sizes = _most(devices, seconds, quantum)
+    sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
         return 0
     return sum(sizes if k >= len(sizes) else heapq.nlargest(k, sizes))
@@ -253,23 +253,23 @@ def _fixed_count(
     At least `active` devices have samples. Returns None if that is impossible.
     """
     late = max(device.curve.seconds(device.limit) for device in devices)
-    if _reach(devices, k, late, quantum, active) < batch:
+    if _samples_by(devices, k, late, quantum, active) < batch:
         return None
     early = least
-    if _reach(devices, k, early, quantum, active) >= batch:
+    if _samples_by(devices, k, early, quantum, active) >= batch:
         late = early
     for _ in range(HALVINGS):
         middle = (early + late) / 2
         if not early < middle < late or late - early <= 1e-12 * late:
             break
-        if _reach(devices, k, middle, quantum, active) >= batch:
+        if _samples_by(devices, k, middle, quantum, active) >= batch:
             late = middle
         else:
             early = middle
-    return late, _settled(devices, k, batch, quantum, early, late)
+    return late, _divide_batch(devices, k, batch, quantum, early, late)
 
 
-def _settled(
+def _divide_batch(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, early: float, late: float
 ) -> dict[int, int]:
     """Return whole shares that sum to `batch`.
@@ -277,8 +277,8 @@ def _settled(
     Each device starts with the samples that it finishes by `early`, but at least one quantum. Each
     further quantum goes to the device that would finish it first.
     """
-    most = _most(devices, late, quantum)
-    chosen = _top(most, min(k, batch // quantum))
+    most = _largest_shares(devices, late, quantum)
+    chosen = _largest(most, min(k, batch // quantum))
     shares = {
         i: min(most[i], max(quantum, devices[i].curve.largest(early, devices[i].limit, quantum)))
         for i in chosen
@@ -335,8 +335,8 @@ def _best_count(
     The allocation uses the best number of devices, which is at least `fewest`. Returns None if no
     number is allowed.
     """
-    sizes = _most(devices, seconds, quantum)
-    order = _top(sizes, len(sizes))
+    sizes = _largest_shares(devices, seconds, quantum)
+    order = _largest(sizes, len(sizes))
     best = 0
     best_rate = 0.0
     for k, total in enumerate(accumulate(sizes[i] for i in order), 1):
@@ -401,7 +401,7 @@ def _find_crossings(
     """Return a crossing for each number of devices, at least `fewest`, that can reach `rate`."""
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
-        largest_first = sorted(_most(devices, late, quantum), reverse=True)
+        largest_first = sorted(_largest_shares(devices, late, quantum), reverse=True)
         for k, samples in enumerate(accumulate(largest_first), 1):
             if k < fewest or k in found:
                 continue
@@ -420,12 +420,12 @@ def _just_reaching(
     _, early, late, k = crossing
     for _ in range(HALVINGS // 2):
         middle = (early + late) / 2
-        if _reach(devices, k, middle, quantum) >= rate * (middle + costs[k]):
+        if _samples_by(devices, k, middle, quantum) >= rate * (middle + costs[k]):
             late = middle
         else:
             early = middle
-    sizes = _most(devices, late, quantum)
-    shares = {i: sizes[i] for i in _top(sizes, k)}
+    sizes = _largest_shares(devices, late, quantum)
+    shares = {i: sizes[i] for i in _largest(sizes, k)}
     if not shares:
         return None
     return _allocation(devices, shares, _slowest(devices, shares) + costs[len(shares)])

@@ -209,7 +209,7 @@ class ProcessUse(NamedTuple):
     stolen_s: float  # taken by the hypervisor, over all cores
 
 
-def look_at_processes() -> ProcessUse:
+def read_process_use() -> ProcessUse:
     """Return the CPU time of every process so far; takes about 20 us per process."""
     seconds: dict[tuple[int, str], float] = {}
     parents = {}
@@ -224,7 +224,7 @@ def look_at_processes() -> ProcessUse:
     return ProcessUse(time.perf_counter(), seconds, parents, _read_stolen_seconds())
 
 
-def name_takers(
+def name_competitors(
     before: ProcessUse,
     after: ProcessUse,
     own_root: int,

@@ -32,7 +32,7 @@ from .step.wrapped import (
     check_normalization,
     has_own_work,
     is_sharded,
-    take_on,
+    wrap_model,
 )
 from .sums.collectives import add_up
 from .sums.noise import RankNoise, refuse_noise
@@ -86,7 +86,7 @@ class PlannedTraining:
                 "scale is measured.",
                 stacklevel=3,
             )
-        self.timer = make_timer(self.device, alone=self.world == 1)
+        self.timer = make_timer(self.device, single_rank=self.world == 1)
         if self.noise is not None:
             self.timer.begun = self.noise.begin
         self.reporter = StepReporter(found, self.timer, journal, self.noise)
@@ -196,7 +196,7 @@ class PlannedTraining:
         check_model(model, self.plan, self.strict)
         if self.world == 1:
             model = model.to(self.device)
-            self.weights.follow(model, self.device)
+            self.weights.watch_forward(model, self.device)
             return model
         check_exchange(model)
         self.timer.has_own_work = has_own_work(model, self.rebalancing is not None)
@@ -211,12 +211,12 @@ class PlannedTraining:
                 )
             if self.noise is not None:
                 raise refuse_noise("FSDP")
-            self.weights.follow(model, self.device)
+            self.weights.watch_forward(model, self.device)
             return model
-        model, exchange = take_on(
+        model, exchange = wrap_model(
             model, self.device, self.weights.forward, options, by_loss=weigh != "gradients"
         )
-        self.weights.attach(model, exchange)
+        self.weights.weigh_exchange(model, exchange)
         if self.rebalancing is not None and not self.timer.has_own_work:
             raise RequestError(
                 "DistributedDataParallel's communication hook or mixed_precision needs its "
@@ -239,7 +239,7 @@ class PlannedTraining:
             raise refuse_noise("FSDP or DeepSpeed")
         time_waits(self.timer)
         self.weights.equal_passes = self.weights.are_averaged = True
-        self.weights.follow(model, self.device)
+        self.weights.watch_forward(model, self.device)
 
     def check_whole(self) -> None:
         """Raise RequestError if the plan has each device hold a part of the model."""

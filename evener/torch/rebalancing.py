@@ -21,7 +21,7 @@ import torch.distributed as dist
 from ..errors import RequestError
 from ..live.files import PendingShares, ShareChange
 from ..plan.solver import read_curves
-from ..training.bottleneck import RankFigures, fewest_windows, find_bottleneck
+from ..training.bottleneck import RankTimes, fewest_windows, find_bottleneck
 from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_devices
 from .ranks.own_work import KEPT_STEPS
 from .step.memory import MemoryGauge
@@ -129,7 +129,7 @@ class Rebalancing:
             self._rule = self._exchange = None
             self._change(tuple(state["shares"]), tuple(state["micros"]), 0)
 
-    def _summarize(self) -> RankFigures:
+    def _summarize(self) -> RankTimes:
         """Return the medians of this rank's step times in the window, without disturbed steps.
 
         Own work is 0, which the rule ignores, if no step has a known own work. It is also 0 in a
@@ -155,7 +155,7 @@ class Rebalancing:
             known = [each for step in steps if not math.isnan(each := getattr(step, name))]
             return median(known) if known else unknown
 
-        return RankFigures(
+        return RankTimes(
             middle("own_work_s", 0.0) if self._settling < 0 else 0.0,
             middle("idle_input_s", 0.0),
             middle("step_s", 0.0),
@@ -176,7 +176,7 @@ class Rebalancing:
         rows = self._memory.measure(-(-shares.batches[rank] // passes))
         return rows * passes
 
-    def _begin_exchange(self, figures: RankFigures) -> tuple[Any, torch.Tensor]:
+    def _begin_exchange(self, figures: RankTimes) -> tuple[Any, torch.Tensor]:
         """Start the all-reduce that gathers the measurements of all ranks.
 
         They are the own work and the pass limit of each window, the metrics of the last window, the
@@ -270,6 +270,6 @@ class Rebalancing:
         self._windows.clear()
 
 
-def _read_figures(exchanged: Sequence[float]) -> RankFigures:
+def _read_figures(exchanged: Sequence[float]) -> RankTimes:
     """Return a rank's metrics, with NaN for values that were sent as UNKNOWN."""
-    return RankFigures(*(math.nan if each == UNKNOWN else each for each in exchanged))
+    return RankTimes(*(math.nan if each == UNKNOWN else each for each in exchanged))

@@ -20,7 +20,7 @@ from urllib.parse import parse_qsl, urlsplit
 import torch.distributed as dist
 
 from ..training.first_rank import is_started_rank, release_others
-from ..training.launched import GROUPS, meeting_file
+from ..training.launched import GROUPS, rendezvous_file
 from .private import rendezvous_handlers
 
 EVERY_ADDRESS = ("0.0.0.0", "::")
@@ -64,7 +64,7 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
     place = dict(parse_qsl(urlsplit(url).query))
     rank = place.get("rank", os.environ.get("RANK"))
     world = place.get("world_size", os.environ.get("WORLD_SIZE"))
-    path = meeting_file(_read_address(url))
+    path = rendezvous_file(_read_address(url))
     if path is None or rank is None or world is None:
         yield from original(url, **options)
         return
@@ -126,7 +126,7 @@ def _limit_tcp_stores() -> None:
     @wraps(original)
     def begin(store: Any, *given: Any, **named: Any) -> None:
         arguments = dict(zip(_STORE_ARGUMENTS, given, strict=False)) | named
-        if meeting_file(f"{arguments['host_name']}:{arguments['port']}") is not None:
+        if rendezvous_file(f"{arguments['host_name']}:{arguments['port']}") is not None:
             _let_others_meet()
         if arguments.get("is_master") and arguments.get("master_listen_fd") is None:
             arguments |= listen_at(arguments["host_name"], arguments["port"])

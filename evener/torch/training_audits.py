@@ -59,15 +59,15 @@ from .step.recovery import drop_frames, free_memory, is_out_of_memory
 from .step.weights import WholeBatchLoss
 from .step.wrapped import is_sharded
 from .sums.collectives import (
-    MEETS,
-    MeetingError,
+    USES_COLLECTIVES,
+    CollectiveError,
     count_foreign,
     own_collectives,
-    refuse_meeting,
+    refuse_collectives,
 )
 
 _NUMBERS = count()  # numbers the training runs of this process, equally on every rank
-HEAR_AFTER, GIVE_UP_AFTER = (
+READ_AFTER, GIVE_UP_AFTER = (
     2,
     10,
 )  # steps after an audit: ranks read its results, or stop waiting for them
@@ -132,13 +132,13 @@ class TrainingAudits:
         self._number = next(_NUMBERS)  # the same on every rank
         self._left_out = LeftOutBatches(f"evener/left out/{self._number}", training.rank)
         # by step: the keys of the ranks' results in the store
-        self._told: dict[int, list[str]] = {}
+        self._published: dict[int, list[str]] = {}
         self._go_even: Callable[[str], None] | None = None
         # the question to ask if nothing could be audited, and the remedy for each cause, in the
         # trainer's terms
         self.question = QUESTION
         self.remedies = {name: each.remedy for name, each in CAUSES.items()}
-        self._said: set[str] = set()
+        self._warned: set[str] = set()
         self._settings = LossSettings()
         self._is_loops = False  # the user's own loop calls backward
         self._recorder: Recorder | None = None  # records the user's own loop
@@ -169,7 +169,7 @@ class TrainingAudits:
 
         `fault` is the reason why shares have to become equal, or empty if they don't have to.
         """
-        self._tell(RankVerdict(fault, even=bool(fault)))
+        self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
         """Count a batch, unless it is counted already; return True if an audit is due.
@@ -180,7 +180,7 @@ class TrainingAudits:
             return False
         if batch is not self._batch or batch is None:
             self._batch = batch
-            self._hear()
+            self._compare_verdicts()
             self._compare_left_out()
             due = self.judge.begin(self._trained()) or self._changed
             self.judge.thorough |= self._changed
@@ -232,8 +232,8 @@ class TrainingAudits:
             nonlocal fault
             try:
                 return find()
-            except MeetingError:
-                fault = MEETS
+            except CollectiveError:
+                fault = USES_COLLECTIVES
             except RequestError as error:
                 fault = error.message
             except Exception as error:
@@ -269,7 +269,7 @@ class TrainingAudits:
         self._due = False
         if due and not self._is_apart():
             first = self.judge.step == 1
-            self._act(Replayed(self._run(lambda: find(first))))
+            self._decide(Replayed(self._run(lambda: find(first))))
 
     def expect_function(self) -> None:
         """Expect the batch's loss from a function passed to `after_step`, not from a loop."""
@@ -306,7 +306,7 @@ class TrainingAudits:
             sketcher = self._sketcher(compute, is_sharded_model(training.weights.models))
             return audit(sketcher, self.make_computations(few, compute, counted), moves=first)
 
-        self._act(Replayed(self._run(find)), survives=True)
+        self._decide(Replayed(self._run(find)), survives=True)
 
     def audit_part(
         self,
@@ -325,7 +325,7 @@ class TrainingAudits:
         few = self._move(cut_few(cut_rows(part.batch, 0, most, part.rows), most))
         if few is None:
             raise RequestError("The rows of the pass can't be cut apart.", "Make smaller passes.")
-        computations = make_share_computations(few, refuse_meeting(compute), part.count)
+        computations = make_share_computations(few, refuse_collectives(compute), part.count)
         sketcher = self._sketcher(compute) if make_sketcher is None else make_sketcher()
         try:
             verdict = self._judge(audit(sketcher, computations, moves=True))
@@ -400,7 +400,7 @@ class TrainingAudits:
                 numbers = [each for each in record.numbers if each.value != factor]
                 found = self._audit_record(record, None, factor)
         self._note_fault(found)
-        self._act(found, numbers, survives=True)
+        self._decide(found, numbers, survives=True)
 
     def _after_part(self, counted: OfPart | None, recorder: Recorder, loss: torch.Tensor) -> None:
         """Audit the loss of a batch's first part; results are sent after the last part."""
@@ -418,7 +418,7 @@ class TrainingAudits:
         if found.cut and found.audited is not None and found.audited.difference is None:
             fault = PADDED
         if fault:
-            self._say(NOT_AUDITED.format(fault) + self.question)
+            self._warn_once(NOT_AUDITED.format(fault) + self.question)
 
     def end_parts(self) -> None:
         """Send the other ranks the result of a part's audit, after the batch's last pass.
@@ -428,7 +428,7 @@ class TrainingAudits:
         self.close()
         found, self._pending = self._pending, None
         if found is not None:
-            self._act(found, survives=True)
+            self._decide(found, survives=True)
 
     def _trace(self, recorder: Recorder, loss: torch.Tensor) -> LossRecord | str:
         """Return the record of a loss.
@@ -441,7 +441,7 @@ class TrainingAudits:
         if isinstance(record, str):
             return record
         try:
-            with self._training.weights.checking(), self._resting():
+            with self._training.weights.checking(), self._paused_exchanges():
                 fault = record.find_change()
         except Exception as error:
             fault = describe_error(error)
@@ -534,7 +534,7 @@ class TrainingAudits:
         if loader is not None and same:
             with suppress(Exception):  # from the program's data set, which is read again
                 few = fetch_rows(
-                    loader.dataset, loader.collate_fn, loader.rows_at_hand(), self._most_rows
+                    loader.dataset, loader.collate_fn, loader.prefetched_rows(), self._most_rows
                 )
         if few is None and taken is not None and not taken.origin.by_length:
             rows = taken.sizes[self._training.rank]
@@ -581,7 +581,11 @@ class TrainingAudits:
         every = list(models)
         groups = [group for each in optimizers for group in each.param_groups]
         others = [each for group in groups for each in group["params"]]
-        around = [self._training.weights.checking, self._resting, *options.pop("around", ())]
+        around = [
+            self._training.weights.checking,
+            self._paused_exchanges,
+            *options.pop("around", ()),
+        ]
         if self.judge.thorough:
             self._known = KnownPasses()
         return GradientSketcher(
@@ -606,7 +610,7 @@ class TrainingAudits:
         return self._move(fetch_rows(dataset, collate, numbers, self._most_rows))
 
     @contextmanager
-    def _resting(self) -> Iterator[None]:
+    def _paused_exchanges(self) -> Iterator[None]:
         """Enter a context in which exchanges ignore backward passes, as they are an audit's."""
         exchanges = self._training.weights.list_exchanges()
         for each in exchanges:
@@ -628,7 +632,7 @@ class TrainingAudits:
         training run has only one, and in passes if the plan has passes.
         """
         in_passes = self._training.ranks.in_passes
-        loss = refuse_meeting(compute)
+        loss = refuse_collectives(compute)
         if self._training.world > 1:
             make = make_launcher_computations if self.follows_launcher else make_share_computations
             return make(few, loss, counted, FEW if in_passes else 0)
@@ -647,17 +651,17 @@ class TrainingAudits:
         except WholeBatchLoss:
             return None  # each rank has the whole batch's loss, which is exact
         except RequestError as error:
-            self._say(NOT_AUDITED.format(error.message.rstrip(".")) + self.question)
+            self._warn_once(NOT_AUDITED.format(error.message.rstrip(".")) + self.question)
         except Exception as error:
             if is_out_of_memory(error):
                 drop_frames(error)
                 free_memory(self._training.device)
             else:
                 fault = describe_error(error)
-                self._say(NOT_AUDITED.format(fault + _place(error)) + self.question)
+                self._warn_once(NOT_AUDITED.format(fault + _place(error)) + self.question)
         return None
 
-    def _act(
+    def _decide(
         self, found: Replayed, numbers: list[Number] | None = None, survives: bool = False
     ) -> None:
         """Send this rank's result to the other ranks without waiting for them, and act on it.
@@ -677,16 +681,16 @@ class TrainingAudits:
         if action is Action.GO_EVEN:
             own.even = True
             self.judge.over = False  # until all ranks have read this verdict
-        self._tell(own)
-        self._follow(action, own)
+        self._publish(own)
+        self._apply(action, own)
 
-    def _follow(self, action: Action, verdict: RankVerdict) -> None:
+    def _apply(self, action: Action, verdict: RankVerdict) -> None:
         if action is Action.REFUSE:
             raise RequestError(verdict.message, verdict.remedy)
         if action is Action.WARN:
-            self._say(f"{verdict.message} {verdict.remedy}")
+            self._warn_once(f"{verdict.message} {verdict.remedy}")
 
-    def _tell(self, own: RankVerdict) -> None:
+    def _publish(self, own: RankVerdict) -> None:
         """Write this rank's verdict to the store, for the other ranks to read.
 
         They usually audit the same step, so that the verdicts can be compared.
@@ -698,7 +702,7 @@ class TrainingAudits:
         store = default_store()
         with suppress(dist.DistError):  # the rank that hosts the store has exited
             store.set(f"{place}/{training.rank}", msgspec.msgpack.encode(own))
-        self._told[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
+        self._published[self.judge.step] = [f"{place}/{each}" for each in range(training.world)]
 
     @property
     def _is_together(self) -> bool:
@@ -725,30 +729,30 @@ class TrainingAudits:
         else:
             strict = self._training.strict
             verdict = RankVerdict(message, LEFT_OUT_REMEDY)
-            self._follow(Action.REFUSE if strict else Action.WARN, verdict)
+            self._apply(Action.REFUSE if strict else Action.WARN, verdict)
 
-    def _hear(self) -> None:
+    def _compare_verdicts(self) -> None:
         """Read and compare the results of earlier audits that all ranks have written.
 
-        All ranks have written their results HEAR_AFTER steps after an audit, because no rank
+        All ranks have written their results READ_AFTER steps after an audit, because no rank
         completes the all-reduce of the step in between earlier.
         """
-        for step, keys in list(self._told.items()):
-            if self.judge.step < step + HEAR_AFTER:
+        for step, keys in list(self._published.items()):
+            if self.judge.step < step + READ_AFTER:
                 continue
             every = _read_verdicts(keys)
             if every:
-                del self._told[step]
+                del self._published[step]
                 self._compare(every, step)
             elif self.judge.step > step + GIVE_UP_AFTER:
-                del self._told[step]
+                del self._published[step]
 
     def _compare(self, every: Sequence[RankVerdict], step: int) -> None:
         """Compare all ranks' results for an audited step; all ranks do so at the same time."""
         if self.judge.over:
             return
         self._compare_numbers([each.numbers for each in every if each.numbers is not None])
-        self._tell_of_guesses(every)
+        self._warn_of_guesses(every)
         differing = self._compare_ranks(every, step)
         worst = next((each for each in every if each.even), differing)
         if worst is None:
@@ -758,20 +762,20 @@ class TrainingAudits:
             self._go_even(worst.message)
             return
         strict = self._training.strict or step <= EARLY
-        self._follow(Action.REFUSE if strict else Action.WARN, worst)
+        self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
-    def _tell_of_guesses(self, every: Sequence[RankVerdict]) -> None:
+    def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
         """Warn if the differences found may be due to a number that is a count of rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
-            self._say(NOT_AUDITED.format(MAY_COUNT) + self.question)
+            self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge(self, found: Audited) -> RankVerdict:
         """Return this rank's verdict on an audit, and print warnings that it leads to."""
         if found.changed:
-            self._say(CHANGED.format(found.changed[0]))
+            self._warn_once(CHANGED.format(found.changed[0]))
         if found.fault:
-            self._say(f"The gradient couldn't be audited: {found.fault}.{self.question}")
+            self._warn_once(f"The gradient couldn't be audited: {found.fault}.{self.question}")
             return RankVerdict()
         if not found.finite:
             return RankVerdict()
@@ -818,13 +822,13 @@ class TrainingAudits:
             values = [each.value for each in line]
             low, high = min(values), max(values)
             if high - low > NEAR_NUMBERS * max(abs(low), abs(high)):
-                self._say(OTHER_NUMBERS.format(low, high, line[0].place or "unknown"))
+                self._warn_once(OTHER_NUMBERS.format(low, high, line[0].place or "unknown"))
                 return
 
-    def _say(self, words: str) -> None:
+    def _warn_once(self, words: str) -> None:
         """Print a warning unless it was printed before."""
-        if words not in self._said:
-            self._said.add(words)
+        if words not in self._warned:
+            self._warned.add(words)
             warnings.warn(words, stacklevel=2)
 
 

@@ -24,7 +24,7 @@ COMPUTING_PART = (
 EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0}
 
 
-class RankFigures(NamedTuple):
+class RankTimes(NamedTuple):
     """Medians of a rank's steps in a window; NaN for unknown values."""
 
     own_work_s: float
@@ -34,7 +34,7 @@ class RankFigures(NamedTuple):
     computing: float = math.nan  # part of own work in which the CPU computed for this rank
 
 
-def find_bottleneck(ranks: Sequence[RankFigures]) -> Bottleneck:
+def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
     """Return what limits the steps of ranks whose medians are `ranks`.
 
     Only waiting for other threads or processes counts as input: the time in which a training loop

@@ -24,7 +24,7 @@ PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener ru
 PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"
 
 # HOST:PORT of PyTorch's MASTER_ADDR and MASTER_PORT, and the rendezvous file that replaces them
-MEETING = "EVENER_MEETING"
+RENDEZVOUS = "EVENER_MEETING"
 GROUPS = "EVENER_GROUPS"  # process groups that used the file before, also in parents
 
 # set if one process trains on all devices, and evener launch can start one for each instead
@@ -61,13 +61,13 @@ def launched_device() -> str:
     return os.environ.get(DEVICE, "")
 
 
-def meeting_file(address: str) -> str | None:
+def rendezvous_file(address: str) -> str | None:
     """Return the rendezvous file that this host's processes use instead of HOST:PORT, or None.
 
     Return None if a port is used, or in a run of another launcher, because that may use
     the same address.
     """
-    named, _, path = os.environ.get(MEETING, "").partition(" ")
+    named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
         return None
     return path if path and named == address.replace("localhost", "127.0.0.1") else None

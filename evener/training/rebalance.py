@@ -110,10 +110,14 @@ class Rebalancer:
         self._even = all(self._proportional) and len(set(shares)) == 1
         self._most = tuple(most)
         self._unmeasured = tuple(math.ceil(GROWTH * share) for share in shares)
-        self._walls = tuple(map(_first_above_zero, self._most, self._unmeasured))
-        self._guessed = (False,) * len(shares)  # walls by measured memory: a share isn't cut there
+        self._pass_limits = tuple(map(_first_above_zero, self._most, self._unmeasured))
+        self._guessed = (False,) * len(
+            shares
+        )  # limits from measured memory: a share isn't cut there
         self._passes = passes
-        self._limits = self._walls  # current maximum rows of a pass, also after memory ran out
+        self._limits = (
+            self._pass_limits
+        )  # current maximum rows of a pass, also after memory ran out
         self._extras: list[float | None] = [None] * len(
             shares
         )  # extra seconds of each further pass; None until measured
@@ -176,9 +180,9 @@ class Rebalancer:
         if not self._passes:
             return [1] * len(shares)
         return [
-            1 if guess and limit == wall else -(-share // limit)
-            for share, limit, wall, guess in zip(
-                shares, self._limits, self._walls, self._guessed, strict=True
+            1 if guess and limit == pass_limit else -(-share // limit)
+            for share, limit, pass_limit, guess in zip(
+                shares, self._limits, self._pass_limits, self._guessed, strict=True
             )
         ]
 
@@ -233,17 +237,18 @@ class Rebalancer:
 
         If that changes the number of passes of the current shares, past windows are dropped.
         """
-        walls = []
+        pass_limits = []
         for rank, (share, most) in enumerate(zip(self.shares, self._most, strict=True)):
             grown = share + max(share // 2, self._quantum)
             held = max(share, min(grown, fits[rank])) if fits[rank] else self._unmeasured[rank]
-            walls.append(most or held)
-        self._walls = tuple(walls)
+            pass_limits.append(most or held)
+        self._pass_limits = tuple(pass_limits)
         self._guessed = tuple(
             bool(fit) and not most for fit, most in zip(fits, self._most, strict=True)
         )
         self._limits = tuple(
-            min(wall, limit or wall) for wall, limit in zip(walls, limits, strict=True)
+            min(pass_limit, limit or pass_limit)
+            for pass_limit, limit in zip(pass_limits, limits, strict=True)
         )
         if self._count_passes(self.shares) != self._counts:
             self._begin(self.shares)
@@ -363,8 +368,10 @@ class Rebalancer:
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
         cut = [
-            self._passes and not (guess and limit == wall)
-            for guess, limit, wall in zip(self._guessed, self._limits, self._walls, strict=True)
+            self._passes and not (guess and limit == pass_limit)
+            for guess, limit, pass_limit in zip(
+                self._guessed, self._limits, self._pass_limits, strict=True
+            )
         ]
         return solve_shares(curves, sum(self.shares), self._limits, cut, self._quantum, extras)
 
@@ -420,7 +427,7 @@ class Rebalancer:
         if gives:
             return share <= self._quantum
         bounded = not self._passes or self._guessed[rank]
-        return bounded and share + self._quantum > self._walls[rank]
+        return bounded and share + self._quantum > self._pass_limits[rank]
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
         """Return the gain in these windows' steps if each rank's curve predicted `seconds`."""
@@ -444,7 +451,7 @@ class Rebalancer:
         self._drifts = self._find_drifts(len(self._windows) - span)
         self._reversed, self._last, self._usual = back, self.shares, factors
         self._begin(shares)
-        return Change(shares, pass_rows(shares, self._walls), reason, gain)
+        return Change(shares, pass_rows(shares, self._pass_limits), reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
         """Return a message: which device became slower or faster, by how much and since when."""

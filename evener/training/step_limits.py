@@ -77,7 +77,7 @@ class MeasuredRank(NamedTuple):
     framework: str = ""  # "torch" or "tensorflow"
 
 
-class TrainingFigures(NamedTuple):
+class TrainingAnalysis(NamedTuple):
     """The step time of a training, its parts by rank, and what limits the steps."""
 
     step_s: float  # mean
@@ -87,30 +87,30 @@ class TrainingFigures(NamedTuple):
 
 
 def judge_training(
-    ranks: Sequence[MeasuredRank], whole: bool = True, takers: str = ""
-) -> TrainingFigures:
+    ranks: Sequence[MeasuredRank], whole: bool = True, competitors: str = ""
+) -> TrainingAnalysis:
     """Return what limits the steps of these ranks.
 
     `whole` is False if some of the training's ranks are unknown, so that no shares can be advised.
-    `takers` names the programs that used the cores which this training needed.
+    `competitors` names the programs that used the cores which this training needed.
     """
     steps = tuple(
         divide_meeting([each.sums for each in ranks], [each.least_waiting_s for each in ranks])
     )
     step_s = max((each.step_s for each in steps), default=0.0)
     if step_s <= 0:
-        return TrainingFigures(0.0, steps, (), None)
-    parts = [*_list_single_parts(ranks, steps, step_s, takers)]
+        return TrainingAnalysis(0.0, steps, (), None)
+    parts = [*_list_single_parts(ranks, steps, step_s, competitors)]
     unequal = _find_unequal(ranks, steps, step_s)
     advice = None
     if unequal is not None:
         advice = advise_shares(ranks, step_s) if whole else None
         parts.append(_with_advice(unequal, advice, step_s))
-    return TrainingFigures(step_s, steps, find_limits(step_s, parts), advice)
+    return TrainingAnalysis(step_s, steps, find_limits(step_s, parts), advice)
 
 
 def _list_single_parts(
-    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, takers: str
+    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
     """Yield all parts of a step except unequal work."""
     found = _Finder(ranks, steps, step_s)
@@ -120,7 +120,7 @@ def _list_single_parts(
     yield from found.find(LimitKind.VALIDATION, "validation_s", spared=HALF)
     yield from found.find(LimitKind.BETWEEN, "between_s")
     yield from _find_exchange(ranks, steps, step_s)
-    yield from _find_host(ranks, steps, step_s, takers)
+    yield from _find_host(ranks, steps, step_s, competitors)
 
 
 class _Finder:
@@ -206,7 +206,7 @@ def _find_exchange(
 
 
 def _find_host(
-    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, takers: str
+    ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
     """Yield the waits of threads for cores, of a GPU for its host, and of the model's own code."""
     last = list_last(steps, step_s)
@@ -214,7 +214,7 @@ def _find_host(
     starved_s = ranks[place].starved * step_s
     if starved_s > 0:
         kind = LimitKind.HOST_STARVED
-        yield StepPart(kind=kind, seconds=starved_s, error_s=starved_s / 4, by=takers)
+        yield StepPart(kind=kind, seconds=starved_s, error_s=starved_s / 4, by=competitors)
     slowest = ranks[max(last, key=lambda each: steps[each].own_work_s)]
     own_s = slowest.sums.mean("own_work_s")
     if 0 <= slowest.behind < BEHIND_PART:

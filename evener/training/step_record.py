@@ -29,7 +29,7 @@ SAME_SPEED = 0.1  # relative: own work explains step times up to this difference
 Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"]
 
 
-class StepFigures(msgspec.Struct, frozen=True):
+class ShareTimes(msgspec.Struct, frozen=True):
     """Medians of a rank's steps with the shares that were really used; 0 for unknown values."""
 
     shares: tuple[int, ...]  # of every rank
@@ -55,12 +55,12 @@ class _Stretch:
         self.all: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # own work, whole step
         self.clear: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # undisturbed ones
 
-    def summarize(self) -> StepFigures:
+    def summarize(self) -> ShareTimes:
         enough = len(self.clear) >= FEWEST_STEPS
         steps = list(self.clear if enough else self.all)
         own = [each for each, _ in steps if not math.isnan(each)]
         whole = [each for _, each in steps if not math.isnan(each)]
-        return StepFigures(
+        return ShareTimes(
             self.shares,
             median(own) if own else 0.0,
             median(whole) if whole else 0.0,
@@ -99,19 +99,19 @@ class StepRecord:
             self._now = _Stretch(shares, now.steps)  # the first stretch isn't extended any further
 
     @property
-    def first(self) -> StepFigures | None:
+    def first(self) -> ShareTimes | None:
         """The medians with the first shares that have enough steps; None without any step."""
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
-    def last(self) -> StepFigures | None:
+    def last(self) -> ShareTimes | None:
         """The medians with the last shares that have enough steps; None without any step."""
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 
 
-def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Comparison:
+def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
     """Compare every rank's medians with the first and with the last shares.
 
     The gain is computed from the first rank's steps.
@@ -132,9 +132,7 @@ def compare(first: Sequence[StepFigures], last: Sequence[StepFigures]) -> Compar
     return Comparison("slower" if high <= -LEAST_GAIN else "unclear", gain, low, high)
 
 
-def _gain_at_present_speed(
-    first: Sequence[StepFigures], last: Sequence[StepFigures]
-) -> float | None:
+def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> float | None:
     """Return the gain of the last shares over the first shares at the devices' final speed.
 
     Return None if a rank's own work is unknown. The rest of a step's time is assumed unchanged.

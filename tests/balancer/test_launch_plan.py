@@ -86,11 +86,11 @@ def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
     left out has none.
     """
     found = commands("torch", layout_of((8, 0, 8)), gpu(0), gpu(1), gpu(2, CAPPED))
-    assert [command.place.rank for command in found] == [0, 1]
-    assert found[0].place.peers == found[1].place.peers
-    assert len(set(found[0].place.peers)) == 2
-    assert [command.place.devices for command in found] == [("cuda:0",), ("cuda:0",)]
-    assert [command.place.memory_limit_bytes for command in found] == [(None,), (100 * MIB,)]
+    assert [command.setup.rank for command in found] == [0, 1]
+    assert found[0].setup.peers == found[1].setup.peers
+    assert len(set(found[0].setup.peers)) == 2
+    assert [command.setup.devices for command in found] == [("cuda:0",), ("cuda:0",)]
+    assert [command.setup.memory_limit_bytes for command in found] == [(None,), (100 * MIB,)]
 
 
 def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -> None:
@@ -98,17 +98,17 @@ def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -
     (command,) = commands(
         "tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1)
     )
-    assert command.place.devices == ("GPU:0", "GPU:1")
-    assert command.place.peers == ()
-    assert command.place.xla
-    assert command.place.precision == "mixed_bfloat16"
+    assert command.setup.devices == ("GPU:0", "GPU:1")
+    assert command.setup.peers == ()
+    assert command.setup.xla
+    assert command.setup.precision == "mixed_bfloat16"
 
 
 def test_a_pack_is_as_many_children_without_a_group() -> None:
     """Each alone on the same device."""
     found = commands("torch", Layout("pack", (0, 8), 3), gpu(0), gpu(1))
     assert len(found) == 3
-    assert {command.place.peers for command in found} == {()}
+    assert {command.setup.peers for command in found} == {()}
     resolved, key = resolved_for("torch", gpu(0), gpu(1)), Layout("pack", (0, 8), 3).children
     environments = [child_environment(group, "torch") for group in assign_devices(resolved, key)]
     assert map_ranks(resolved, key, environments, {}).positions == (1, 1, 1)
@@ -216,8 +216,8 @@ def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
     ranks know it anyway.
     """
     pack = pack_on(solo(1, 0, 8), 5)
-    assert [command.place.trainings for command in commands("torch", pack, gpu(0))] == [5] * 5
-    assert [command.place.trainings for command in commands("torch", SPLIT, gpu(0), gpu(1))] == [
+    assert [command.setup.trainings for command in commands("torch", pack, gpu(0))] == [5] * 5
+    assert [command.setup.trainings for command in commands("torch", SPLIT, gpu(0), gpu(1))] == [
         1,
         1,
     ]

@@ -27,7 +27,7 @@ from evener.devices.types import Device
 from evener.live.files import LiveDevice, LiveRecord
 from evener.live.reporter import Training
 from evener.training.limits import LimitKind, TrainingLimit
-from evener.training.step_limits import TrainingFigures
+from evener.training.step_limits import TrainingAnalysis
 from evener.tui.view.ranks import find_causes, place_ranks
 from tests.support.nvml_tape import NvmlPlayer
 
@@ -114,7 +114,7 @@ def name_in_training(player: NvmlPlayer) -> list[str]:
     record = LiveRecord("torch", "train.py", 640.0, 100, now, (live,))
     report = Training(**{name: getattr(record, name) for name in record.__struct_fields__}, pid=1)
     ranks = list(place_ranks(report, {("", sample.device.id): sample}, now))
-    causes = find_causes(ranks, TrainingFigures(STEP_S, (), (), None), ())
+    causes = find_causes(ranks, TrainingAnalysis(STEP_S, (), (), None), ())
     return [cause.kind for cause in causes]
 
 

@@ -26,11 +26,13 @@ from evener.balancer.probes.protocol import (
     RunSteps,
     parse_reply,
 )
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.user_code import find_line
 
 COMMANDS = [
-    Build("synthetic", "none", {"base_ms": 1.0}, Place(("CPU:0",), (None,), 1, ("a:1", "b:2"))),
+    Build(
+        "synthetic", "none", {"base_ms": 1.0}, WorkerSetup(("CPU:0",), (None,), 1, ("a:1", "b:2"))
+    ),
     Prepare((8, 0)),
     RunSteps(5),
 ]

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.training.bottleneck import RankFigures, fewest_windows, find_bottleneck
+from evener.training.bottleneck import RankTimes, fewest_windows, find_bottleneck
 from evener.training.rebalance import MOST_WINDOWS
 from tests.support.simulated_ranks import Device, Noise, Training, train
 
@@ -140,7 +140,7 @@ def test_a_device_is_followed_on_a_machine_that_gets_slower_as_a_whole() -> None
         assert ran.shares[min(slowed + 60, 799)][0] >= 80
 
 
-FIGURES = RankFigures(own_work_s=0.1, input_s=0.0, step_s=0.12, behind=1.0)
+FIGURES = RankTimes(own_work_s=0.1, input_s=0.0, step_s=0.12, behind=1.0)
 
 
 def test_what_limits_steps_is_told_by_the_rank_that_is_last() -> None:

@@ -283,7 +283,7 @@ def test_a_compute_loss_that_meets_other_ranks_ends_in_a_sentence_on_each(
 ) -> None:
     waited, said = trainer_ranks("tests.support.huggingface_oom_programs.meet", world=2)
     assert said.startswith("DeviceError: Rank 1")
-    assert "the loop meets other ranks in a pass" in said
+    assert "the loop communicates with other ranks in a pass" in said
     assert waited.splitlines()[-1].startswith(
         "evener: rank 1 ended, and this rank can't go on without it: DeviceError"
     )

@@ -26,7 +26,7 @@ from evener.live.files import LiveDevice, LiveRecord
 from evener.program.notes import RankNote
 from evener.system.files import runs_folder
 from evener.training.limits import LimitKind
-from evener.training.step_record import StepFigures
+from evener.training.step_record import ShareTimes
 from evener.training.step_sums import StepSums
 from evener.tui.cli.main import run
 from tests.support.launched_plan import plan
@@ -107,8 +107,8 @@ def test_a_gain_is_claimed_where_shares_made_it(
             rank,
             f"cpu-{rank}-of-2",
             "",
-            first=StepFigures((4, 4), own[rank][0], steps[0], 0.004),
-            last=StepFigures(last, own[rank][1], steps[1], 0.003),
+            first=ShareTimes((4, 4), own[rank][0], steps[0], 0.004),
+            last=ShareTimes(last, own[rank][1], steps[1], 0.003),
             changes=4,
         )
         for rank in (0, 1)

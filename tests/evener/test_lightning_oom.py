@@ -108,7 +108,7 @@ def test_rows_that_depend_on_draws_are_learned_as_by_one_process_that_takes_the_
         ("LBFGS", "LBFGS goes by the loss of the whole batch"),
         ("a sum", "it is a sum, not a mean over rows"),
         ("no room", "There is no room for the 0.0 GiB of AdamW's state"),
-        ("gathered", "the loop meets other ranks in a pass"),
+        ("gathered", "the loop communicates with other ranks in a pass"),
     ],
 )
 def test_what_cannot_be_computed_again_ends_in_a_sentence(

@@ -33,11 +33,11 @@ from evener.plan.file import (
     SearchSummary,
     Share,
     Throughput,
-    in_its_schema,
     make_layout,
     parse_plan,
     to_json,
     to_toml,
+    with_current_schema,
 )
 from evener.plan.layout import MOST_ROWS
 from evener.plan.solver import leave_out
@@ -144,7 +144,7 @@ PLANS = st.builds(
         workload_digest=TEXT,
     ),
     warnings=st.lists(TEXT, max_size=3).map(tuple),
-).map(lambda plan: in_its_schema(_of_one_request(plan)))
+).map(lambda plan: with_current_schema(_of_one_request(plan)))
 
 
 def example(batches: tuple[int, ...] = (60, 0, 20)) -> Plan:

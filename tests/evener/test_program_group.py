@@ -42,7 +42,7 @@ def released(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
         **EVENER_S,
         first_rank.RELEASE: str(path),
         first_rank.STARTED_AS: "0 2 evener-1",
-        launched.MEETING: "127.0.0.1:4000 /nowhere",
+        launched.RENDEZVOUS: "127.0.0.1:4000 /nowhere",
         launched.PLAN: str(plan),
         launched.DEVICE: "GPU-a",
         launched.RUN: "this",
@@ -102,7 +102,7 @@ def test_an_elastic_run_inside_is_not_evener_s(
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     monkeypatch.setenv("RANK", "1")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    assert launched.meeting_file("127.0.0.1:4000") is None
+    assert launched.rendezvous_file("127.0.0.1:4000") is None
     begin()
     assert not released.exists()
     assert (os.environ["LOCAL_RANK"], group.current_rank()) == ("1", 1)

@@ -117,7 +117,7 @@ def test_an_exchange_is_a_limit_where_the_last_rank_waits_too() -> None:
 
 def test_want_of_cores_is_named_with_those_that_have_them() -> None:
     starved = rank(idle_own_s=0.06)._replace(starved=0.4)
-    (limit,) = judge_training([starved], takers="load (16 cores)").limits
+    (limit,) = judge_training([starved], competitors="load (16 cores)").limits
     assert (limit.kind, limit.by) == (LimitKind.HOST_STARVED, "load (16 cores)")
 
 

@@ -10,7 +10,7 @@ import random
 from hypothesis import given
 from hypothesis import strategies as st
 
-from evener.training.step_record import Comparison, StepFigures, StepRecord, compare
+from evener.training.step_record import Comparison, ShareTimes, StepRecord, compare
 
 EVEN, MOVED = (64, 64), (80, 48)
 
@@ -73,7 +73,7 @@ def seen(
     seed: int,
     noise: float,
     rest_s: float = 0.02,
-) -> list[StepFigures]:
+) -> list[ShareTimes]:
     """What ranks that take these seconds a row see by these shares in 60 steps."""
     numbers, made = random.Random(seed), [StepRecord(), StepRecord()]
     for _ in range(60):

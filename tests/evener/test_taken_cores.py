@@ -14,9 +14,9 @@ import pytest
 from evener.system import taken_cores
 from evener.system.taken_cores import (
     CoreWatch,
-    look_at_processes,
-    name_takers,
+    name_competitors,
     read_core_seconds,
+    read_process_use,
     read_throttled_seconds,
 )
 
@@ -70,10 +70,10 @@ def test_a_process_beside_three_others_on_a_core_waits_three_quarters_of_the_tim
     load = start_load(tmp_path, core, 3)
     try:
         os.sched_setaffinity(0, {core})
-        watch, before = CoreWatch(), look_at_processes()
+        watch, before = CoreWatch(), read_process_use()
         spin(1.0)
-        starved, after = watch.read(), look_at_processes()
-        named = name_takers(before, after, NOBODY, 0.0, most=100)
+        starved, after = watch.read(), read_process_use()
+        named = name_competitors(before, after, NOBODY, 0.0, most=100)
     finally:
         os.sched_setaffinity(0, cores)
         end(load)
@@ -90,14 +90,14 @@ def test_a_process_that_sleeps_is_not_starved() -> None:
 def test_programs_under_the_root_are_not_others(tmp_path: Path) -> None:
     load = start_load(tmp_path, min(os.sched_getaffinity(0)), 1)
     try:
-        before, named, until = look_at_processes(), "", time.monotonic() + 60
+        before, named, until = read_process_use(), "", time.monotonic() + 60
         while "busy_load.py" not in named and time.monotonic() < until:
             time.sleep(0.2)
-            after = look_at_processes()
-            named = name_takers(before, after, NOBODY, 0.0, most=100)
+            after = read_process_use()
+            named = name_competitors(before, after, NOBODY, 0.0, most=100)
         assert "busy_load.py" in named
-        assert "busy_load.py" not in name_takers(before, after, os.getpid(), 0.0, most=100)
-        workers = name_takers(before, after, os.getpid(), 0.0, most=100, own=os.getpid())
+        assert "busy_load.py" not in name_competitors(before, after, os.getpid(), 0.0, most=100)
+        workers = name_competitors(before, after, os.getpid(), 0.0, most=100, own=os.getpid())
         assert "own worker processes" in workers
     finally:
         end(load)

@@ -248,7 +248,7 @@ def test_a_loss_that_meets_other_ranks_ends_in_a_sentence_on_the_rank_that_ran_o
     expected = (
         "others than evener sum its gradients"
         if name == "sharded"
-        else "the loop meets other ranks in a pass"
+        else "the loop communicates with other ranks in a pass"
     )
     assert said.startswith("DeviceError: Rank 1")
     assert expected in said

@@ -37,7 +37,9 @@ from tests.support.torch_rebalance_programs import SLEEP_SECONDS, TurnedClock
 SIZES = (3, 1)
 
 
-def run(script: str, alone: bool = False, past: float = math.inf) -> tuple[StepTimer, TurnedClock]:
+def run(
+    script: str, single_rank: bool = False, past: float = math.inf
+) -> tuple[StepTimer, TurnedClock]:
     """Digits are seconds between what letters say: b a batch in hand, g gradients, e the end of the
     backward pass,
 
@@ -46,7 +48,7 @@ def run(script: str, alone: bool = False, past: float = math.inf) -> tuple[StepT
     """
     clock = TurnedClock()
     clock.past = past
-    timer = StepTimer(clock, alone)
+    timer = StepTimer(clock, single_rank)
     calls = {
         "g": timer.note_gradients,
         "e": timer.note_backward,
@@ -116,17 +118,17 @@ def test_two_updates_in_a_step_have_own_work_each() -> None:
 def test_an_exchange_within_a_step_is_waiting() -> None:
     """As of the number of tokens before the backward pass, and of the mean loss behind it."""
     timer, clock = run("b1")
-    with timer.meeting():
+    with timer.collective():
         clock.now += 5
     clock.now += 2
     timer.note_gradients()
     timer.note_backward()
-    with timer.meeting():
+    with timer.collective():
         clock.now += 3
     clock.now += 4
     timer.note_update()
     timer.note_updated()
-    with timer.meeting():
+    with timer.collective():
         clock.now += 1
     timer.finish()
     assert timer.last()[0][1:3] == (3, 9)
@@ -156,9 +158,9 @@ def test_only_a_step_with_gradients_counts_for_an_agreement() -> None:
 
 
 def test_a_process_alone_waits_for_nobody() -> None:
-    assert last("b5ud1f", alone=True)[1:3] == (5, 0)
-    assert last("b5ud3ud1f", alone=True)[1:3] == (8, 0)
-    paused = last("b5ge2ud1f", alone=True)
+    assert last("b5ud1f", single_rank=True)[1:3] == (5, 0)
+    assert last("b5ud3ud1f", single_rank=True)[1:3] == (8, 0)
+    paused = last("b5ge2ud1f", single_rank=True)
     assert (paused.own_work_s, paused.between_s) == (5, 3)
 
 
@@ -194,7 +196,7 @@ def test_steps_that_the_device_has_not_computed_are_left_out() -> None:
 
 def test_a_timer_hears_of_real_optimizers_as_long_as_it_lives() -> None:
     clock = TurnedClock()
-    timer = StepTimer(clock, alone=True)
+    timer = StepTimer(clock, single_rank=True)
     timer.begin(SIZES)
     clock.now = 2.0
     torch.optim.SGD([torch.nn.Parameter(torch.zeros(1))], 0.1).step()
@@ -233,7 +235,7 @@ def take_step(timer: StepTimer) -> None:
 
 def test_on_a_gpu_events_are_read_once_they_are_past() -> None:
     FakeEvent.computed = deque([10, 30, 38, 40, 45, 90, 98, 101])
-    timer = StepTimer(GpuClock(FakeEvent), alone=False)
+    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
     take_step(timer)
     take_step(timer)
     (step,) = timer.last()
@@ -248,7 +250,7 @@ def test_a_gpu_is_behind_its_host_that_has_not_come_to_the_last_gradient(
     are.
     """
     FakeEvent.computed = deque([10, ready, 140, 141])
-    timer = StepTimer(GpuClock(FakeEvent), alone=False)
+    timer = StepTimer(GpuClock(FakeEvent), single_rank=False)
     timer.begin(SIZES)
     timer.note_gradients()
     timer.note_sent()
@@ -276,7 +278,7 @@ def test_the_part_of_own_work_in_which_a_cpu_computes_is_seen() -> None:
     known = [step.computing for step in timer.last() if not math.isnan(step.computing)]
     assert known == [1.0, 0.25], "of the first step, and of the next that is measured"
     assert all(math.isnan(step.behind) for step in timer.last()), "that is a GPU's"
-    real = StepTimer(HostClock(), alone=False)
+    real = StepTimer(HostClock(), single_rank=False)
     real.begin(SIZES)
     time.sleep(0.1)
     real.note_gradients()
@@ -285,7 +287,7 @@ def test_the_part_of_own_work_in_which_a_cpu_computes_is_seen() -> None:
 
 
 def test_waiting_for_others_to_fetch_rows_is_told_from_fetching_them() -> None:
-    timer = StepTimer(HostClock(), alone=False)
+    timer = StepTimer(HostClock(), single_rank=False)
     for _ in range(STRIDES[0]):
         take_step(timer)
     time.sleep(0.05)
@@ -313,9 +315,9 @@ def test_a_disturbed_step_says_so_and_the_next_one_does_not() -> None:
     assert [(step.number, step.disturbed) for step in timer.last()] == [(1, True), (2, False)]
 
 
-@pytest.mark.parametrize("alone", [False, True])
+@pytest.mark.parametrize("single_rank", [False, True])
 def test_events_are_recorded_again_once_they_were_read(
-    alone: bool, monkeypatch: pytest.MonkeyPatch
+    single_rank: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The times of steps that were read stay as they are."""
     made: list[FakeEvent] = []
@@ -326,10 +328,10 @@ def test_events_are_recorded_again_once_they_were_read(
 
     FakeEvent.computed = deque(float(at) for at in range(200))
     monkeypatch.setattr(FakeEvent, "past", 200)
-    timer = StepTimer(GpuClock(make), alone)
+    timer = StepTimer(GpuClock(make), single_rank)
     for step in range(20):
         timer.begin(SIZES)
-        if not alone:
+        if not single_rank:
             timer.note_gradients()
             timer.note_backward()
         timer.note_update()
@@ -340,7 +342,7 @@ def test_events_are_recorded_again_once_they_were_read(
         assert {each.own_work_s for each in timer.last()} == {0.001}
     assert len(timer.last()) == 20
     whole = timer.sums.whole
-    assert whole.update_s == pytest.approx(0.001 * (2 - alone) * whole.steps)
+    assert whole.update_s == pytest.approx(0.001 * (2 - single_rank) * whole.steps)
     assert len(made) <= 8, "those of one step, and of the next"
 
 
@@ -363,7 +365,7 @@ def test_on_a_gpu_few_of_many_short_steps_are_timed_and_stand_for_the_others(
 
     monkeypatch.setattr(FakeEvent, "past", math.inf)
     monkeypatch.setattr(FakeEvent, "record", record)
-    timer = StepTimer(GpuClock(make), alone=True)
+    timer = StepTimer(GpuClock(make), single_rank=True)
     batches, accumulated, files_s = 600, 3, 0.0
     for batch in range(batches):
         timer.begin(SIZES)
@@ -382,7 +384,7 @@ def test_on_a_gpu_few_of_many_short_steps_are_timed_and_stand_for_the_others(
     assert whole.own_work_s == pytest.approx(1e-3 * batches, rel=0.2), "the event of each batch"
     assert whole.update_s == pytest.approx(1e-3 * batches / accumulated, rel=0.3)
     assert whole.files_s == pytest.approx(files_s, rel=0.3)
-    every = StepTimer(GpuClock(make), alone=True)
+    every = StepTimer(GpuClock(make), single_rank=True)
     every.time_all()
     first = next(recorded)
     for _ in range(100):
@@ -505,7 +507,7 @@ def test_gpus_tell_by_how_much_a_backward_pass_was_held_up(
 
 def test_a_timer_that_is_collected_while_an_optimizer_steps_disturbs_nothing() -> None:
     """PyTorch walks over its hooks then; none may go."""
-    timers = [StepTimer(HostClock(), alone=True)]
+    timers = [StepTimer(HostClock(), single_rank=True)]
     handle = register_optimizer_step_pre_hook(lambda *_: timers.clear())
     weight = torch.nn.Parameter(torch.ones(1))
     weight.grad = torch.ones(1)
@@ -580,7 +582,7 @@ def test_ranks_that_meet_within_a_pass_have_an_optimizer() -> None:
 
 
 def test_time_in_which_files_are_written_is_told_from_other_time(tmp_path: Path) -> None:
-    timer = StepTimer(HostClock(), alone=False)
+    timer = StepTimer(HostClock(), single_rank=False)
     for step in range(WARM_STEPS + 4):
         timer.begin(SIZES)
         timer.note_gradients()
@@ -599,7 +601,7 @@ def test_time_in_which_files_are_written_is_told_from_other_time(tmp_path: Path)
 
 def test_timing_a_step_costs_less_than_a_third_of_a_percent_of_10_ms() -> None:
     """By CPU time, the least of some rounds, as others compute too."""
-    timer = StepTimer(HostClock(), alone=False)
+    timer = StepTimer(HostClock(), single_rank=False)
 
     def round_s() -> float:
         began = time.thread_time()
@@ -611,18 +613,18 @@ def test_timing_a_step_costs_less_than_a_third_of_a_percent_of_10_ms() -> None:
 
 
 @pytest.mark.parametrize("by_name", [False, True])
-@pytest.mark.parametrize("alone", [False, True])
-def test_what_an_optimizer_s_closure_computes_is_own_work(alone: bool, by_name: bool) -> None:
+@pytest.mark.parametrize("single_rank", [False, True])
+def test_what_an_optimizer_s_closure_computes_is_own_work(single_rank: bool, by_name: bool) -> None:
     """As in Lightning, whose optimizers compute the gradients themselves."""
     clock = TurnedClock()
-    timer = StepTimer(clock, alone)
+    timer = StepTimer(clock, single_rank)
     weight = torch.nn.Parameter(torch.zeros(1))
     optimizer = torch.optim.SGD([weight], 0.1)
 
     def closure() -> float:
         clock.now += 3
         weight.grad = torch.ones(1)
-        if not alone:
+        if not single_rank:
             timer.note_gradients()
             clock.now += 2
             timer.note_backward()
@@ -634,6 +636,6 @@ def test_what_an_optimizer_s_closure_computes_is_own_work(alone: bool, by_name: 
     timer.finish()
     (step,) = timer.last()
     assert result == 7.0
-    assert step[1:3] == ((3, 0) if alone else (3, 2))
+    assert step[1:3] == ((3, 0) if single_rank else (3, 2))
     assert step.between_s == 1
     assert weight.item() == pytest.approx(-0.1)

@@ -19,7 +19,7 @@ from tests.support.torch_start import free_port
 
 skip_without("torch")
 
-from evener.torch.sums.collectives import MEETS  # noqa: E402
+from evener.torch.sums.collectives import USES_COLLECTIVES  # noqa: E402
 from evener.torch.training_audits import CANT  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -246,7 +246,7 @@ def test_a_trainer_whose_loss_changes_later_goes_even(
     ("name", "why"),
     [
         ("a trainer that gathers", CANT.partition("(")[0]),
-        ("a module that gathers", MEETS),
+        ("a module that gathers", USES_COLLECTIVES),
     ],
 )
 def test_a_trainer_whose_ranks_meet_in_the_loss_stays_even(

@@ -366,7 +366,7 @@ def test_weights_of_a_rank_without_rows_keep_infinities_out() -> None:
 def test_hooks_that_are_gone_are_forgotten() -> None:
     """A model whose outputs are hidden gets new ones on its parameters in each forward pass."""
     before = len(own_hooks)
-    exchange = Exchange(torch.nn.Linear(2, 2), alone=True)
+    exchange = Exchange(torch.nn.Linear(2, 2), single_rank=True)
     known = []
     for _ in range(3):
         exchange.watch([], True)

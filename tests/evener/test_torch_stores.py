@@ -13,7 +13,7 @@ import torch.distributed as dist
 from evener.system.memory_files import make_memory_file
 from evener.torch import stores as torch_stores
 from evener.torch.messages import broadcast_message, gather_messages
-from evener.training.launched import MEETING
+from evener.training.launched import RENDEZVOUS
 from tests.support.listeners import Listener, list_listeners
 
 TIME = timedelta(seconds=20)
@@ -60,7 +60,7 @@ def test_the_launchs_address_is_answered_by_its_file(
     way: str, replaced: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nobody listens; any other address is PyTorch's own to answer."""
-    monkeypatch.setenv(MEETING, f"127.0.0.1:4711 {make_memory_file()}")
+    monkeypatch.setenv(RENDEZVOUS, f"127.0.0.1:4711 {make_memory_file()}")
     monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
     monkeypatch.setenv("MASTER_PORT", "4711")
     before = list_listeners(os.getpid())

@@ -1,6 +1,4 @@
-"""The figures that the app shows are also those that trackers of experiments get, through the
-loggers that a training already has.
-"""
+"""Experiment trackers get the metrics that the app shows, through each trainer's logger."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from typing import Any
 import pytest
 
 from evener.devices.types import HostSample, Snapshot
-from evener.live.figures import join_figures
+from evener.live.metrics import join_metrics
 from evener.tui.view.trainings import join_trainings
 from tests.support.trainings import AT_SECONDS, make_ranks
 
@@ -49,7 +47,7 @@ def test_figures_are_those_of_the_app(changed: dict[str, Any]) -> None:
         reports=reports,
     )
     (row,) = join_trainings(snapshot)
-    found = join_figures(reports[::-1])
+    found = join_metrics(reports[::-1])
     shown = {
         "samples_per_second": row.samples_per_second,
         "of_plan": row.of_plan,
@@ -199,9 +197,9 @@ def test_keras_callbacks_find_them_in_the_logs(
 ) -> None:
     """Those behind Report, at an epoch's end; not without `log`."""
     (found,) = keras_ranks("tests.support.keras_tracked.train", planned)
-    figures = _last(found["logs"])
-    assert figures["samples_per_second"] > 0
-    assert figures["step_ms"] > 30
+    metrics = _last(found["logs"])
+    assert metrics["samples_per_second"] > 0
+    assert metrics["step_ms"] > 30
     if planned:
-        assert (figures["rank0/rows"], figures["rank1/rows"]) == (5, 3)
+        assert (metrics["rank0/rows"], metrics["rank1/rows"]) == (5, 3)
     assert not [name for log in found["plain"] for name in log if name.startswith("evener")]

@@ -23,7 +23,7 @@ from evener.balancer.probes.worker import Worker
 from evener.balancer.request import Job, Request
 from evener.balancer.types import Observation, OutOfMemory, Probe, Stage, Timed, layout_of
 from evener.devices.cpu import slices
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
@@ -55,9 +55,9 @@ def make(where: str, kept: list[Any]) -> TorchWorkload:
     def sample(rows: int) -> Any:
         return torch.ones(rows, 8), torch.ones(rows, 8)
 
-    place = Place(("cpu:0",))
+    setup = WorkerSetup(("cpu:0",))
     return TorchWorkload(
-        place, lambda: Recipe(module, Fails(module.parameters()), loss, sample_batch=sample)
+        setup, lambda: Recipe(module, Fails(module.parameters()), loss, sample_batch=sample)
     )
 
 

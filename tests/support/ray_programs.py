@@ -62,7 +62,7 @@ time.sleep(600)
 IMPATIENT = """
 from evener.__main__ import main
 from evener.launch import cluster
-cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS, cluster.OTHERS_SECONDS = 0.2, 0.6, 1.0
+cluster.HEAD_SECONDS, cluster.HEAD_SILENT_SECONDS, cluster.PEER_SECONDS = 0.2, 0.6, 1.0
 main()
 """
 # `evener`, which waits for less time until it gives up a head, as Ray burns a core until then, or

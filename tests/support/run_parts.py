@@ -145,7 +145,7 @@ def _run_hooked(
     seen.warned = bool(notebook.warned)
     seen.hooks, seen.why = (
         notebook.hooks,
-        notebook.why or ("" if notebook.hooks else notebook.last_words),
+        notebook.why or ("" if notebook.hooks else notebook.pending_reason),
     )
     return seen
 

@@ -14,7 +14,7 @@ from statistics import median
 from typing import NamedTuple
 
 from evener.plan.solver import proportional_curves
-from evener.training.bottleneck import RankFigures, fewest_windows, find_bottleneck
+from evener.training.bottleneck import RankTimes, fewest_windows, find_bottleneck
 from evener.training.memory_growth import LEFT_AT_RISK, MemoryPeaks
 from evener.training.rebalance import Rebalancer
 
@@ -122,7 +122,7 @@ def train(
     peaks, largest = [MemoryPeaks() for _ in devices], list(shares)
     drifts = [0.0] * world
     keeps = math.exp(-1 / noise.drift_steps)
-    window: list[list[RankFigures]] = []
+    window: list[list[RankTimes]] = []
     windows: list[tuple[int, list[float]]] = []
     window_steps, coming = FEWEST_STEPS, (-1, shares)
     seen, seconds = [], []
@@ -149,7 +149,7 @@ def train(
         seconds.append(step_s)
         window.append(
             [
-                RankFigures(
+                RankTimes(
                     own,
                     late if ahead else 0.0,
                     step_s,
@@ -184,8 +184,8 @@ def train(
     return Training(tuple(devices), tuple(seen), tuple(seconds))
 
 
-def _middle(figures: Sequence[RankFigures]) -> RankFigures:
-    return RankFigures(*(median(each) for each in zip(*figures, strict=True)))
+def _middle(figures: Sequence[RankTimes]) -> RankTimes:
+    return RankTimes(*(median(each) for each in zip(*figures, strict=True)))
 
 
 def _slowest(devices: Sequence[Device], shares: Sequence[int]) -> float:

@@ -178,10 +178,10 @@ def train_without(folder: Path, rank: int, kept: str) -> None:
 
 
 def by_loop() -> dict[str, Any]:
-    """The last figures of a loop of one's own, and the first ones."""
-    first = evener.figures()
+    """The last metrics of a user's own loop, and the first ones."""
+    first = evener.metrics()
     for _ in range(STEPS):
         time.sleep(STEP_SECONDS)
         evener.report(ROWS, workload="a loop")
-        last = evener.figures()
+        last = evener.metrics()
     return {"logs": [last], "first": first}

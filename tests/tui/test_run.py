@@ -29,7 +29,7 @@ from evener.launch.program import (
 from evener.plan.file import load_plan
 from evener.program.notes import RankNote, SharesOrigin, say
 from evener.system.files import runs_folder
-from evener.training.step_record import StepFigures
+from evener.training.step_record import ShareTimes
 from tests.support.cores import two_cores
 from tests.support.forked_evener import ForkedEvener
 from tests.support.frameworks import LazyModule, skip_without
@@ -318,7 +318,7 @@ def test_the_last_shares_are_taken_again() -> None:
     free = choose_plan(None, "cpu/2", small)
     (runs_folder() / "20261124-000000-0000").mkdir(parents=True)
     devices = [share.device for share in free.plan.layout.share]
-    figures = StepFigures((6, 2), 0.1, 0.2)
+    figures = ShareTimes((6, 2), 0.1, 0.2)
     notes = [
         RankNote(rank, device, "20261124-000000-0000", last=figures, model="m")
         for rank, device in enumerate(devices)

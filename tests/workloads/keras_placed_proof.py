@@ -15,7 +15,7 @@ import tensorflow as tf
 from evener.workloads.keras_backend import models
 from evener.workloads.keras_backend.models import build, reviews
 from evener.workloads.keras_backend.models import towers as model
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from tests.support.keras_twice import with_variables
 
 SIZES: dict[str, int] = {
@@ -38,7 +38,7 @@ def placed() -> dict[str, Any]:
     whole, after = whole_gradients(plain), trained_alone(plain)
     answer: dict[str, Any] = {}
     for placement in ("towers", "alternate"):
-        workload: Any = build("keras_towers", Place(TWO, placement=placement), SMALL)
+        workload: Any = build("keras_towers", WorkerSetup(TWO, placement=placement), SMALL)
         workload.model.set_weights(start)
         found, graph = gradients(workload)
         apart = max(difference(one, other) for one, other in zip(found, whole, strict=True))

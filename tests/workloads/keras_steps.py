@@ -23,7 +23,7 @@ from evener.workloads.keras_backend.workload import (
     check_rows,
     largest_rows,
 )
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.user_code import find_line
 from tests.support.keras_twice import count_traces, leave_graphs_alone, trace_faster
 from tests.workloads.keras_placed_proof import count_parameters, placed
@@ -166,12 +166,14 @@ def losses(
     return seen
 
 
-def build(name: str, devices: int = 1, **place: Any) -> Any:
+def build(name: str, devices: int = 1, **setup: Any) -> Any:
     """A workload with the same first weights each time."""
     keras.utils.set_random_seed(11)
     keras_workload.POOL_BYTES = 1 << 21  # to make 64 MiB takes half a second each time
-    settings = place.pop("settings", {})
-    return registry.build(name, Place(tuple(f"CPU:{i}" for i in range(devices)), **place), settings)
+    settings = setup.pop("settings", {})
+    return registry.build(
+        name, WorkerSetup(tuple(f"CPU:{i}" for i in range(devices)), **setup), settings
+    )
 
 
 def own(folder: str, text: str, name: str) -> Callable[[], Any]:

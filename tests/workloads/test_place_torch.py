@@ -16,7 +16,7 @@ from torch import nn  # noqa: E402
 from evener.errors import RequestError  # noqa: E402
 from evener.workloads import registry  # noqa: E402
 from evener.workloads.datasets import stripes  # noqa: E402
-from evener.workloads.protocol import Place  # noqa: E402
+from evener.workloads.protocol import WorkerSetup  # noqa: E402
 from evener.workloads.torch_backend import batches as torch_batches  # noqa: E402
 from evener.workloads.torch_backend.models import (  # noqa: E402
     DepthNet,
@@ -27,7 +27,7 @@ from evener.workloads.torch_backend.tiling import TilesNet  # noqa: E402
 
 pytestmark = pytest.mark.usefixtures("one_torch_thread")
 CPU = torch.device("cpu")
-TWO = Place(("CPU:0", "CPU:1"), threads=1)
+TWO = WorkerSetup(("CPU:0", "CPU:1"), threads=1)
 
 
 def gradients(make: Callable[[], nn.Module], images: Any, labels: Any) -> list[Any]:
@@ -87,16 +87,16 @@ def test_a_placed_workload_trains_as_one_device_does(
     monkeypatch.setattr(torch.optim, "Adam", lambda parameters, _: torch.optim.SGD(parameters, 0.1))
     weights = []
     settings = {"side": 32}
-    for place in (
-        Place(("CPU:0",), threads=1),
-        Place(("CPU:0", "CPU:1"), threads=1, placement=placement),
+    for setup in (
+        WorkerSetup(("CPU:0",), threads=1),
+        WorkerSetup(("CPU:0", "CPU:1"), threads=1, placement=placement),
     ):
-        workload: Any = registry.build(name, place, settings)
-        workload.prepare([8] if len(place.devices) == 1 else [4, 4])
+        workload: Any = registry.build(name, setup, settings)
+        workload.prepare([8] if len(setup.devices) == 1 else [4, 4])
         for _ in range(3):
             workload.step()
         workload.synchronize()
-        assert len(workload.max_memory_bytes()) == len(place.devices)
+        assert len(workload.max_memory_bytes()) == len(setup.devices)
         weights.append(
             [parameter.detach().clone() for parameter in workload.recipe.module.parameters()]
         )
@@ -116,12 +116,12 @@ def test_a_placed_workload_trains_as_one_device_does(
 def test_what_can_not_be_laid_is_refused(
     name: str, settings: dict[str, Any], placement: str, words: str
 ) -> None:
-    place = Place(TWO.devices, threads=1, placement=placement)
+    setup = WorkerSetup(TWO.devices, threads=1, placement=placement)
     with pytest.raises(RequestError) as refusal:
-        registry.build(name, place, settings)
+        registry.build(name, setup, settings)
     assert words in str(refusal.value)
 
 
 def test_one_device_is_too_few_for_a_placement() -> None:
     with pytest.raises(RequestError, match="needs 2 devices"):
-        registry.build("torch_depth", Place(("CPU:0",), threads=1, placement="halves"), {})
+        registry.build("torch_depth", WorkerSetup(("CPU:0",), threads=1, placement="halves"), {})

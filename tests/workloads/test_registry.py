@@ -8,7 +8,7 @@ import pytest
 
 from evener.errors import RequestError
 from evener.workloads import registry, user_code
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 
 
 def test_every_entry_is_found_under_its_framework() -> None:
@@ -69,7 +69,7 @@ def test_a_wrong_setting_is_named(given: dict[str, str]) -> None:
 
 def test_build_makes_the_workload() -> None:
     """The registry builds what it names."""
-    workload = registry.build("synthetic", Place(("CPU:0",)), {"base_ms": 0.1})
+    workload = registry.build("synthetic", WorkerSetup(("CPU:0",)), {"base_ms": 0.1})
     workload.prepare((4,))
     workload.step()
     workload.synchronize()

@@ -13,13 +13,13 @@ import pytest
 
 from evener.errors import RequestError
 from evener.workloads import registry
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 
 RUN = """
 import sys
 from evener.workloads import registry
-from evener.workloads.protocol import Place
-workload = registry.build("synthetic", Place(("CPU:0",)), dict(pair.split("=") for pair in sys.argv[1:]))
+from evener.workloads.protocol import WorkerSetup
+workload = registry.build("synthetic", WorkerSetup(("CPU:0",)), dict(pair.split("=") for pair in sys.argv[1:]))
 workload.prepare((8,))
 for _ in range(3):
     workload.step()
@@ -27,9 +27,9 @@ print("survived")
 """  # noqa: E501
 
 
-def make(place: Place | None = None, **settings: Any) -> Any:
+def make(setup: WorkerSetup | None = None, **settings: Any) -> Any:
     """A synthetic workload on one device."""
-    return registry.build("synthetic", place or Place(("CPU:0",)), settings)
+    return registry.build("synthetic", setup or WorkerSetup(("CPU:0",)), settings)
 
 
 def run(*settings: str) -> subprocess.CompletedProcess[str]:
@@ -50,14 +50,16 @@ def test_a_step_takes_at_least_its_time() -> None:
 
 def test_it_holds_the_memory_of_its_shares() -> None:
     """Bytes = base + per sample x share, for each own device, and none for one that is left out."""
-    workload = make(Place(("CPU:0", "CPU:1")), memory_base_mib=1, memory_per_sample_mib=0.5)
+    workload = make(WorkerSetup(("CPU:0", "CPU:1")), memory_base_mib=1, memory_per_sample_mib=0.5)
     workload.prepare((4, 0))
     assert workload.max_memory_bytes() == (3 << 20, 0)
 
 
 def test_over_the_devices_limit_is_a_memory_error() -> None:
     """The limit of the place ends in a MemoryError; a smaller share fits afterwards."""
-    workload = make(Place(("CPU:0",), (4 << 20,)), memory_base_mib=1, memory_per_sample_mib=0.5)
+    workload = make(
+        WorkerSetup(("CPU:0",), (4 << 20,)), memory_base_mib=1, memory_per_sample_mib=0.5
+    )
     with pytest.raises(MemoryError, match="7 samples"):
         workload.prepare((7,))
     workload.prepare((6,))
@@ -114,7 +116,7 @@ def test_ranks_wait_for_each_other_and_see_one_die() -> None:
     seen: list[str] = []
 
     def other() -> None:
-        workload = make(Place(("CPU:0",), rank=1, peers=peers), base_ms=0.1)
+        workload = make(WorkerSetup(("CPU:0",), rank=1, peers=peers), base_ms=0.1)
         workload.prepare((2, 6))
         for _ in range(3):
             workload.step()
@@ -123,7 +125,7 @@ def test_ranks_wait_for_each_other_and_see_one_die() -> None:
 
     thread = threading.Thread(target=other)
     thread.start()
-    workload = make(Place(("CPU:0",), rank=0, peers=peers), base_ms=0.1)
+    workload = make(WorkerSetup(("CPU:0",), rank=0, peers=peers), base_ms=0.1)
     workload.prepare((2, 6))
     for _ in range(3):
         workload.step()

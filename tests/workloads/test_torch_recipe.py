@@ -20,7 +20,7 @@ from evener.torch.rows.loader import StepListener
 from evener.torch.rows.sampler import UnevenBatchSampler
 from evener.workloads import registry
 from evener.workloads.datasets import digits
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend import batches as torch_batches
 from evener.workloads.torch_backend.batches import Batches, Data, Pool
 from evener.workloads.torch_backend.models import GruNet, classifier, maxer, mnist
@@ -31,7 +31,7 @@ from tests.workloads import torch_group_rank as RANK  # noqa: N812 - its sizes a
 
 pytestmark = pytest.mark.slow
 
-CPU = Place(("CPU:0",), threads=1)
+CPU = WorkerSetup(("CPU:0",), threads=1)
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -136,7 +136,7 @@ def test_half_precision_trains_with_weights_in_float32(
     losses = {}
     for each in ("float32", precision):
         workload = TorchWorkload(
-            Place(("CPU:0",), threads=1, precision=each),
+            WorkerSetup(("CPU:0",), threads=1, precision=each),
             lambda: classifier(mnist(4, 16), 1e-3, digits),
         )
         workload.prepare((32,))
@@ -240,15 +240,15 @@ def test_fetched_ahead_batches_are_there_when_steps_have_been_timed() -> None:
 
 
 @pytest.mark.parametrize(
-    ("place", "named"),
+    ("setup", "named"),
     [
-        (Place(("CPU:0",), xla=True), "XLA"),
-        (Place(("GPU:0", "GPU:1")), "2 in one"),
+        (WorkerSetup(("CPU:0",), xla=True), "XLA"),
+        (WorkerSetup(("GPU:0", "GPU:1")), "2 in one"),
     ],
 )
-def test_a_place_that_torch_cannot_serve_is_one_sentence(place: Place, named: str) -> None:
+def test_a_setup_that_torch_cannot_serve_is_one_sentence(setup: WorkerSetup, named: str) -> None:
     with pytest.raises(RequestError, match=named) as caught:
-        registry.build("torch_mnist", place, {}, "torch")
+        registry.build("torch_mnist", setup, {}, "torch")
     assert caught.value.remedy
 
 

@@ -18,14 +18,14 @@ from evener.balancer.session import Session
 from evener.balancer.types import Observation, OutOfMemory, Timed
 from evener.errors import RequestError
 from evener.plan.file import Plan
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.batches import Data
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from tests.support import shard_workload
 from tests.support.cores import two_cores
 
 PART = 1 / 64
-ALONE = Place(("cpu:0",), threads=1, state=(PART,))
+ALONE = WorkerSetup(("cpu:0",), threads=1, state=(PART,))
 
 
 def make(

@@ -18,7 +18,7 @@ from evener.balancer.types import Layout, Probe, Timed, layout_of
 from evener.errors import RequestError
 from evener.shares.curves import Cost, Work
 from evener.workloads import registry
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.batches import Data, Lengths, read_lengths
 from evener.workloads.torch_backend.models import Decoder, Texts, make_recipe, pad_texts
 from evener.workloads.torch_backend.workload import TorchWorkload
@@ -26,7 +26,7 @@ from tests.support.cores import two_cores
 
 pytestmark = pytest.mark.slow
 
-CPU = Place(("CPU:0",), threads=1)
+CPU = WorkerSetup(("CPU:0",), threads=1)
 MODEL: dict[str, Any] = {"vocabulary": 32, "longest": 64, "width": 8, "layers": 1, "heads": 2}
 TEXTS: dict[str, Any] = {
     "rows": 200,

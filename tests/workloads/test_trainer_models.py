@@ -18,7 +18,7 @@ if not all(map(find_spec, ("torch", "transformers", "lightning", "accelerate")))
 import torch
 
 from evener.errors import RequestError
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.user_model import find_recipe
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 from tests.support.frameworks import LazyModule
@@ -26,7 +26,7 @@ from tests.support.frameworks import LazyModule
 programs: Any = LazyModule("tests.support.huggingface_programs")
 lightning_programs: Any = LazyModule("tests.support.lightning_programs")
 pytestmark = pytest.mark.slow
-CPU = Place(devices=("CPU:0",))
+CPU = WorkerSetup(devices=("CPU:0",))
 
 
 def a_trainer() -> Any:

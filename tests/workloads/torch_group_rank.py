@@ -14,7 +14,7 @@ from torch.utils.data import TensorDataset
 
 from evener.torch.ranks.own_work import HostClock
 from evener.workloads import registry
-from evener.workloads.protocol import Place
+from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.batches import Data
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload, Waits
 
@@ -43,7 +43,7 @@ def sample_batch(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
 
 def train(folder: Path, rank: int) -> None:
     peers = (f"127.0.0.1:{os.environ['MASTER_PORT']}",) * len(SIZES[0])
-    workload = TorchWorkload(Place(("CPU:0",), rank=rank, peers=peers, threads=1), recipe)
+    workload = TorchWorkload(WorkerSetup(("CPU:0",), rank=rank, peers=peers, threads=1), recipe)
     ended: list[Any] = []
     for sizes, micro in zip(SIZES, MICROS, strict=True):
         workload.prepare(sizes, micro)
@@ -66,7 +66,7 @@ def train(folder: Path, rank: int) -> None:
 
 def save_peaks(folder: Path, rank: int) -> None:
     """The peak of a step of 16 rows, of 512 and of 16 again, in bytes."""
-    workload = registry.build("torch_mnist", Place(("CPU:0",), threads=1), {}, "torch")
+    workload = registry.build("torch_mnist", WorkerSetup(("CPU:0",), threads=1), {}, "torch")
     peaks: list[int | None] = []
     for rows in (16, 512, 16):
         workload.prepare((rows,))

@@ -33,15 +33,15 @@ from evener.launch.program import (
 from evener.launch.summary import (
     End,
     describe_summary,
-    keep_summary,
     read_records,
+    save_summary,
     summarize_training,
 )
 from evener.plan.file import Plan
 from evener.plan.use import OPTION, describe_unused, is_used
 from evener.printable import plain, say
 from evener.program.notes import ProgramSettings, RankNote
-from evener.system.taken_cores import ProcessUse, look_at_processes, name_takers
+from evener.system.taken_cores import ProcessUse, name_competitors, read_process_use
 
 from ..text.formatting import json_text
 from ..text.parsing import parse_duration
@@ -134,7 +134,7 @@ def launch(
     if rendezvous is None:
         _print_other_hosts(job, max_restarts)
     with start_guard("evener-launch-") as guard:
-        before = look_at_processes()
+        before = read_process_use()
         code = _train(job, guard, _name(job), f"starts: {_list_shares(job)}", max_restarts)
         _print_summary(job, guard, before, code, as_json)
         return code
@@ -185,12 +185,12 @@ def _print_summary(
     labels = {share.device: device.label for share, device in zip(job.own, devices, strict=True)}
     planned = job.plan.throughput.samples_per_second
     records = read_records(guard.folder / RECORDS_FOLDER)
-    takers = name_takers(before, look_at_processes(), os.getpid(), 0.0)
+    competitors = name_competitors(before, read_process_use(), os.getpid(), 0.0)
     first = compare_shares(notes)
-    summary = summarize_training(records, guard.run, end, labels, planned, takers, first)
+    summary = summarize_training(records, guard.run, end, labels, planned, competitors, first)
     if summary is None:
         return
-    keep_summary(summary)
+    save_summary(summary)
     if as_json:
         print(json_text(summary), flush=True)
     else:
@@ -289,7 +289,7 @@ def run(
         path = guard.folder / "plan.toml"
         chosen.plan.save(path)
         job = make_job(path, read.words, None, None, executable=read.executable)
-        before = look_at_processes()
+        before = read_process_use()
         code = _train(job, guard, read.name, _write_start(job), max_restarts)
         left = read_notes(notes)
         say(*list_events(left))

@@ -17,7 +17,7 @@ from evener.live.files import Doing, LastStep, LiveDevice, Training
 from evener.live.measured import measure_rank, recent_sums
 from evener.printable import plain
 from evener.training.limits import LEAST_SHARE, LimitKind, TrainingLimit
-from evener.training.step_limits import MeasuredRank, TrainingFigures
+from evener.training.step_limits import MeasuredRank, TrainingAnalysis
 from evener.training.step_sums import RankStep, StepSums
 
 SILENT_STEPS = 3.0  # steps by which the report of a silent rank is late, at least
@@ -178,7 +178,7 @@ def _name(live: LiveDevice) -> str:
 
 def find_causes(
     ranks: Sequence[RankOnDevice],
-    judged: TrainingFigures,
+    judged: TrainingAnalysis,
     processes: Sequence[ProcessSample],
     missing: int = 0,
 ) -> tuple[Cause, ...]:
@@ -298,7 +298,7 @@ _WHAT = {  # what takes time in a step: on all ranks, or on one
 
 
 def _describe_limit(
-    limit: TrainingLimit, judged: TrainingFigures, rows: Sequence[RankRow]
+    limit: TrainingLimit, judged: TrainingAnalysis, rows: Sequence[RankRow]
 ) -> Cause:
     """Return a limit as a cause with its description."""
     seconds, part = limit.milliseconds / 1e3, limit.share

@@ -15,7 +15,7 @@ from evener.live.files import PendingShares, ShareChange, Training
 from evener.training.limits import LimitKind, TrainingLimit
 from evener.training.noise_scale import NoiseScale
 from evener.training.rebalance import Advice
-from evener.training.step_limits import TrainingFigures, judge_training
+from evener.training.step_limits import TrainingAnalysis, judge_training
 
 from .ranks import (
     Cause,
@@ -210,7 +210,7 @@ def _most(reports: Sequence[Training], name: str) -> Any:
     return max(getattr(each, name) for each in reports)
 
 
-def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingFigures:
+def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> TrainingAnalysis:
     """Return what limits the steps of the ranks that report."""
     rows = [place.row for _, place in placed]
     reporting = [
@@ -220,7 +220,7 @@ def _judge(placed: Sequence[tuple[Training, RankOnDevice]], missing: int) -> Tra
     return judge_training(reporting, whole)
 
 
-def _add_steps(rows: Sequence[RankRow], judged: TrainingFigures) -> tuple[RankRow, ...]:
+def _add_steps(rows: Sequence[RankRow], judged: TrainingAnalysis) -> tuple[RankRow, ...]:
     """Add each rank's mean step in its parts. Silent ranks have none."""
     steps = iter(judged.steps)
     return tuple(

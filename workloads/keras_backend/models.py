@@ -19,7 +19,7 @@ from keras import layers
 from evener.errors import RequestError
 
 from ..datasets import digits, grey_noise, sine_waves, stripes
-from ..protocol import Place, Workload, pick
+from ..protocol import WorkerSetup, Workload, pick
 from .workload import KerasRecipe, KerasWorkload
 
 CONVOLUTIONS = (32, 64, 128, 256, "pool", 512, 512, 512, 512, "pool")
@@ -106,13 +106,13 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
     return network
 
 
-def tower_devices(place: Place) -> tuple[tuple[str, ...], tuple[str, ...]]:
+def tower_devices(setup: WorkerSetup) -> tuple[tuple[str, ...], tuple[str, ...]]:
     """Return the devices of the user's tower and of the item's tower.
 
     Each tuple has the device of each operation: lookup, convolution, pool, flatten, dense.
     """
-    first, second = place.devices[:2]
-    if place.placement == "towers":
+    first, second = setup.devices[:2]
+    if setup.placement == "towers":
         of_user = (first, first, first, first, first)
         of_item = (first, second, second, second, second)
     else:
@@ -233,15 +233,15 @@ def reviews(rows: int, words: int = 800, vocabulary: int = 20_000) -> tuple[Any,
     return (users, items), ratings.astype(np.float32)
 
 
-def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload with this name from the registry, at `place`."""
+def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
+    """Build the workload with this name from the registry for the worker `setup`."""
     make, batch = MODELS[name]
     sample = partial(batch, **pick(batch, settings))
-    if place.placement in ("", "single"):
-        return KerasWorkload(place, lambda: KerasRecipe(make(**settings), sample))
-    places = tower_devices(place)
+    if setup.placement in ("", "single"):
+        return KerasWorkload(setup, lambda: KerasRecipe(make(**settings), sample))
+    places = tower_devices(setup)
     return KerasWorkload(
-        place,
+        setup,
         lambda: KerasRecipe(make(**settings, devices=places), sample),
         partial(placed_step, places),
     )

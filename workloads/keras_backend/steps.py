@@ -1,8 +1,4 @@
-"""The steps of a Keras workload at its place: on one device, by towers, or as a process of a group.
-
-The steps are those of evener's own `Split`: the train function that `fit` runs, on the batches of
-`Split`. With `--input device`, the same step takes a batch that is already in the devices' memory.
-"""
+"""The steps of a Keras workload: on one device, by towers, or as one process of a group."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from evener.keras.split import Split
 from evener.keras.step_times import StepTimes
 from evener.keras.towers import Towers
 
-from ..protocol import Place
+from ..protocol import WorkerSetup
 
 TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
@@ -34,27 +30,27 @@ class KerasSteps:
 
     Each set of devices has one `Split` with passes and one without; each `Split` is traced once.
     `placed` is the train step of a workload that places its own parts on several devices. The
-    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `place`.
+    constructor starts TensorFlow, and raises RequestError if TensorFlow doesn't support `setup`.
     """
 
-    def __init__(self, place: Place, placed: TrainStep | None = None) -> None:
-        self.place = place
+    def __init__(self, setup: WorkerSetup, placed: TrainStep | None = None) -> None:
+        self.setup = setup
         self._placed = placed
-        self._devices = place.peers if place.world > 1 else place.devices
+        self._devices = setup.peers if setup.world > 1 else setup.devices
         several = len(self._devices) > 1
-        if place.xla and several:
+        if setup.xla and several:
             raise RequestError(
                 "XLA can't compile a step over several devices.", "Leave --xla out for a split."
             )
-        if place.world > 1:
+        if setup.world > 1:
             workers = {
-                "cluster": {"worker": list(place.peers)},
-                "task": {"type": "worker", "index": place.rank},
+                "cluster": {"worker": list(setup.peers)},
+                "task": {"type": "worker", "index": setup.rank},
             }
             os.environ["TF_CONFIG"] = json.dumps(workers)
         if placed:
             self.engine = "placed"
-        elif place.world > 1:
+        elif setup.world > 1:
             self.engine = "multiworker"
         else:
             self.engine = "towers" if several else "solo"
@@ -80,7 +76,7 @@ class KerasSteps:
     def attach(self, model: Any) -> None:
         """Attach the split to the model; a group starts from the first rank's weights."""
         self.model = model
-        model.jit_compile = self.place.xla
+        model.jit_compile = self.setup.xla
         self._take(self._devices, passes=False)
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
@@ -96,7 +92,7 @@ class KerasSteps:
                 model.train_step = partial(self._placed, model)
             model.make_train_function(force=True)
             # without inspecting the first batch, which towers have in pieces
-            if self.place.input == "device":
+            if self.setup.input == "device":
                 if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
                 type(model).make_train_function(model, force=True)
@@ -106,7 +102,7 @@ class KerasSteps:
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
         """Step on these shares from now on, in passes if `micro` isn't empty.
 
-        Raises RequestError if the shares don't match this place's devices.
+        Raises RequestError if the shares don't match the setup's devices.
         """
         self._check(shares, micro)
         if self._placed:
@@ -120,14 +116,14 @@ class KerasSteps:
             self.split.cut.change(*sizes)
 
     def _check(self, shares: Sequence[int], micro: Sequence[int]) -> None:
-        place = self.place
-        if micro and (self._placed or place.xla or place.input == "device"):
+        setup = self.setup
+        if micro and (self._placed or setup.xla or setup.input == "device"):
             raise RequestError(
                 "Placements, XLA and --input device take no passes.", "Give --micro off."
             )
         if not self._placed and (len(shares) != len(self._devices) or not any(self.own(shares))):
             raise RequestError(
-                f"Rank {place.rank} can't step with the shares {tuple(shares)}.",
+                f"Rank {setup.rank} can't step with the shares {tuple(shares)}.",
                 "Give one for each device; in a group, each process needs one above 0.",
             )
 
@@ -138,8 +134,8 @@ class KerasSteps:
         """
         if self._placed is not None:
             return [sum(sizes)]
-        place = self.place
-        own = sizes[place.rank : place.rank + 1] if place.world > 1 else sizes
+        setup = self.setup
+        own = sizes[setup.rank : setup.rank + 1] if setup.world > 1 else sizes
         return [size for size in own if size]
 
     def send(self, batch: Any, shares: Sequence[int]) -> Any:

@@ -17,16 +17,16 @@ import numpy as np
 from evener.errors import RequestError
 
 from .. import user_code
-from ..protocol import Place, Workload
+from ..protocol import WorkerSetup, Workload
 from .workload import KerasRecipe, KerasWorkload, SampleBatch
 
 
-def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
+def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
     """Build the workload of a function that returns a compiled Keras model.
 
     `name` is `file.py:attribute` or `package.module:attribute`.
     """
-    return KerasWorkload(place, partial(load_recipe, name, settings))
+    return KerasWorkload(setup, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> KerasRecipe:

@@ -1,9 +1,9 @@
 """A workload from a Keras model and its training data, stepped as `fit` steps the user's training.
 
 All batch sizes use one trace, because `fit` also relaxes shapes. Batches come from host memory each
-step, through the training's pipeline and train function, unless the place specifies otherwise.
-`sample_batch` is called for a pool of more rows than fit in a processor's caches, which are reused
-in a shuffled order. The user's `training_data` is fed as in a training run.
+step, through the training's pipeline and train function, unless the worker's setup specifies
+otherwise. `sample_batch` is called for a pool of more rows than fit in a processor's caches, which
+are reused in a shuffled order. The user's `training_data` is fed as in a training run.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ import tensorflow as tf
 
 from evener.errors import RequestError
 from evener.keras.compatibility import all_layers, model_digest
-from evener.keras.data import ArrayBatches, array_rows, as_it_is
+from evener.keras.data import ArrayBatches, array_rows, identity
 from evener.keras.keras_step import build_model
 from evener.keras.measure_kinds import build_variables
 from evener.keras.split import Split
 from evener.keras.step_times import StepTimes
 from evener.keras.tf_devices import make_logical_cpus
 
-from ..protocol import MemoryMeter, PhaseSeconds, Place, Workload
+from ..protocol import MemoryMeter, PhaseSeconds, WorkerSetup, Workload
 from .steps import KerasSteps, TrainStep
 
 SampleBatch = Callable[[int], tuple[Any, Any]]  # n -> (x, y), n rows each
@@ -88,7 +88,7 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
                 ),
             )
         return data.filter(
-            as_it_is(lambda *each: tf.equal(tf.shape(tf.nest.flatten(each)[0])[0], batch))
+            identity(lambda *each: tf.equal(tf.shape(tf.nest.flatten(each)[0])[0], batch))
         ).repeat()
 
     return KerasData(batches, rows)
@@ -156,22 +156,25 @@ class KerasRecipe(NamedTuple):
 
 
 class KerasWorkload(Workload):
-    """A compiled model at its place, stepped by `KerasSteps`.
+    """A compiled model that `KerasSteps` trains on the devices of a worker's setup.
 
     `placed` is the train step of a model with its parts on several devices. Raises RequestError for
-    a place that Keras doesn't support.
+    a setup that Keras doesn't support.
     """
 
     def __init__(
-        self, place: Place, build_recipe: Callable[[], KerasRecipe], placed: TrainStep | None = None
+        self,
+        setup: WorkerSetup,
+        build_recipe: Callable[[], KerasRecipe],
+        placed: TrainStep | None = None,
     ) -> None:
-        self.place = place
-        configure(place)
-        self._on_gpus = any(name.startswith("GPU") for name in place.devices)
+        self.setup = setup
+        configure(setup)
+        self._on_gpus = any(name.startswith("GPU") for name in setup.devices)
         self.memory = (
-            AllocatorMemory(place.devices) if self._on_gpus else MemoryMeter(len(place.devices))
+            AllocatorMemory(setup.devices) if self._on_gpus else MemoryMeter(len(setup.devices))
         )
-        self.steps = KerasSteps(place, placed)
+        self.steps = KerasSteps(setup, placed)
         with self.steps.split.scope():
             self.model, self.sample_batch, training_data = build_recipe()
             row = as_arrays(self.sample_batch(1))
@@ -198,7 +201,7 @@ class KerasWorkload(Workload):
         self.steps.move(shares, micro)
         if self._on_gpus:
             check_rows(self.model, max(self.steps.own(micro or shares)))
-        if self.place.input == "device":
+        if self.setup.input == "device":
             batch = as_arrays(self.sample_batch(sum(self.steps.own(shares))))
             self._batches = repeat(self.steps.send(batch, shares))
         else:
@@ -212,7 +215,7 @@ class KerasWorkload(Workload):
 
         Otherwise read the data from the beginning again.
         """
-        if self.place.input == "device":
+        if self.setup.input == "device":
             return True
         source = self._source.take(1).cache().repeat() if kept else self._source
         self._batches = iter(source)
@@ -229,7 +232,7 @@ class KerasWorkload(Workload):
 
     def synchronize(self) -> None:
         """Wait until the devices have finished, and read the loss."""
-        if self.place.world == 1 and self._on_gpus:
+        if self.setup.world == 1 and self._on_gpus:
             tf.test.experimental.sync_devices()  # not in a group: its devices include other ranks'
         if self._logs is not None:
             self._loss = float(self._logs["loss"])
@@ -241,7 +244,7 @@ class KerasWorkload(Workload):
         """
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
-        if now is None or self.place.input == "device":
+        if now is None or self.setup.input == "device":
             return PhaseSeconds()
         self._inputs[times] = now
         return PhaseSeconds(input_seconds=now - before)
@@ -301,17 +304,17 @@ class AllocatorMemory(MemoryMeter):
         )
 
 
-def configure(place: Place) -> None:
+def configure(setup: WorkerSetup) -> None:
     """Set the precision, the number of threads and each GPU's memory cap.
 
     It must be called before TensorFlow's first operation.
     """
-    keras.config.set_dtype_policy(place.precision)
-    if place.threads is not None:
-        tf.config.threading.set_intra_op_parallelism_threads(place.threads)
-    cpus = sum(name.startswith("CPU") for name in place.devices)
+    keras.config.set_dtype_policy(setup.precision)
+    if setup.threads is not None:
+        tf.config.threading.set_intra_op_parallelism_threads(setup.threads)
+    cpus = sum(name.startswith("CPU") for name in setup.devices)
     make_logical_cpus(cpus)
-    limits = dict(zip(place.devices, place.memory_limit_bytes, strict=False))
+    limits = dict(zip(setup.devices, setup.memory_limit_bytes, strict=False))
     for number, gpu in enumerate(tf.config.list_physical_devices("GPU")):
         limit = limits.get(f"GPU:{number}")
         if limit is None:

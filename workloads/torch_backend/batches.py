@@ -79,7 +79,7 @@ class Lengths:
         places = (
             [rows * n // SAMPLED for n in range(SAMPLED - 1)] if rows > SAMPLED else range(rows - 1)
         )
-        return (*(rising[place] for place in places), rising[-1])
+        return (*(rising[setup] for setup in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
         """Return the numbers of the longest rows with at most `length` tokens, as a tensor (rows,).

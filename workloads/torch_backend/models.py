@@ -20,7 +20,7 @@ from torch.utils.data import Dataset
 from evener.errors import RequestError
 
 from ..datasets import digits, grey_noise, sine_waves, stripes, text_lengths
-from ..protocol import Place, Workload, pick
+from ..protocol import WorkerSetup, Workload, pick
 from .batches import Data
 from .tiling import TilesNet, conv_blocks
 from .workload import Lay, Recipe, TorchWorkload
@@ -261,16 +261,16 @@ class DecoderBlock(nn.Module):  # type: ignore[misc]  # torch is not followed
         return added
 
 
-def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
-    """Build the workload with this name from the registry, at `place`."""
+def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
+    """Build the workload with this name from the registry for the worker `setup`."""
     learning_rate = settings["learning_rate"]
     if name == "torch_text":
         texts = partial(make_recipe, pick(Decoder, settings), pick(Texts, settings), learning_rate)
-        return TorchWorkload(place, texts)
+        return TorchWorkload(setup, texts)
     make, batch, placements = MODELS[name]
-    lay, sample = placements.get(place.placement), partial(batch, **pick(batch, settings))
+    lay, sample = placements.get(setup.placement), partial(batch, **pick(batch, settings))
     return TorchWorkload(
-        place,
+        setup,
         lambda: classifier(make(**pick(make, settings)), learning_rate, sample),
         lay and partial(lay, **pick(lay, settings)),
     )

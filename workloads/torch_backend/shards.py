@@ -11,13 +11,13 @@ import torch
 import wrapt
 
 from evener.torch.packed import is_packed, pack_weights
-from evener.torch.shards.flat import ShardPlace
+from evener.torch.shards.flat import ShardRank
 from evener.torch.shards.make import check_buffers, cut_model, move
 from evener.torch.shards.unit import choose_units
 from evener.torch.shards.whole import count_gathered
-from evener.torch.step.wrapped import watch
+from evener.torch.step.wrapped import hook_forward
 
-from ..protocol import Place
+from ..protocol import WorkerSetup
 
 # GPU memory of a process outside of PyTorch's allocator, as measured on H200: CUDA's context with
 # its libraries, and NCCL's buffers
@@ -44,14 +44,14 @@ class RecipeShards:
     Once this object is created, the recipe's optimizer updates the shards.
     """
 
-    def __init__(self, recipe: Any, place: Place, device: torch.device) -> None:
-        module, parts, alone = recipe.module, place.state, place.world == 1
+    def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
+        module, parts, alone = recipe.module, setup.state, setup.world == 1
         pack_weights(module, device)
         check_buffers(module)
         units, replaced = choose_units(module, None), list(module.parameters())
         casts = recipe.casts
         self._gathered = count_gathered(module, units, None, casts)
-        capped = any(limit is not None for limit in place.memory_limit_bytes)
+        capped = any(limit is not None for limit in setup.memory_limit_bytes)
         on_whole_gpu = device.type == "cuda" and not capped
         self._beside = CONTEXT_BYTES + NCCL_BYTES if on_whole_gpu else 0
         # packed parameters are two per byte
@@ -59,13 +59,13 @@ class RecipeShards:
         self._parameters = sum(sizes)
         self._trained = sum(each.numel() for each in replaced if each.requires_grad)
         parts = (*parts, 1 - parts[0]) if alone else parts
-        own = ShardPlace(place.rank, parts, device, alone)
+        own = ShardRank(setup.rank, parts, device, alone)
         self.sharded = cut_model(module, units, own, casts=casts)
         # with gradient accumulation, gradients coexist with the peak of activations
         self.sharded.frees_gradients = not recipe.accumulates
         move(recipe.optimizer, replaced, module)
         self._state, self._step = self._measure(recipe.optimizer, device)
-        watch(module, device, lambda *_: None)
+        hook_forward(module, device, lambda *_: None)
 
     def describe(self) -> str:
         """Return seven numbers about the whole model's memory, separated by spaces.

@@ -34,7 +34,7 @@ from evener.errors import RequestError
 from evener.torch.rows.loader import Loader
 
 from .. import user_code
-from ..protocol import Place, Workload
+from ..protocol import WorkerSetup, Workload
 from .batches import Data, read_lengths
 from .workload import Recipe, TorchWorkload
 
@@ -45,9 +45,9 @@ _FORM = (
 _KEYS = ("module", "optimizer", "loss", "sample_batch", "training_data")
 
 
-def build(name: str, place: Place, settings: Mapping[str, Any]) -> Workload:
+def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workload:
     """Build the workload of `file.py:attribute` or `package.module:attribute`."""
-    return TorchWorkload(place, partial(load_recipe, name, settings))
+    return TorchWorkload(setup, partial(load_recipe, name, settings))
 
 
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:

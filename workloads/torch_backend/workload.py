@@ -3,7 +3,7 @@
 It is stepped as in the user's training. One device runs a plain loop. Several devices have a
 process each, which all-reduce their gradients as `evener.torch` does, or one process in
 which the workload places its own parts. Batches come from host memory each step unless the
-place specifies otherwise.
+worker's setup specifies otherwise.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from evener.torch.sums.exchange import Exchange
 from evener.torch.sums.link import measure_sums
 from evener.training.row_assignment import RowAssigner
 
-from ..protocol import LinkSpeed, MemoryMeter, PhaseSeconds, Place, Workload
+from ..protocol import LinkSpeed, MemoryMeter, PhaseSeconds, WorkerSetup, Workload
 from .batches import Batches, Data, Pool, SampleBatch, as_pair
 from .phases import PhaseClock, enqueue_pause
 from .shards import RecipeShards, leave_trainers_on_host
@@ -109,26 +109,28 @@ Lay = Callable[
 
 
 class TorchWorkload(Workload, StepListener):
-    """A recipe at its place, alone or as one rank of a group.
+    """A recipe that trains on one device, or as one rank of a group.
 
-    `lay` places the module's parts on the place's devices, all in one process; without `lay`, the
-    process has one device. Raises RequestError for a place that PyTorch doesn't support.
+    `lay` places the module's parts on the setup's devices, all in one process; without `lay`, the
+    process has one device. Raises RequestError for a setup that PyTorch doesn't support.
     """
 
-    def __init__(self, place: Place, build_recipe: BuildRecipe, lay: Lay | None = None) -> None:
-        check_place(place, placed=lay is not None)
-        self.place = place
-        self.devices = configure(place)
+    def __init__(
+        self, setup: WorkerSetup, build_recipe: BuildRecipe, lay: Lay | None = None
+    ) -> None:
+        check_setup(setup, placed=lay is not None)
+        self.setup = setup
+        self.devices = configure(setup)
         self.device = self.devices[0]
         self.memory = (
             GpuMemory(self.devices) if _on_gpu(self.device) else MemoryMeter(len(self.devices))
         )
-        self._group = join(place, self.device)
+        self._group = join(setup, self.device)
         torch.manual_seed(0)  # every rank starts with the same weights
-        if place.state:
+        if setup.state:
             leave_trainers_on_host()
         self.recipe = build_recipe()
-        self.recipe.prepare(bool(place.state))
+        self.recipe.prepare(bool(setup.state))
         module = self.recipe.module.train()
         self._known = {
             "parameters": sum(map(torch.numel, module.parameters())),
@@ -138,18 +140,18 @@ class TorchWorkload(Workload, StepListener):
                 each.nbytes for each in module.parameters() if each.requires_grad
             ),
         }
-        self._shards = RecipeShards(self.recipe, place, self.device) if place.state else None
+        self._shards = RecipeShards(self.recipe, setup, self.device) if setup.state else None
         if self._shards is None:
             module.to(self.device)
         self._equal_passes = 0  # number of passes of every rank; 0: each rank has its own number
         self._batches: Batches | None = None
         self._loss: Any = None
         self._scaler = torch.amp.GradScaler(
-            self.device.type, enabled=place.precision == "mixed_float16"
+            self.device.type, enabled=setup.precision == "mixed_float16"
         )
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the maximum rows per pass
-        self._passes = Passes(place.rank, self.device, lambda _: None)
+        self._passes = Passes(setup.rank, self.device, lambda _: None)
         self._steps = 0  # since `prepare`
         # the error of a group's step that ran out of memory and was completed in smaller passes
         self._short_of_memory = ""
@@ -171,7 +173,7 @@ class TorchWorkload(Workload, StepListener):
 
         A rank whose share is 0 leaves the group until a later call gives it a share above 0.
         """
-        self._micro = own_share(self.place, micro or shares)
+        self._micro = own_share(self.setup, micro or shares)
         if micro:
             passes = (
                 rows
@@ -182,7 +184,7 @@ class TorchWorkload(Workload, StepListener):
             check_normalization(self.recipe.module, "gradients", sum(map(bool, shares)), passes)
         if self._shards is not None:
             self._equal_passes = max(map(count_passes, shares, micro or shares))
-        on_host = self._micro < own_share(self.place, shares) or self._equal_passes > 1
+        on_host = self._micro < own_share(self.setup, shares) or self._equal_passes > 1
         self._prepare(shares, lambda data, sizes, rank: data.sampler(sizes, rank), on_host)
 
     def prepare_assigned(
@@ -206,13 +208,13 @@ class TorchWorkload(Workload, StepListener):
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
         """Prepare shares whose rows are padded to this length in every pass."""
-        self._micro = own_share(self.place, micro or shares)
+        self._micro = own_share(self.setup, micro or shares)
         self._prepare(
             shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True
         )
 
     def _prepare(self, shares: Sequence[int], draw: DrawRows, on_host: bool) -> None:
-        own = own_share(self.place, shares)
+        own = own_share(self.setup, shares)
         batches = self._open_batches()
         batches.drop()
         self.memory.reset()
@@ -221,7 +223,7 @@ class TorchWorkload(Workload, StepListener):
             self._regroup(tuple(shares))
         if own:
             sizes = [shares[rank] for rank in self._members] if self._group else [own]
-            rank = self._members.index(self.place.rank) if self._group else 0
+            rank = self._members.index(self.setup.rank) if self._group else 0
             batches.make(draw(batches.data, sizes, rank), on_host)
 
     def step(self) -> None:
@@ -308,7 +310,7 @@ class TorchWorkload(Workload, StepListener):
         if self._updates or not self._noted or (self._group and not ended):
             return False
         self._loss, self._short_of_memory = None, ""
-        self._passes = Passes(self.place.rank, self.device, lambda _: None)
+        self._passes = Passes(self.setup.rank, self.device, lambda _: None)
         self.recipe.optimizer.zero_grad(set_to_none=True)
         if self._shards is not None:
             self._shards.sharded.reset()
@@ -368,8 +370,8 @@ class TorchWorkload(Workload, StepListener):
         """Measure an all-reduce between the ranks of this group; None if there is no group."""
         if not self._group:
             return None
-        members = range(self.place.world)
-        return LinkSpeed(*measure_sums(dist.group.WORLD, self.place.rank, members, self.device))
+        members = range(self.setup.world)
+        return LinkSpeed(*measure_sums(dist.group.WORLD, self.setup.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
         """Return the seconds that a GPU needs for one step; None on a CPU.
@@ -435,7 +437,7 @@ class TorchWorkload(Workload, StepListener):
         An autocast in the user's code isn't known before that code runs.
         """
         return (
-            _HALVES.get(self.place.precision) is torch.bfloat16
+            _HALVES.get(self.setup.precision) is torch.bfloat16
             or self.recipe.mixed_precision == "bf16"
             or any(each.dtype is torch.bfloat16 for each in self.recipe.module.parameters())
         )
@@ -450,9 +452,9 @@ class TorchWorkload(Workload, StepListener):
             data = self.recipe.data or Data(
                 Pool(cast(SampleBatch, self.recipe.sample_batch), self.device.type)
             )
-            if self.place.loader_workers is not None:
-                data.use_workers(self.place.loader_workers)
-            self._batches = Batches(data, self.device, self.place.input == "device", self)
+            if self.setup.loader_workers is not None:
+                data.use_workers(self.setup.loader_workers)
+            self._batches = Batches(data, self.device, self.setup.input == "device", self)
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
@@ -465,14 +467,14 @@ class TorchWorkload(Workload, StepListener):
         if self._shards is not None:
             exchange = self._shards.sharded
         if exchange is not None and self._members:
-            exchange.weigh(gradient_weight(sizes, self._members.index(self.place.rank)))
+            exchange.weigh(gradient_weight(sizes, self._members.index(self.setup.rank)))
 
     def _objective(self, inputs: Any, targets: Any) -> Any:
         outputs = call(self._model, inputs)
         return outputs if self.recipe.loss is None else self.recipe.loss(outputs, targets)
 
     def _autocast(self) -> AbstractContextManager[None]:
-        half = _HALVES.get(self.place.precision)
+        half = _HALVES.get(self.setup.precision)
         kept = self._shards is None  # autocast's cache would keep every gathered unit
         context: AbstractContextManager[None] = (
             torch.autocast(self.device.type, half, cache_enabled=kept) if half else nullcontext()
@@ -493,7 +495,7 @@ class TorchWorkload(Workload, StepListener):
                 # a returning rank's optimizer state differs from that of the other ranks
                 self.recipe.optimizer.state.clear()
             self._members, self._model, self._waits = members, self.recipe.module, None
-            if self.place.rank in members:
+            if self.setup.rank in members:
                 self._model = wrap_module(self.recipe.module, self.device, {"process_group": group})
                 if _on_gpu(self.device):
                     self._waits = Waits(self._model.exchange, GpuClock())
@@ -529,33 +531,30 @@ class GpuMemory(MemoryMeter):
         return tuple(int(torch.cuda.memory_reserved(device)) for device in self._gpus)
 
 
-def check_place(place: Place, placed: bool = False) -> None:
+def check_setup(setup: WorkerSetup, placed: bool = False) -> None:
     """Raise RequestError for a place that PyTorch doesn't support.
 
     `placed` is True if the workload places its own parts on several devices.
     """
-    if place.xla:
+    if setup.xla:
         raise RequestError("PyTorch doesn't train through XLA here.", "Leave --xla out.")
-    if len(place.devices) != 1 and not placed:
+    if len(setup.devices) != 1 and not placed:
         raise RequestError(
-            f"PyTorch trains with a process for each device, not with {len(place.devices)} in one.",
+            f"PyTorch trains with a process for each device, not with {len(setup.devices)} in one.",
             "Use engine ddp, or a workload that places its parts.",
         )
 
 
-def configure(place: Place) -> tuple[torch.device, ...]:
-    """Set the number of threads and the memory caps, and return the place's devices.
-
-    All CPU devices are the same device in PyTorch.
-    """
-    devices = tuple(torch_device(name) for name in place.devices)
-    if place.threads is not None:
-        torch.set_num_threads(place.threads)
+def configure(setup: WorkerSetup) -> tuple[torch.device, ...]:
+    """Set the number of threads and the memory caps, and return the setup's devices."""
+    devices = tuple(torch_device(name) for name in setup.devices)
+    if setup.threads is not None:
+        torch.set_num_threads(setup.threads)
     if _on_gpu(devices[0]):
         torch.cuda.set_device(devices[0])
-        if place.threads is None:
-            torch.set_num_threads(fetching_threads(place.world * place.trainings))
-        for device, limit in zip(devices, place.memory_limit_bytes, strict=False):
+        if setup.threads is None:
+            torch.set_num_threads(fetching_threads(setup.world * setup.trainings))
+        for device, limit in zip(devices, setup.memory_limit_bytes, strict=False):
             if limit is not None:
                 total = torch.cuda.get_device_properties(device).total_memory
                 torch.cuda.set_per_process_memory_fraction(min(1.0, limit / total), device)
@@ -571,38 +570,38 @@ def torch_device(name: str) -> torch.device:
     return torch.device("cpu") if kind.lower() == "cpu" else torch.device(kind, int(number or 0))
 
 
-def join(place: Place, device: torch.device) -> bool:
+def join(setup: WorkerSetup, device: torch.device) -> bool:
     """Create the process group, through a rendezvous file or at the first rank's address.
 
     Returns False if there are no other ranks.
     """
-    if place.world == 1:
+    if setup.world == 1:
         return False
-    if place.peers[0].startswith("/"):
-        store = open_file_store(place.peers[0])
+    if setup.peers[0].startswith("/"):
+        store = open_file_store(setup.peers[0])
         os.environ.update(GLOO_SOCKET_IFNAME="lo", NCCL_SOCKET_IFNAME="lo")
     else:
-        host, _, port = place.peers[0].rpartition(":")
-        store = open_tcp_store(host, int(port), place.rank == 0, MEETING_TIME)
+        host, _, port = setup.peers[0].rpartition(":")
+        store = open_tcp_store(host, int(port), setup.rank == 0, MEETING_TIME)
     backend = "nccl" if _on_gpu(device) else "gloo"
-    dist.init_process_group(backend, store=store, rank=place.rank, world_size=place.world)
+    dist.init_process_group(backend, store=store, rank=setup.rank, world_size=setup.world)
     return True
 
 
-def own_share(place: Place, shares: Sequence[int]) -> int:
+def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
     """Return this process's rows.
 
-    Raises RequestError if the shares don't match the place.
+    Raises RequestError if the shares don't match the setup.
     """
-    if len(place.devices) > 1:
+    if len(setup.devices) > 1:
         return sum(shares)  # the model's parts are on several devices, and process every sample
-    expected = place.world
+    expected = setup.world
     if len(shares) != expected or min(shares) < 0 or not any(shares):
         raise RequestError(
             f"The shares {tuple(shares)} are not for {expected} devices.",
             "Give 0 or more for each.",
         )
-    return shares[place.rank] if expected > 1 else shares[0]
+    return shares[setup.rank] if expected > 1 else shares[0]
 
 
 def call(model: Any, inputs: Any) -> Any:

@@ -217,17 +217,17 @@ class _Spent(NamedTuple):
 
 
 class StepTimer:
-    """Times the steps of a training run on one rank; `alone` is True if there is only one rank.
+    """Times the steps of a training run on one rank; `single_rank` is True if there is no other.
 
     A step without gradients, such as the first of two accumulated batches, isn't counted as a step,
     but the sums include its time. If steps are short, only some batches are timed, and represent
     the others in the sums. Files and validation are timed in all batches, by the host.
     """
 
-    def __init__(self, clock: Any, alone: bool) -> None:
+    def __init__(self, clock: Any, single_rank: bool) -> None:
         self.has_own_work = True  # False if ranks wait for each other within a pass
         self._clock = clock  # a HostClock or a GpuClock
-        self._alone = alone
+        self._single_rank = single_rank
         self._on_host = isinstance(clock, HostClock)
         self._choice: TimedBatches | None = None  # None: every batch is timed
         if isinstance(clock, HostClock | GpuClock):
@@ -337,7 +337,7 @@ class StepTimer:
 
         It is called in each pass of a batch; the final pass's call wins.
         """
-        if not (self.has_own_work or self._alone):
+        if not (self.has_own_work or self._single_rank):
             return
         self._computed = True
         marks = self._marks
@@ -366,11 +366,11 @@ class StepTimer:
     def note_update(self) -> None:
         """Begin the phase of an optimizer's step."""
         marks = self._marks
-        if not (self.has_own_work or self._alone):
+        if not (self.has_own_work or self._single_rank):
             if marks and marks[-1][0] == BETWEEN:  # another backward pass, before this update
                 marks[-1] = (OWN, marks[-1][1])
             self._enter(UPDATE, OWN)
-        elif self._alone and marks and not _is_after_sum(marks):
+        elif self._single_rank and marks and not _is_after_sum(marks):
             self.note_gradients()  # nothing else says that they are ready
             if marks[-1][0] == SUM:
                 marks.append((UPDATE, marks[-1][1]))
@@ -403,7 +403,7 @@ class StepTimer:
             self._begin_between()
 
     @contextmanager
-    def meeting(self) -> Iterator[None]:
+    def collective(self) -> Iterator[None]:
         """Enter a context in which this rank waits for others, whose time isn't own work."""
         if self._validates:  # the validation continues
             with own_collectives():
@@ -625,7 +625,7 @@ class StepTimer:
             files_s += apart.get(FILES, 0.0)
             validation_s += apart.get(VALIDATION, 0.0)
             between_s += apart.get(BETWEEN, 0.0)
-        if not (self.has_own_work or self._alone):
+        if not (self.has_own_work or self._single_rank):
             own_s, meeting_s, undivided_s = 0.0, 0.0, own_s + meeting_s
         if marked.cpu is not None:
             stands_for = marked.cpu.stands_for
@@ -708,9 +708,9 @@ def _idle_seconds() -> float:
     return time.perf_counter() - time.thread_time()
 
 
-def make_timer(device: torch.device, alone: bool) -> StepTimer:
+def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
     """Return a timer for the steps of a rank on `device`."""
-    return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), alone)
+    return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), single_rank)
 
 
 MEMORY_SECONDS = 5.0  # between two readings of memory

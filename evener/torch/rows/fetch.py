@@ -79,8 +79,8 @@ class Fetch:
         if self._whole is None:
             if whole is not None:  # fetch whole batches in worker processes
                 dataset, options = (
-                    _ByList(dataset),
-                    {**options, "collate_fn": self._collate or _as_it_is},
+                    _ListDataset(dataset),
+                    {**options, "collate_fn": self._collate or _identity},
                 )
             self._loader = DataLoader(dataset, batch_sampler=sampler, **options)
 
@@ -92,7 +92,7 @@ class Fetch:
         return fetched if collate is None else map(collate, fetched)
 
 
-class _ByList(Dataset):  # type: ignore[misc]  # torch is not followed
+class _ListDataset(Dataset):  # type: ignore[misc]  # torch is not followed
     """A data set of which DataLoader's worker processes fetch whole batches by row numbers."""
 
     def __init__(self, dataset: Any) -> None:
@@ -107,7 +107,7 @@ class _ByList(Dataset):  # type: ignore[misc]  # torch is not followed
         return whole(torch.tensor(rows), False)
 
 
-def _as_it_is(batch: Any) -> Any:
+def _identity(batch: Any) -> Any:
     return batch
 
 
@@ -134,7 +134,7 @@ class Prefetcher:
 
     def __init__(self, source: Iterator[Any], device: torch.device, depth: int = DEPTH) -> None:
         self._source = source
-        self._lane = _Lane(device) if device.type == "cuda" else None
+        self._copies = _CopyStream(device) if device.type == "cuda" else None
         self._depth = depth
         self._ready: deque[tuple[Any, Any]] = deque()  # (batch, event: it has arrived)
         self._released: deque[Any] = (
@@ -153,7 +153,7 @@ class Prefetcher:
 
     def __next__(self) -> Any:
         released = (
-            self._lane.mark() if self._lane else None
+            self._copies.mark() if self._copies else None
         )  # before waiting, as the loop enqueues nothing while it waits
         with self._change:
             self._change.wait_for(lambda: self._ready or self._ended)
@@ -163,7 +163,7 @@ class Prefetcher:
             batch, arrived = self._ready.popleft()
             self._released.append(released)
             self._change.notify_all()
-        return self._lane.hand_over(batch, arrived) if self._lane else batch
+        return self._copies.use_on_current_stream(batch, arrived) if self._copies else batch
 
     def wait_until_full(self) -> None:
         """Wait until `depth` batches are prefetched, or the source is exhausted.
@@ -185,7 +185,7 @@ class Prefetcher:
 
     def _run(self) -> None:
         try:
-            with self._lane.context() if self._lane else nullcontext():
+            with self._copies.context() if self._copies else nullcontext():
                 self._send_all()
         except BaseException as error:
             self._error = error
@@ -205,9 +205,9 @@ class Prefetcher:
                 batch = next(self._source)
             except StopIteration:
                 return
-            if number >= self._depth and self._lane:
+            if number >= self._depth and self._copies:
                 self._released.popleft().synchronize()  # it can't be empty, as there is space
-            ready = self._lane.send(batch) if self._lane else (batch, None)
+            ready = self._copies.send(batch) if self._copies else (batch, None)
             del batch
             with self._change:
                 if not self._ended:
@@ -216,7 +216,7 @@ class Prefetcher:
             del ready  # so that only the loop holds it
 
 
-class _Lane:
+class _CopyStream:
     """The transfer to a GPU: pinned memory, a stream of its own, and events between the streams."""
 
     _streams: ClassVar[
@@ -257,7 +257,7 @@ class _Lane:
         event.record(torch.cuda.current_stream(self._device))
         return event
 
-    def hand_over(self, batch: Any, arrived: Any) -> Any:
+    def use_on_current_stream(self, batch: Any, arrived: Any) -> Any:
         """Return a batch for use on the loop's stream, which waits until the batch has arrived.
 
         The allocator doesn't reuse the batch's memory before that stream is done with it. A batch

@@ -221,7 +221,7 @@ class Loader:
         if self._ahead is not None:
             self._ahead.wait_until_full()
 
-    def rows_at_hand(self) -> list[int]:
+    def prefetched_rows(self) -> list[int]:
         """Return the row numbers of all ranks in the loop's newest batch."""
         return self.batch_sampler.rows_of_all(max(0, self._steps - 1))
 
@@ -447,7 +447,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
             batches = _loop(batches, rows)
         if self._ahead:
             batches = _fetch_ahead(batches)
-        return batches if self._asks is None else _AskedBatches(batches, self._asks)
+        return batches if self._asks is None else _CountedRequests(batches, self._asks)
 
     @property
     def drawn_ahead(self) -> int:
@@ -505,13 +505,13 @@ def _fetch_ahead(batches: Iterator[Any]) -> Iterator[Any]:
     yield from fetched
 
 
-class _AskedBatches:
+class _CountedRequests:
     """A DataLoader's iterator, with all its attributes, that calls `asks` before each batch."""
 
     def __init__(self, batches: Any, asks: Callable[[], None]) -> None:
         self._batches, self._asks = batches, asks
 
-    def __iter__(self) -> _AskedBatches:
+    def __iter__(self) -> _CountedRequests:
         return self
 
     def __len__(self) -> int:

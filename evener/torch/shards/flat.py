@@ -16,18 +16,18 @@ from ..private import backend_name, own_parameters
 from ..sums.collectives import own_collectives
 
 
-class ShardPlace(msgspec.Struct, frozen=True):
+class ShardRank(msgspec.Struct, frozen=True):
     """A rank's device, and how the model is divided among the ranks.
 
-    `parts` are the relative sizes of the state that each rank holds. With `alone`, the rank is
-    measured without other ranks: it fills gathered parameters with copies of its own shard, and
+    `parts` are the relative sizes of the state that each rank holds. With `single_rank`, the rank
+    is measured without other ranks: it fills gathered parameters with copies of its own shard, and
     reduces its gradients with no other rank. `first` is the first rank that computes rows.
     """
 
     rank: int
     parts: tuple[float, ...]
     device: Any
-    alone: bool = False
+    single_rank: bool = False
     first: int = 0
 
     @property
@@ -86,7 +86,7 @@ class Slot:
 class Flat:
     """The parameters of one dtype in a unit, in one tensor; the ledger `held` counts its bytes."""
 
-    def __init__(self, place: ShardPlace, slots: Sequence[Slot], dtype: Any, held: Any) -> None:
+    def __init__(self, place: ShardRank, slots: Sequence[Slot], dtype: Any, held: Any) -> None:
         first = slots[0].tensor
         self.slots, self.trainable, self.held, self._place = slots, first.requires_grad, held, place
         self.packed = is_packed(first)
@@ -125,7 +125,7 @@ class Flat:
         with torch.no_grad():
             for slot in self.slots:
                 filled[slot.start : slot.start + slot.numel].copy_(slot.tensor.detach().reshape(-1))
-        if self._place.alone:
+        if self._place.single_rank:
             return
         with own_collectives():
             dist.broadcast(filled, 0)
@@ -148,7 +148,7 @@ class Flat:
 
     def collect(self, whole: torch.Tensor, shard: torch.Tensor) -> list[Any]:
         """Start to fill `whole` with the ranks' shards; return the work handles to wait for."""
-        if self._place.alone:
+        if self._place.single_rank:
             size = shard.numel()
             times, rest = divmod(whole.numel(), size)
             whole[: times * size].view(times, size).copy_(shard.expand(times, size))
@@ -226,7 +226,7 @@ class Flat:
             elif weight != 1.0:
                 gradients.mul_(weight)
             parts = [gradients[a:b] for a, b in self.cuts]
-            if self._place.alone:
+            if self._place.single_rank:
                 self._work = [_ALONE]
             elif not self._place.on_nccl:
                 self._work = [

@@ -41,7 +41,7 @@ from ..step.wrapped import (
 )
 from ..sums.collectives import is_equal_everywhere, own_collectives
 from ..sums.exchange import EXCHANGES
-from .flat import ShardPlace, byte_count
+from .flat import ShardRank, byte_count
 from .sharded import Sharded
 from .unit import choose_units
 from .whole import count_gathered
@@ -94,7 +94,7 @@ def shard(
     parts = _parts(training, state, lambda: count_gathered(model, chosen, dtype, casts))
     rows = training.ranks.batches
     first = next(rank for rank, own in enumerate(rows) if own)
-    place = ShardPlace(training.rank, parts, training.device, first=first)
+    place = ShardRank(training.rank, parts, training.device, first=first)
     if not is_equal_everywhere(int(model_digest(model)[:15], 16), training.device):
         raise RequestError(
             "The ranks shard different models.", "Make the same model on every rank."
@@ -102,7 +102,7 @@ def shard(
     sharded = cut_model(model, chosen, place, dtype, level == "state", casts)
     if not rows[training.rank]:
         sharded.compute_nothing()
-    training.weights.adopt(model, sharded, training.device)
+    training.weights.weigh_sharded(model, sharded, training.device)
     training.passes.recovery.final = (
         f"ranks {_MEET}",
         "Make a plan with smaller passes: evener balance --micro.",
@@ -118,7 +118,7 @@ def shard(
 def cut_model(
     model: Any,
     units: Mapping[str, Any],
-    place: ShardPlace,
+    place: ShardRank,
     dtype: Any = None,
     keeps: bool = False,
     casts: Any = None,

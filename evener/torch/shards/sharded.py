@@ -21,7 +21,7 @@ from ..packed import is_packed, list_statistics
 from ..private import backward_number, call_after_backward
 from ..rows.structure import each_tensor, tensors_in
 from ..sums.collectives import own_collectives, spread
-from .flat import ShardPlace, Slot, byte_count
+from .flat import ShardRank, Slot, byte_count
 from .follow import Follower
 from .unit import Ledger, Unit, find_parameters
 from .whole import WholeParameters, choose_whole
@@ -50,7 +50,7 @@ class Sharded:
         self,
         model: Any,
         units: Mapping[str, Any],
-        place: ShardPlace,
+        place: ShardRank,
         dtype: Any = None,
         keeps: bool = False,
         casts: Any = None,
@@ -79,7 +79,7 @@ class Sharded:
         self.slots += whole
         self.parameters = [slot.piece for slot in self.slots if slot.piece.requires_grad]
         self._place_statistics(place)
-        self.weight, self.ran, self.noise, self.alone = 1.0, False, None, False
+        self.weight, self.ran, self.noise, self.single_rank = 1.0, False, None, False
         self.begun: Callable[[Any, Any], None] = lambda *_: None
         self.done: Callable[[], None] = lambda: None
         self._dtype = dtype
@@ -126,14 +126,14 @@ class Sharded:
         if self.whole is not None:
             self.whole.hook(lambda: own.accumulated_whole(), lambda: own.weight)
 
-    def _place_statistics(self, place: ShardPlace) -> None:
+    def _place_statistics(self, place: ShardRank) -> None:
         """Copy the first rank's statistics of packed weights to each rank's device."""
         packed = [slot.whole for slot in self.slots if is_packed(slot.whole)]
         for each in packed:
             each.quant_state.to(place.device)
         statistics = list_statistics(packed)
         self.held.add("whole", sum(map(byte_count, statistics)))
-        if not place.alone and statistics:
+        if not place.single_rank and statistics:
             with torch.no_grad(), own_collectives():
                 spread(statistics)
 
@@ -401,7 +401,7 @@ class Sharded:
 
         Also copies the buffers of the first rank that has rows to all ranks.
         """
-        if self.place.alone:
+        if self.place.single_rank:
             return fired
         flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
         with own_collectives():
@@ -417,7 +417,7 @@ class Sharded:
 
         The buffers are listed again each time, because the model may have replaced some of them.
         """
-        if not self.place.alone:
+        if not self.place.single_rank:
             with own_collectives():
                 spread(list(self.root.module.buffers()), source=self.place.first)
 

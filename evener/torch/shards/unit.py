@@ -11,7 +11,7 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from ...errors import RequestError
 from ..packed import explain_unusable, is_packed
-from .flat import Flat, ShardPlace, Slot, byte_count
+from .flat import Flat, ShardRank, Slot, byte_count
 
 PARTS = 8  # a model without repeated blocks is divided into about this many units
 
@@ -182,7 +182,7 @@ class Unit:
         name: str,
         module: Any,
         parameters: Sequence[Slot],
-        place: ShardPlace,
+        place: ShardRank,
         dtype: Any,
         casts: Any,
         held: Any,

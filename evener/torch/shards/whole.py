@@ -17,7 +17,7 @@ import torch.distributed as dist
 from ...errors import RequestError
 from ..packed import list_statistics
 from ..sums.collectives import own_collectives, spread
-from .flat import ShardPlace, Slot, byte_count
+from .flat import ShardRank, Slot, byte_count
 from .unit import choose_dtype, find_parameters
 
 STATE_COPIES = 4  # of a trained parameter: itself, its gradient, two for the optimizer
@@ -69,7 +69,7 @@ class WholeParameters:
     batch are added to it.
     """
 
-    def __init__(self, place: ShardPlace, slots: Sequence[Slot], held: Any) -> None:
+    def __init__(self, place: ShardRank, slots: Sequence[Slot], held: Any) -> None:
         self.slots = list(slots)
         self._place, self._held = place, held
         # buffers with this rank's gradients, until the all-reduce
@@ -86,7 +86,7 @@ class WholeParameters:
             slot.tensor = None
         self.parameters = [slot.piece for slot in self.slots]
         held.add("whole", sum(map(byte_count, self.parameters)))
-        if not place.alone:
+        if not place.single_rank:
             with torch.no_grad(), own_collectives():
                 spread(self.parameters)
 
@@ -142,7 +142,7 @@ class WholeParameters:
         """All-reduce the gradients over the ranks."""
         if not self._views:
             self._open()  # this rank used none of them
-        if not self._place.alone:
+        if not self._place.single_rank:
             with own_collectives():
                 for flat in self._sums.values():
                     dist.all_reduce(flat)

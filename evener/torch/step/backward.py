@@ -25,7 +25,7 @@ CALLERS = 6  # the most calls between the program's own function and backward
 DEPTH, MOST = 8, 32  # the maximum depth and number of operations to list before the loss
 
 
-class HearsLosses(Protocol):
+class LossListener(Protocol):
     """A listener that is called with each loss before its backward pass."""
 
     def note_loss(self, loss: Any, made_of: tuple[Any, ...], caller: FrameType) -> None:
@@ -35,7 +35,7 @@ class HearsLosses(Protocol):
 _LISTENERS: WeakList[Any] = WeakList()
 
 
-def listen(listener: HearsLosses) -> Callable[[], Any]:
+def listen(listener: LossListener) -> Callable[[], Any]:
     """Notify a listener of each loss from now on, until the listener is garbage-collected.
 
     Returns a function that removes the listener earlier. Without listeners, `Tensor.backward` is

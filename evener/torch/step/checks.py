@@ -202,7 +202,7 @@ _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictio
 
 def check_summed(optimizer: Any) -> None:
     """Raise RequestError if a step would apply gradients of this rank's rows alone."""
-    exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.alone]
+    exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(each): each.sums for each in exchanges}
     if not any(each.waits for each in exchanges):

@@ -21,7 +21,7 @@ from ...errors import DeviceError, RequestError
 from ...training.passes import PassLimit
 from ...training.retreat import Retreat, says_out_of_memory
 from ..audit.randomness import RandomState
-from ..sums.collectives import MeetingError, count_foreign
+from ..sums.collectives import CollectiveError, count_foreign
 from ..sums.exchange import Exchange
 from .part import Part
 
@@ -92,13 +92,13 @@ class RunningPass:
 
     part: Part
     state: PassState  # before the pass
-    met: int  # number of collectives before the pass that evener didn't start
+    collectives: int  # number of collectives before the pass that evener didn't start
     opened: bool = False  # its backward pass was started by `Part.backward`
     ended: bool = False  # one of its backward passes is over, and can't be undone
 
-    def has_met(self) -> bool:
+    def has_used_collectives(self) -> bool:
         """True if the loop has communicated with other ranks in this pass."""
-        return count_foreign() != self.met
+        return count_foreign() != self.collectives
 
 
 class Recovery:
@@ -115,7 +115,7 @@ class Recovery:
         # raises RequestError if parts of this many rows give another gradient than the whole part
         self.check: Callable[[Part, int], None] | None = None
         self.checked = False
-        self.meets = False  # the loop communicates with other ranks in a pass
+        self.uses_collectives = False  # the loop communicates with other ranks in a pass
         # why a pass can't be undone if evener doesn't sum its gradients, and the remedy
         self.final = (
             "others than evener sum its gradients, as FSDP does",
@@ -174,15 +174,15 @@ class Recovery:
         SHORT.add(self._device)
         held = describe_memory(self._device)
         self.limit.count_failure(rows, least, held)
-        if self.meets:
-            raise self._meeting(f"ran out of memory in a pass of {rows} rows ({held})")
+        if self.uses_collectives:
+            raise self._collective_error(f"ran out of memory in a pass of {rows} rows ({held})")
         self._check_smaller(running)
         others = held_by_others(self._device)
         smaller = self.limit.halve(rows, least, others)
         seconds = time.monotonic() - began
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
-    def settle(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
+    def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
         """Forget how to undo a pass once all its rows are computed.
 
         Gradients that were sent early are not kept any longer, because the pass isn't retried. In
@@ -190,29 +190,29 @@ class Recovery:
         in later passes.
         """
         for exchange in exchanges:
-            exchange.held.settle()
+            exchange.held.forget_failure()
         if self.limit.step == 1:
             self._constant |= running.state.unchanged()
 
-    def look_for_meetings(self, running: RunningPass) -> None:
+    def look_for_collectives(self, running: RunningPass) -> None:
         """Check whether the loop has communicated with other ranks in this pass.
 
         Raises DeviceError if it has, and the pass is only a piece of a planned pass, because the
         ranks would then run different numbers of collectives.
         """
-        if not running.has_met():
+        if not running.has_used_collectives():
             return
-        self.meets = True
+        self.uses_collectives = True
         part = running.part
         if part.is_piece and not part.error:
-            raise self._meeting(
+            raise self._collective_error(
                 f"takes {part.rows} rows at once of a pass of {part.turn.planned}, as memory was "
                 f"short"
             )
 
-    def _meeting(self, seen: str) -> DeviceError:
+    def _collective_error(self, seen: str) -> DeviceError:
         return DeviceError(
-            f"Rank {self._rank} {seen}, and the loop meets other ranks in a pass, by "
+            f"Rank {self._rank} {seen}, and the loop communicates with other ranks in a pass, by "
             f"torch.distributed or in a layer:"
             " they would wait for each other.",
             (
@@ -229,8 +229,10 @@ class Recovery:
         for rows in (8, 4, 2):
             try:
                 self.check(part, rows)
-            except MeetingError:
-                raise self._meeting(f"ran out of memory in a pass of {part.rows} rows") from None
+            except CollectiveError:
+                raise self._collective_error(
+                    f"ran out of memory in a pass of {part.rows} rows"
+                ) from None
             except RequestError as error:
                 raise DeviceError(
                     f"Rank {self._rank} ran out of memory in a pass of {part.rows} rows, and "

@@ -50,9 +50,9 @@ from ..rows.structure import each_tensor
 from ..sums.collectives import is_equal_everywhere
 from ..sums.exchange import Exchange
 from .batches import TakenBatch
-from .loose import LOOSE
 from .part import OfPart, Part, make_parts, weigh_by_count
 from .recovery import Recovery, RunningPass
+from .unowned import UNOWNED
 
 
 @dataclass
@@ -161,7 +161,7 @@ def _same(value: Any) -> Any:
 def _without_sums(models: Sequence[Any]) -> Iterator[None]:
     """Enter a context in which backward passes don't all-reduce gradients over the ranks."""
     with ExitStack() as stack:
-        stack.enter_context(LOOSE.no_sync())
+        stack.enter_context(UNOWNED.no_sync())
         for model in models:
             if hasattr(model, "no_sync"):
                 stack.enter_context(model.no_sync())
@@ -239,7 +239,7 @@ class Passes:
             else:
                 with _without_sums(models):
                     yield part
-            self.recovery.look_for_meetings(running)
+            self.recovery.look_for_collectives(running)
         finally:
             part.batch, part.passes = batch, None
 
@@ -254,7 +254,7 @@ class Passes:
         if running is not None:
             running.opened = True
             if running.part.is_piece:
-                self.recovery.look_for_meetings(running)
+                self.recovery.look_for_collectives(running)
         dependent = running is not None and running.state.is_changed()
         for exchange in self._exchanges:
             if exchange in self._given and not exchange.has_gradients():
@@ -295,7 +295,7 @@ class Passes:
         if not running.part.turn.last:
             self._given.update(each for each in self._exchanges if each.has_gradients())
         if queue.complete():
-            self.recovery.settle(running, self._exchanges)
+            self.recovery.forget(running, self._exchanges)
 
     def _retry(self, running: RunningPass, queue: PassQueue) -> None:
         """Undo a pass that ran out of memory, and queue its rows again in smaller passes."""

@@ -23,9 +23,15 @@ from ..sums.exchange import Exchange, exchanged_parameters
 from ..sums.noise import RankNoise, refuse_noise
 from ..weak_list import WeakList
 from .batches import BatchTracker, Match, TakenBatch, match_objects
-from .loose import LOOSE
 from .recognition import match_addresses
-from .wrapped import check_not_inside_ddp, check_passes, is_sharded, take_over, watch
+from .unowned import UNOWNED
+from .wrapped import (
+    check_not_inside_ddp,
+    check_passes,
+    hook_forward,
+    is_sharded,
+    replace_all_reduce,
+)
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
@@ -54,12 +60,12 @@ class BatchWeights(BatchTracker):
         self.shares, self.weigh = shares, weigh
         # models whose forward passes are watched, in the order in which they were wrapped
         self.models: WeakList[Any] = WeakList()
-        self._checking = False
+        self._auditing = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
-        self._looked = False  # the search for loose tensors was made
+        self._searched = False  # the search for tensors without a module was made
         self.is_loops = False  # so far, the newest batch's loss hasn't used a method of the split
         self._exchanges: WeakList[Exchange] = WeakList()
-        self._alone: weakref.WeakKeyDictionary[Any, Exchange] = (
+        self._own_exchanges: weakref.WeakKeyDictionary[Any, Exchange] = (
             weakref.WeakKeyDictionary()
         )  # by model, with a single rank
         self.noise = noise  # measures the noise scale of one model
@@ -90,17 +96,17 @@ class BatchWeights(BatchTracker):
         """
         if self.shares.world == 1 or self.are_averaged:
             return
-        LOOSE.device, LOOSE.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
-        if not self._looked:
-            self._looked = True
-            LOOSE.look()
+        UNOWNED.device, UNOWNED.weigh = self.shares.device, weakref.WeakMethod(self.weigh_tensors)
+        if not self._searched:
+            self._searched = True
+            UNOWNED.find()
 
     def weigh_tensors(self) -> float | None:
         """Return the weight of gradients of tensors that no module has.
 
         Return None if nothing is being trained, or during an audit.
         """
-        if self._checking:
+        if self._auditing:
             return None
         if self.by_loss:
             return 1.0 / self.shares.world
@@ -134,32 +140,32 @@ class BatchWeights(BatchTracker):
         self.lengths_vary = self._shape not in (None, shape)
         self._shape = shape
 
-    def take_on(self, model: Any) -> list[Exchange]:
+    def exchange_gradients(self, model: Any) -> list[Exchange]:
         """Sum the gradients of a trainer's model from now on, and return its exchange in a list.
 
         The list is empty if another library sums the gradients.
         """
         if self.shares.world == 1:
-            return [self._exchange_alone(model)]
+            return [self._exchange_of_one_rank(model)]
         wrapper = unwrap_compiled(model)  # of torch.compile
         if not isinstance(wrapper, DistributedDataParallel):
             if self.noise is not None:
                 raise refuse_noise("FSDP or another library")
             return []
-        exchange = take_over(wrapper, by_loss=True)
-        self.attach(model, exchange)
-        watch(model, None, lambda *_: None)
+        exchange = replace_all_reduce(wrapper, by_loss=True)
+        self.weigh_exchange(model, exchange)
+        hook_forward(model, None, lambda *_: None)
         return [] if exchange is None else [exchange]
 
-    def adopt(self, model: Any, sharded: Any, device: torch.device) -> None:
+    def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
         """Weight the gradients of a sharded model before they are reduced; watch forward passes."""
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
         self.equal_passes = True
-        self.follow(model, device)
+        self.watch_forward(model, device)
 
-    def attach(self, model: Any, exchange: Exchange | None) -> None:
+    def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
         """Weight the gradients of a wrapped model before its exchange sums them.
 
         If losses are weighted already, the exchange averages the gradients instead.
@@ -198,15 +204,15 @@ class BatchWeights(BatchTracker):
             other.noise = None
         exchange.noise = self.noise
 
-    def _exchange_alone(self, model: Any) -> Exchange:
-        if model not in self._alone:
-            self._alone[model] = Exchange(model, alone=True)
-        return self._alone[model]
+    def _exchange_of_one_rank(self, model: Any) -> Exchange:
+        if model not in self._own_exchanges:
+            self._own_exchanges[model] = Exchange(model, single_rank=True)
+        return self._own_exchanges[model]
 
-    def follow(self, model: Any, device: torch.device) -> None:
+    def watch_forward(self, model: Any, device: torch.device) -> None:
         """Watch each forward pass of the model."""
         self.models.add(model)
-        watch(model, device, self.forward)
+        hook_forward(model, device, self.forward)
 
     def _begin_backward(
         self, exchange: Any, batch: TakenBatch | RequestError | None, before: Any
@@ -240,7 +246,7 @@ class BatchWeights(BatchTracker):
             )
         exchange.weigh(gradient_weight(batch.sizes, self._rank))
 
-    def open_parts(self, batch: Any) -> TakenBatch:
+    def begin_parts(self, batch: Any) -> TakenBatch:
         """Begin the passes of a batch, and return the batch as the loader yielded it."""
         self.refuse_in_parts("parts")
         if self.weigh == "trainer":
@@ -283,7 +289,7 @@ class BatchWeights(BatchTracker):
         """Return the exchanges of the wrapped models; with a single rank, create them if needed."""
         if self.shares.world > 1:
             return list(self._exchanges)
-        return list(map(self._exchange_alone, self.models))
+        return list(map(self._exchange_of_one_rank, self.models))
 
     def _count_passes(self, batch: TakenBatch) -> list[int]:
         """Return the number of passes that each rank needs for this batch.
@@ -319,7 +325,7 @@ class BatchWeights(BatchTracker):
         each other forever. Raises WholeBatchLoss instead if the loss is being audited.
         """
         self.is_loops &= name not in ("loss", "gather")
-        if self._checking and name in ("loss", "gather"):
+        if self._auditing and name in ("loss", "gather"):
             raise WholeBatchLoss
         if self.in_parts is not None or self.in_pass:
             raise RequestError(
@@ -332,13 +338,13 @@ class BatchWeights(BatchTracker):
             )
 
     @contextmanager
-    def checking(self) -> Iterator[None]:
+    def auditing(self) -> Iterator[None]:
         """Enter a context for audits, in which models compute without being part of a step."""
-        self._checking = True
+        self._auditing = True
         try:
             yield
         finally:
-            self._checking = False
+            self._auditing = False
 
     def forward(self, model: Any, inputs: Any) -> TakenBatch | RequestError | None:
         """Return the batch that a wrapped model computes now, which determines gradient weights.
@@ -347,7 +353,7 @@ class BatchWeights(BatchTracker):
         model is in training mode. Otherwise the error is returned, because there may be no backward
         pass.
         """
-        if self._checking:
+        if self._auditing:
             return None
         if not torch.is_grad_enabled():
             self.timer.note_validation()
@@ -413,7 +419,7 @@ class BatchWeights(BatchTracker):
             return
         exchanged = exchanged_parameters()
         unknown = [each for each in parameters if id(each) not in exchanged]
-        unknown = LOOSE.check(unknown) if unknown else []
+        unknown = UNOWNED.check(unknown) if unknown else []
         if self.by_loss:
             if self._scaled_pass is None:
                 raise _scale_forgotten()

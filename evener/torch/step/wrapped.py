@@ -93,7 +93,7 @@ class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
         return {**self.__dict__, "exchange": None}
 
 
-def take_on(
+def wrap_model(
     model: Any,
     device: torch.device,
     forward: Callable[[Any, Any], Any],
@@ -102,8 +102,8 @@ def take_on(
 ) -> tuple[Any, Exchange | None]:
     """Wrap a model if it isn't wrapped; return it and the exchange that sums its gradients.
 
-    `forward` is passed to `watch`. A model in DistributedDataParallel isn't wrapped again; its
-    exchange is None if `take_over` returns None.
+    `forward` is passed to `hook_forward`. A model in DistributedDataParallel isn't wrapped again;
+    its exchange is None if `replace_all_reduce` returns None.
     """
     found = find_wrapper(model)
     if isinstance(found, Exchanged) and found.exchange is None:  # a copy of a wrapped model
@@ -111,8 +111,8 @@ def take_on(
     if found is None:
         made = wrap_module(model, device, options, forward)
         return made, made.exchange
-    watch(model, device, forward)
-    return model, getattr(found, "exchange", None) or take_over(found, by_loss)
+    hook_forward(model, device, forward)
+    return model, getattr(found, "exchange", None) or replace_all_reduce(found, by_loss)
 
 
 def wrap_module(
@@ -136,7 +136,7 @@ def wrap_module(
             ),
         )
     made = Exchanged(module.to(device))
-    watch(made, device, forward)
+    hook_forward(made, device, forward)
     watch_frozen(module)
     most, buffers = given.get("bucket_cap_mb"), given.get("broadcast_buffers", True)
     size = None if most is None else int(most * 2**20)
@@ -146,7 +146,7 @@ def wrap_module(
     return made
 
 
-def take_over(model: Any, by_loss: bool) -> Exchange | None:
+def replace_all_reduce(model: Any, by_loss: bool) -> Exchange | None:
     """Replace the all-reduce of a DistributedDataParallel with an exchange, and return it.
 
     The wrapper's own all-reduce can't be weighted or repeated after a failure. The model stays a
@@ -176,7 +176,9 @@ def take_over(model: Any, by_loss: bool) -> Exchange | None:
     return made
 
 
-def watch(model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]) -> None:
+def hook_forward(
+    model: Any, device: torch.device | None, forward: Callable[[Any, Any], Any]
+) -> None:
     """Call `forward` with the model and its inputs before each forward pass.
 
     After the forward pass, the outputs and the batch that `forward` has returned are passed to the

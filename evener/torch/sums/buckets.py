@@ -295,8 +295,8 @@ class HostCopy:
         return list(self._figures.tolist())
 
 
-class Tails:
-    """Reads the tails of summed buckets, and checks them.
+class TailReader:
+    """Reads and checks the tail of a summed bucket, the control values behind its gradients.
 
     On a GPU, all tails but the first are read one step late, so that the host doesn't wait for the
     device.
@@ -399,7 +399,7 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
     return buffer.detach().as_strided((last + 1 if buffer.numel() else 0,), (1,)).view(torch.uint8)
 
 
-class Held:
+class EarlierGradients:
     """Saves the gradients of earlier passes while a pass runs that may have to be computed again.
 
     If the results of rows depend on random draws or on one another (`late`), all gradients of a
@@ -451,7 +451,7 @@ class Held:
         """Finish a complete pass."""
         self.opened = self.late = self.apart = False
 
-    def settle(self) -> None:
+    def forget_failure(self) -> None:
         """Forget a failed pass, because all its rows have been computed again."""
         self.final = None
 

@@ -43,19 +43,21 @@ def own_collectives() -> Iterator[None]:
         _own += count_foreign() - before
 
 
-class MeetingError(RequestError):
+class CollectiveError(RequestError):
     """Raised if a loss that one rank computes alone calls a collective."""
 
 
-MEETS = (
+USES_COLLECTIVES = (
     "its ranks exchange figures while its loss is computed, and by shares they would be those of"
     " different numbers of rows"
 )
-MEETS_REMEDY = "Exchange what is only logged after the step, or train it with its own launcher."
+COLLECTIVES_REMEDY = (
+    "Exchange what is only logged after the step, or train it with its own launcher."
+)
 
 
-def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute`, so that it raises MeetingError after a call that started a collective.
+def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
+    """Wrap `compute`, so that it raises CollectiveError after a call that started a collective.
 
     The other ranks may not call `compute`, so they wouldn't take part in the collective.
     """
@@ -64,8 +66,8 @@ def refuse_meeting(compute: Callable[..., Any]) -> Callable[..., Any]:
         before = count_foreign()
         result = compute(*arguments)
         if count_foreign() != before:
-            raise MeetingError(
-                "The loss meets other ranks, by torch.distributed or in a layer.",
+            raise CollectiveError(
+                "The loss communicates with other ranks, by torch.distributed or in a layer.",
                 "Gather figures after the step.",
             )
         return result
@@ -105,7 +107,7 @@ def gather_rows(
                 "the other."
             ),
         )
-    with timer.meeting():
+    with timer.collective():
         _check_same(rows)
         return cast(torch.Tensor, _Gather.apply(rows, tuple(sizes), rank, by_loss, timer))
 
@@ -119,7 +121,7 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
     whole = figure.ndim and not figure.is_floating_point()
     figure = figure.to(device, torch.int64 if whole else torch.float64, copy=True)
     if world > 1:
-        with timer.meeting():
+        with timer.collective():
             dist.all_reduce(figure)
     return figure
 
@@ -132,7 +134,7 @@ def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     """
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]
-    with timer.meeting():
+    with timer.collective():
         dist.all_gather(every, figure)
     figures = torch.cat(every).tolist()
     if len(set(figures)) == 1:
@@ -186,7 +188,7 @@ class _Gather(torch.autograd.Function):  # type: ignore[misc]  # torch is not fo
         it afterwards.
         """
         total = gradient * ctx.weight if ctx.weight else torch.zeros_like(gradient)
-        with ctx.timer.meeting():
+        with ctx.timer.collective():
             dist.all_reduce(total)
         start, stop = bounds(ctx.sizes)[ctx.rank]
         own = gradient.new_zeros(ctx.shape)

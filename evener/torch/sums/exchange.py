@@ -44,7 +44,16 @@ from ..private import (
     ignored_names,
 )
 from ..weak_list import WeakList
-from .buckets import GRADIENT, SAMPLED, Bucket, Buffers, Held, Tails, make_buckets, warn_of_hooks
+from .buckets import (
+    GRADIENT,
+    SAMPLED,
+    Bucket,
+    Buffers,
+    EarlierGradients,
+    TailReader,
+    make_buckets,
+    warn_of_hooks,
+)
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
 LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
@@ -71,13 +80,13 @@ def _choose_bytes(parameters: Sequence[torch.Tensor]) -> int:
 class Exchange:
     """Sums the gradients of `module` over `group`, with this rank's gradients times `weight`.
 
-    If `group` is None, all processes take part. With `alone`, there is a single rank: nothing is
-    summed, but the gradients of a failed pass can be undone. A backward pass through outputs that
-    were passed to `watch` ends in a sum if `sync` was True.
+    If `group` is None, all processes take part. With `single_rank`, there is no other rank: nothing
+    is summed, but the gradients of a failed pass can be undone. A backward pass through outputs
+    that were passed to `watch` ends in a sum if `sync` was True.
 
     The attributes `begun`, `ready`, `sent` and `done` are callbacks. `begun` is called when a
-    backward pass reaches such outputs, with their batch and the batch of the outputs before them
-    in this backward pass; `ready` when the last gradient is computed; `sent` when all buckets have
+    backward pass reaches such outputs, with their batch and the batch of the outputs before them in
+    this backward pass; `ready` when the last gradient is computed; `sent` when all buckets have
     been sent; `done` when the sums are complete.
     """
 
@@ -88,17 +97,17 @@ class Exchange:
         *,
         bucket_bytes: int | None = None,
         broadcast_buffers: bool = True,
-        alone: bool = False,
+        single_rank: bool = False,
     ) -> None:
         ignored = ignored_names(module)
         taking_part = _list_taking_part(module.named_parameters(), ignored)
         self.parameters = [each for each in taking_part if each.requires_grad]
         self.normalizers = _find_normalizers(module)  # BatchNorms, which mix rows
-        self.group, self.alone, self.weight = group, alone, 1.0
-        self._world = 1 if alone else dist.get_world_size(group)
+        self.group, self.single_rank, self.weight = group, single_rank, 1.0
+        self._world = 1 if single_rank else dist.get_world_size(group)
         for each in EXCHANGES:  # raises RequestError for a sharded model
             each.has_any(set(map(id, taking_part)))
-        if not alone:
+        if not single_rank:
             buffers = _list_taking_part(module.named_buffers(), ignored)
             self._agree([*taking_part, *buffers])
 
@@ -117,7 +126,7 @@ class Exchange:
         self._unsent = False  # there may be gradients that weren't summed
 
         # The order of gradients in the first pass; None once ranks have agreed on it.
-        self._order: list[int] | None = None if alone else []
+        self._order: list[int] | None = None if single_rank else []
         self._early = False  # buckets may be sent before the backward pass ends
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
@@ -131,14 +140,14 @@ class Exchange:
         self._repeats = False  # a parameter got several gradients in a backward pass
         self._listen()
 
-        self.held, self._tails = Held(self.parameters), Tails()
+        self.held, self._tail_reader = EarlierGradients(self.parameters), TailReader()
         self.buffers, self._common = Buffers(module), Buffers(module, ignored)
-        shares_buffers = broadcast_buffers and not alone
+        shares_buffers = broadcast_buffers and not single_rank
         # Until buffers change, ranks compare them; then the first rank's are copied after each sum.
         self._compares = shares_buffers and self._common.keep()
         self._spreads = shares_buffers and not self._compares
         self._bytes = _choose_bytes(self.parameters) if bucket_bytes is None else bucket_bytes
-        self._buckets = [] if alone else make_buckets(self.parameters[::-1], self._bytes)
+        self._buckets = [] if single_rank else make_buckets(self.parameters[::-1], self._bytes)
         self._sent = 0  # number of buckets that were sent and not received
         for hooks in (self._hooks, self._begins):
             weakref.finalize(self, _remove, hooks)
@@ -146,7 +155,7 @@ class Exchange:
 
     def has_any(self, parameters: set[int]) -> bool:
         """True if this exchange sums gradients of any of these parameters, given by id."""
-        return not self.alone and not parameters.isdisjoint(map(id, self.parameters))
+        return not self.single_rank and not parameters.isdisjoint(map(id, self.parameters))
 
     def _agree(self, tensors: list[torch.Tensor]) -> None:
         """Copy the first rank's parameters and buffers to all ranks.
@@ -355,8 +364,8 @@ class Exchange:
             self.noise.receive(self._buckets)
         self._sent, self._unsent, self.waits, self.unsummed = 0, False, False, False
         self.sums, self.ran = self.sums + 1, True
-        self.held.settle()
-        if self._tails.read(self._buckets[0].tail, self.number * self._world):
+        self.held.forget_failure()
+        if self._tail_reader.read(self._buckets[0].tail, self.number * self._world):
             self._spreads, self._compares = True, False
         if self._order is not None or self._spreads:
             with own_collectives():
@@ -403,15 +412,15 @@ class Exchange:
     # ------------------------------------------------------------------ a pass that failed
 
     def open(self, dependent: bool) -> None:
-        """Prepare for the backward pass of a part; `dependent` is passed to `Held.open`."""
+        """Prepare for the backward pass of a part; see `EarlierGradients.open`."""
         self._arrived.clear()
-        self._armed, self._came = self.alone, set()
+        self._armed, self._came = self.single_rank, set()
         self.held.open(dependent)
         self._listen()
 
     def close(self) -> None:
         """Finish the backward pass of a part."""
-        if self.alone:
+        if self.single_rank:
             self._armed = False
             self.held.merge()
             self.held.close()
@@ -460,7 +469,7 @@ def exchanged_parameters() -> dict[int, bool]:
     return {
         id(each): exchange.ran
         for exchange in exchanges
-        if not exchange.alone
+        if not exchange.single_rank
         for each in exchange.parameters
     }
 

@@ -118,8 +118,10 @@ def test_a_share_in_passes_ends_at_known_times(curve: PassCurve, ceiling: int) -
 def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(
     curve: PassCurve,
 ) -> None:
-    assert curve.seconds(curve.wall) == curve.curve.seconds(curve.wall)
-    assert [curve.passes(share) for share in (1, curve.wall, curve.wall + 1, 3 * curve.rows)] == [
+    assert curve.seconds(curve.pass_limit) == curve.curve.seconds(curve.pass_limit)
+    assert [
+        curve.passes(share) for share in (1, curve.pass_limit, curve.pass_limit + 1, 3 * curve.rows)
+    ] == [
         1,
         1,
         2,

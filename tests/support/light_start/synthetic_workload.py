@@ -18,7 +18,7 @@ from typing import Any
 
 from evener.errors import RequestError
 from evener.shares.whole_rows import split_passes
-from evener.workloads.protocol import Place, Workload
+from evener.workloads.protocol import WorkerSetup, Workload
 
 MIB = 1 << 20
 FAILURES = ("", "raise", "exit", "kill", "hang", "garbage", "memory", "grow", "nan")
@@ -35,28 +35,28 @@ class Synthetic(Workload):
     `prepare`. "grow" makes that one step 100 times longer, and takes as much memory again.
     """
 
-    def __init__(self, place: Place, settings: Mapping[str, Any]) -> None:
+    def __init__(self, setup: WorkerSetup, settings: Mapping[str, Any]) -> None:
         if settings["fail"] not in FAILURES:
             raise RequestError(
                 f"synthetic can't fail by {settings['fail']!r}.",
                 f"Choose one of {', '.join(FAILURES[1:])}.",
             )
-        self._place = place
+        self._setup = setup
         self._settings = dict(settings)
-        self._random = random.Random(place.rank)
+        self._random = random.Random(setup.rank)
         self._shares: tuple[int, ...] = ()
         self._passes: tuple[tuple[int, ...], ...] = ()  # the rows of each, by own device
         self._held: list[bytearray] = []
         self._steps = 0
-        self._barrier = Barrier(place.peers, place.rank) if place.world > 1 else None
-        hosts = {peer.rpartition(":")[0] for peer in place.peers}
+        self._barrier = Barrier(setup.peers, setup.rank) if setup.world > 1 else None
+        hosts = {peer.rpartition(":")[0] for peer in setup.peers}
         self._network_seconds = settings["network_ms"] / 1000 if len(hosts) > 1 else 0.0
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Hold the memory that a pass needs; MemoryError if that is above the place's limit or the
+        """Hold the memory that a pass needs; MemoryError if that is above the setup's limit or the
         machine's.
         """
-        own = slice(self._place.rank, self._place.rank + 1) if self._barrier else slice(None)
+        own = slice(self._setup.rank, self._setup.rank + 1) if self._barrier else slice(None)
         self._shares = tuple(shares[own])
         sizes = (micro or shares)[own]
         self._passes = tuple(
@@ -72,7 +72,7 @@ class Synthetic(Workload):
 
     def _hold(self) -> None:
         """Hold the memory of the largest pass on each device."""
-        limits = [*self._place.memory_limit_bytes, *[None] * len(self._shares)]
+        limits = [*self._setup.memory_limit_bytes, *[None] * len(self._shares)]
         for passes, limit in zip(self._passes, limits, strict=False):
             size = self._bytes(max(passes)) if passes else 0
             if limit is not None and size > limit:
@@ -168,9 +168,9 @@ class Synthetic(Workload):
         return seconds
 
 
-def build(_name: str, place: Place, settings: Mapping[str, Any]) -> Synthetic:
-    """The workload at its place."""
-    return Synthetic(place, settings)
+def build(_name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Synthetic:
+    """Return the workload for its worker's setup."""
+    return Synthetic(setup, settings)
 
 
 def keep_busy(until: float) -> None:

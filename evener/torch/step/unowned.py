@@ -1,5 +1,7 @@
-"""Loose tensors, which an optimizer trains and no module has, such as `log_alpha = torch.zeros(1,
-requires_grad=True)` of SAC, or the log variances of several tasks.
+"""Tensors that an optimizer trains and no module owns.
+
+Examples are SAC's `log_alpha = torch.zeros(1, requires_grad=True)` and the log variances of several
+tasks.
 
 They aren't in any wrapped model, so they are found through the optimizers that hold them. As for a
 wrapped model, their gradients are weighted when they are computed, and summed over the ranks, sum_i
@@ -29,8 +31,8 @@ from ..sums.exchange import exchanged_parameters, goes_through
 Weigh = Callable[[], float | None]
 
 
-class LooseTensors:
-    """The loose tensors of this process, in groups with the same optimizer, dtype and device."""
+class UnownedTensors:
+    """The unowned tensors of this process, in groups with the same optimizer, dtype and device."""
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
@@ -39,8 +41,8 @@ class LooseTensors:
         self.device = torch.device("cpu")  # the training run's device, for collectives
         self.syncs = True  # backward passes end with an all-reduce
 
-    def look(self) -> None:
-        """Find the loose tensors that optimizers hold now, and add them in new groups."""
+    def find(self) -> None:
+        """Find the unowned tensors that optimizers hold now, and add them in new groups."""
         known = {id(each) for group in self._groups for each in group.alive()}
         modules, optimizers = _list_alive(torch.nn.Module, Optimizer)
         known |= {*_owned_by(modules), *exchanged_parameters()}
@@ -54,12 +56,12 @@ class LooseTensors:
     def check(self, parameters: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         """Return the parameters that belong to modules; every rank has to call this method.
 
-        Raises RequestError if some `parameters` are loose tensors whose gradients come from this
-        rank's rows alone, because an optimizer is about to apply them.
+        Raises RequestError if an optimizer is about to apply gradients of `parameters` that no
+        module owns and that come from this rank's rows alone.
         """
         owned = _owned_by(*_list_alive(torch.nn.Module))
-        loose = [each for each in parameters if id(each) not in owned]
-        unknown = [each for each in loose if not self._has_summed(each)]
+        unowned = [each for each in parameters if id(each) not in owned]
+        unknown = [each for each in unowned if not self._has_summed(each)]
         if unknown and not self._are_alike([each.grad for each in unknown]):
             raise RequestError(
                 f"The optimizer trains {len(unknown)} tensors that no module has, by gradients of "
@@ -103,10 +105,10 @@ class LooseTensors:
 class TensorGroup:
     """Loose tensors of one optimizer, whose gradients are summed in one all-reduce."""
 
-    def __init__(self, tensors: Sequence[torch.Tensor], loose: LooseTensors) -> None:
+    def __init__(self, tensors: Sequence[torch.Tensor], unowned: UnownedTensors) -> None:
         self._tensors = [weakref.ref(each) for each in tensors]
         self._sizes = [each.numel() for each in tensors]
-        self._loose = loose
+        self._unowned = unowned
         self._task = -1  # the current backward pass
         self._before: dict[int, tuple[Any, torch.Tensor]] = {}  # old and new gradients, by index
         self._came: dict[
@@ -146,7 +148,7 @@ class TensorGroup:
 
     def take(self, place: int, tensor: torch.Tensor) -> None:
         """Undo the accumulation of a gradient, and save it, weighted, for the all-reduce."""
-        weight = self._loose.weight()
+        weight = self._unowned.weight()
         if weight is None or place not in self._before:
             return
         before, gradient = self._before.pop(place)
@@ -182,7 +184,7 @@ class TensorGroup:
             waiting = self._waiting.get(place)
             self._waiting[place] = own if waiting is None else waiting + own
         self._came = {}
-        if self._waiting and self._loose.syncs:
+        if self._waiting and self._unowned.syncs:
             self._sum()
 
     def _sum(self) -> None:
@@ -200,7 +202,7 @@ class TensorGroup:
             for place, size in enumerate(self._sizes)
         ]
         came = [float(place in self._waiting) for place in range(len(parts))]
-        flat = torch.cat([*parts, kind.new_tensor(came)]).to(self._loose.device)
+        flat = torch.cat([*parts, kind.new_tensor(came)]).to(self._unowned.device)
         with own_collectives():
             dist.all_reduce(flat)
         *sums, came_anywhere = flat.to(kind.device).split([*self._sizes, len(parts)])
@@ -215,7 +217,7 @@ class TensorGroup:
     def _check_starts(self) -> None:
         values = [each.detach().double().flatten().tolist() for each in self.alive()]
         with own_collectives():
-            same = is_equal_everywhere(crc32(repr(values).encode()), self._loose.device)
+            same = is_equal_everywhere(crc32(repr(values).encode()), self._unowned.device)
         if not same:
             raise RequestError(
                 "A tensor that an optimizer trains and no module has begins with other values on "
@@ -225,7 +227,7 @@ class TensorGroup:
             )
 
 
-LOOSE = LooseTensors()
+UNOWNED = UnownedTensors()
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:

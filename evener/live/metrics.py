@@ -20,8 +20,8 @@ PREFIX = "evener/"  # of every name: trackers group by what comes before a slash
 class _Cache:
     """The last metrics of a reporter.
 
-    They are cached because `figures` may be called in every step, while
-    files change only twice a second.
+    They are cached because `metrics` may be called in every step, while files change only twice a
+    second.
     """
 
     def __init__(self, reporter: Reporter) -> None:
@@ -34,13 +34,13 @@ class _Cache:
 _cache: _Cache | None = None
 
 
-def figures() -> dict[str, float]:
+def metrics() -> dict[str, float]:
     """Return the metrics of this process's training run, named `evener/NAME`.
 
-    They can be passed to `wandb.log` and similar calls. They cover the ranks on this machine, and
-    are empty until the first report, which takes half a second of steps. Metrics without a
+    They can be passed to `wandb.log` and similar functions. They cover the ranks on this machine,
+    and are empty until the first report, about half a second after the start. Metrics without a
     measurement are left out; docs/trackers.md lists all of them. Files are read at most twice a
-    second, however often this is called.
+    second, however often this function is called.
     """
     global _cache
     reporter = newest_reporter()
@@ -52,7 +52,7 @@ def figures() -> dict[str, float]:
         cache = _cache = _Cache(reporter)
     if now >= cache.until:
         own = reporter.read()
-        cache.found = join_figures(_find_ranks(own)) if own is not None else {}
+        cache.found = join_metrics(_find_ranks(own)) if own is not None else {}
         cache.until = now + INTERVAL_SECONDS
     return dict(cache.found)
 
@@ -66,16 +66,16 @@ def _find_ranks(own: LiveRecord) -> Sequence[LiveRecord]:
     return (own, *(each for each in others if each.rank != own.rank))
 
 
-def join_figures(ranks: Sequence[LiveRecord]) -> dict[str, float]:
+def join_metrics(ranks: Sequence[LiveRecord]) -> dict[str, float]:
     """Return the metrics of a training run from the records of its ranks."""
     ranks = sorted(ranks, key=lambda each: each.rank)
     found = _join_training(ranks)
     placed = list(chain.from_iterable(_number_devices(each) for each in ranks))
     rows = sum(device.batch for _, device in placed)
     for number, device in placed:
-        for name, figure in _describe_device(device, rows).items():
-            found[f"rank{number}/{name}"] = figure
-    return {f"{PREFIX}{name}": float(figure) for name, figure in found.items()}
+        for name, metric in _describe_device(device, rows).items():
+            found[f"rank{number}/{name}"] = metric
+    return {f"{PREFIX}{name}": float(metric) for name, metric in found.items()}
 
 
 def _join_training(ranks: Sequence[LiveRecord]) -> dict[str, float]:
@@ -113,9 +113,9 @@ def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
     return found
 
 
-def _drop_zeros(figures: Mapping[str, float]) -> dict[str, float]:
+def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
     """Return the metrics that aren't 0, since 0 stands for a value that wasn't measured."""
-    return {name: figure for name, figure in figures.items() if figure}
+    return {name: metric for name, metric in metrics.items() if metric}
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
