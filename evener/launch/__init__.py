@@ -1,4 +1,4 @@
-"""Starts a training run with a plan, with one process per share.
+"""Starts a training run with a plan, one process per share.
 
 The processes are run by PyTorch's elastic agent or as children of this process.
 """

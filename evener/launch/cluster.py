@@ -1,4 +1,4 @@
-"""A training run on all hosts of a plan, through Ray.
+"""Runs a training on all hosts of a plan, through Ray.
 
 evener's actor on each host runs `evener launch` there. If restarts are allowed, a lost host is left
 out and training starts again on the remaining hosts.
@@ -35,10 +35,10 @@ from .job import GRACE_SECONDS, check_plan
 from .restarts import compare_rows
 
 POLL_SECONDS = 0.1
-# between two checks of Ray's head; without a head, Ray ends this process after a minute
+# interval between checks of Ray's head; without a head, Ray ends this process after a minute
 HEAD_SECONDS = 5.0
 HEAD_SILENT_SECONDS = SILENT_SECONDS = 15.0
-PEER_SECONDS = 30.0  # time for the other hosts to exit by themselves after one has failed
+PEER_SECONDS = 30.0  # how long the other hosts may take to exit by themselves after one has failed
 LOST_EXIT_CODE = 3
 
 
@@ -52,7 +52,7 @@ def launch_on_cluster(
     grace_seconds: float = GRACE_SECONDS,
     more: Sequence[str] = (),
 ) -> int:
-    """Launch the training run on each host of the plan, wait for all and return the exit code.
+    """Launch the training run on all hosts of the plan, wait for them and return the exit code.
 
     The plan, the script and the Python files beside it are sent to each host; `more` are additional
     options for each host's launch. Up to `max_restarts` times, lost hosts are left out and training
@@ -96,7 +96,7 @@ def launch_on_cluster(
 
 
 def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
-    """Restart evener's actor on hosts that were lost; return the hosts where that failed."""
+    """Restart evener's actor on each lost host; return the hosts where that failed."""
     gone = set()
     for agent in agents:
         if agent.host in lost and not agent.restart(agent.generation):
@@ -107,7 +107,7 @@ def _restart_actors(agents: Sequence[Agent], lost: set[str]) -> set[str]:
 
 
 def _leave_out_hosts(planned: Plan, agents: Sequence[Agent]) -> Plan:
-    """Return a plan for the devices on these agents' hosts only."""
+    """Return a plan for the devices on the hosts of these agents only."""
     left = {agent.host for agent in agents}
     others = [share for share in planned.layout.share if share.host not in left]
     return leave_out(planned, {(share.host, share.device) for share in others})
@@ -121,7 +121,7 @@ def _train(
     caught: Sequence[int],
     end_seconds: float,
 ) -> tuple[int, set[str]]:
-    """Start the training run once on these hosts and wait until it has ended on all.
+    """Start the training run once on these hosts and wait until it ends on all of them.
 
     Return the exit code and the lost hosts.
     """
@@ -148,7 +148,7 @@ def _train(
 
 
 class RemoteLaunch:
-    """One host's part of a training run. A thread prints its output until it ends."""
+    """The training run's launch on one host. A thread prints its output until it ends."""
 
     def __init__(self, host: str, training: RemoteObject, end_seconds: float) -> None:
         self._end_seconds = end_seconds
@@ -160,7 +160,7 @@ class RemoteLaunch:
         self._thread.start()
 
     def end(self) -> None:
-        """End this part if it is still running, and release its objects on the host."""
+        """Stop the launch if it is still running, and release its objects on the host."""
         if not self.lost:
             with suppress(HostLostError):
                 self._training.ask("stop", seconds=self._end_seconds + END_SECONDS)
@@ -184,11 +184,11 @@ class RemoteLaunch:
 
 
 def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
-    """Wait until all parts have ended or the training run has failed, and return the exit code.
+    """Wait until all launches have ended or one has failed, and return the exit code.
 
-    The wait also ends when a signal arrives. After a part has failed, the other parts get time to
-    end; if a host is lost, they can't continue, so this returns at once. Raises DeviceError if
-    Ray's head is lost.
+    The wait also ends when a signal arrives. After a launch has failed, the others get time to end;
+    if a host is lost, they can't continue, so this returns at once. Raises DeviceError if Ray's
+    head is lost.
     """
     deadline = float("inf")
     answered = time.monotonic()
@@ -206,13 +206,13 @@ def wait_for_hosts(parts: Sequence[RemoteLaunch], caught: Sequence[int]) -> int:
 
 
 def _find_failure(parts: Sequence[RemoteLaunch]) -> int:
-    """Return the exit code of the first part that has failed; 0 if none has."""
+    """Return the exit code of the first launch that has failed; 0 if none has."""
     codes = (part.code for part in parts)
     return next((code for code in codes if code), 0)
 
 
 def _check_head(answered: float) -> float:
-    """Return the time of the Ray head's last answer; raises DeviceError if that is too long ago."""
+    """Return the time of the last answer from Ray's head; raise DeviceError if it is too old."""
     now = time.monotonic()
     if now < answered + HEAD_SECONDS:
         return answered
@@ -230,10 +230,10 @@ END_SECONDS = 5.0  # time for a host's launch to exit after its own processes
 
 
 class HostLaunch:
-    """One host's part of a training run, whose output is read remotely.
+    """Runs `evener launch` on this host for a remote reader of its output.
 
-    The host's launch process is terminated with this process. A script that names the plan file
-    `planned` gets `plan` instead. After SIGTERM, the launch has `end_seconds` to exit.
+    The launch is terminated together with this process. Occurrences of the plan file `planned` in
+    the command are replaced by `plan`. After SIGTERM, the launch has `end_seconds` to exit.
     """
 
     def __init__(
@@ -278,7 +278,7 @@ class HostLaunch:
         return written, self._code if ended and not written else None
 
     def stop(self) -> None:
-        """Send SIGTERM to the host's launch; kill it if it doesn't exit within `end_seconds`."""
+        """Send SIGTERM to the launch; kill it if it doesn't exit within `end_seconds`."""
         self._started.wait()
         process = self._process
         if process is None or process.poll() is not None:
@@ -298,7 +298,7 @@ class HostLaunch:
             self._written.close()
 
     def _run(self) -> None:
-        """Start the host's launch, and read its output until it exits.
+        """Start the launch, and read its output until it exits.
 
         The thread has to live as long as the launch, because the kernel signals a process when the
         thread that started it ends (PR_SET_PDEATHSIG).

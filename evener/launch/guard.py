@@ -1,4 +1,4 @@
-"""The guard of a training run: a process that kills leftover processes of the run.
+"""Starts a process that kills leftover processes of a training run.
 
 It is separate from the launcher, so it works even if the launcher is killed.
 """
@@ -23,7 +23,7 @@ class GuardedTraining:
     """A training run's name and its temporary folder.
 
     All processes of the run have the name in their environment. The folder is removed when training
-    ends. If `succeeded` is set, leftover processes aren't killed then.
+    ends. If `succeeded` is True by then, leftover processes aren't killed.
     """
 
     def __init__(self, run: str, folder: Path) -> None:
@@ -34,7 +34,7 @@ class GuardedTraining:
 
 @contextmanager
 def start_guard(prefix: str) -> Iterator[GuardedTraining]:
-    """Return a context at whose end leftover processes of a training run are killed.
+    """Return a context that kills leftover processes of a training run on exit.
 
     They aren't killed if `succeeded` was set on the context's GuardedTraining. The run's folder is
     private and has an unpredictable name. Raises RequestError if it can't be created.

@@ -1,4 +1,4 @@
-"""This host's part of a training run with a plan: shares, devices and rendezvous."""
+"""Finds this host's part of a training run with a plan: its shares, devices and rendezvous."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ class HostJob(msgspec.Struct, frozen=True):
     """This host's part of a training run: its plan, script, devices and rendezvous."""
 
     plan: Plan
-    framework: str  # the plan's, or the script's if the plan names none
+    framework: str  # the plan's framework, or the script's if the plan names none
     path: Path
     command: tuple[str, ...]  # the script's name, or -m and a module; then its arguments
     host: str  # this host's name in the plan; empty if all shares are on one host
@@ -57,13 +57,13 @@ class HostJob(msgspec.Struct, frozen=True):
     own: tuple[Share, ...]  # the shares of this host
     processes: tuple[tuple[Device, ...], ...]  # the devices of each process of this host
     wait_seconds: float = WAIT_SECONDS  # timeout for all hosts to join
-    grace_seconds: float = GRACE_SECONDS  # from SIGTERM until processes are killed
+    grace_seconds: float = GRACE_SECONDS  # seconds from SIGTERM until processes are killed
     attempt: int = 0  # number of starts before this one
-    # the plan file given to launch, if devices have since been left out
+    # the plan file given to `evener launch`, if devices have been left out since
     replaced: Path | None = None
     # the name of the training's journal; all its processes have it in their environment
     run: str = ""
-    folder: Path = Path()  # for files of this launch; removed at its end
+    folder: Path = Path()  # temporary files of this launch; removed at its end
     records: Path | None = None  # folder for the last record of each process
     reason: str = ""  # why training was started again; empty at the first start
     # the files that each process has for standard output and error
@@ -73,7 +73,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def release(self) -> Path | None:
-        """The file for which all ranks of a program except the first wait.
+        """The file that all ranks of a program but the first wait for.
 
         It is None if all ranks start immediately.
         """
@@ -82,7 +82,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def has_several(self) -> bool:
-        """True if several processes of a training run are running here.
+        """True if this host runs several processes of a training run.
 
         A program's ranks count once they are released.
         """
@@ -92,7 +92,7 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def hosts(self) -> tuple[str, ...]:
-        """All hosts that take part, in the plan's order."""
+        """The hosts that take part, in the plan's order."""
         return tuple(dict.fromkeys(share.host for share in self.plan.layout.active))
 
     @property
@@ -110,13 +110,13 @@ class HostJob(msgspec.Struct, frozen=True):
 
     @property
     def identity(self) -> str:
-        """A name for the job that is the same on every host with this plan."""
+        """A name of the job that is the same on every host with this plan."""
         return f"evener-{zlib.crc32(to_json(self.plan)):08x}"
 
     def with_a_process_each(self) -> HostJob:
-        """Return the job with one process for each device.
+        """Return a copy of the job with one process per device.
 
-        Keras' engine "multiworker" requires that.
+        Keras' engine "multiworker" requires one.
         """
         layout = msgspec.structs.replace(self.plan.layout, engine="multiworker")
         processes = assign_devices(
@@ -126,10 +126,10 @@ class HostJob(msgspec.Struct, frozen=True):
         return msgspec.structs.replace(self, plan=plan, processes=processes)
 
     def environment(self, more: Sequence[dict[str, str]] = ()) -> dict[str, str]:
-        """Return the environment of the processes.
+        """Return the environment variables of the processes.
 
-        It has the variables common to all processes and, encoded for `start_rank`, each process's
-        own. `more` holds further variables for each process.
+        They are the same for all processes; each process's own variables are encoded in one of
+        them, which `start_rank` decodes. `more` holds further variables for each process.
         """
         hooks = str(HOOKS)
         inherited = os.environ.get("PYTHONPATH", "").split(os.pathsep)
@@ -158,8 +158,8 @@ class HostJob(msgspec.Struct, frozen=True):
     def _start(self, devices: tuple[Device, ...]) -> dict[str, Any]:
         """Return what `start_rank` needs to start a process on its devices.
 
-        A PyTorch process sees all GPUs of this host that have a share, and uses the
-        GPU with the index LOCAL_RANK.
+        A PyTorch process sees all GPUs of this host that have a share, and uses the GPU with the
+        index LOCAL_RANK.
         """
         child = child_environment(devices, self.framework)
         variables = {**child.variables, DEVICE: devices[0].id if len(devices) == 1 else ""}
@@ -185,11 +185,11 @@ def make_job(
     executable: str = "",
     check_use: bool = False,
 ) -> HostJob:
-    """Return this host's part of a training run from the plan in the file `path`.
+    """Return this host's part of a training run whose plan is in the file `path`.
 
-    With an `executable`, the command is its arguments, and the program trains with PyTorch. With
-    `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if the training
-    run can't be started here.
+    If `executable` isn't empty, it is run with the command as its arguments, and trains with
+    PyTorch. With `check_use`, a script that doesn't read its plan is stopped. Raises EvenerError if
+    the training run can't start on this host.
     """
     if path.exists() and not path.is_file():
         raise PlanError(
@@ -239,8 +239,8 @@ def _is_one_process(plan: Plan, framework: str, own: Sequence[Share]) -> bool:
 def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
     """Return the host and port of the rendezvous.
 
-    They are those requested, or the plan's first host and the default port. Raises DeviceError if
-    the host's name can't be resolved.
+    The default is the plan's first host with the default port. Raises DeviceError if the host's
+    name can't be resolved.
     """
     if rendezvous:
         host, port = _parse_rendezvous(rendezvous)
@@ -255,12 +255,12 @@ def _choose_rendezvous(plan: Plan, rendezvous: str | None) -> tuple[str, int]:
 
 
 def assign_devices(devices: Sequence[Device], one_process: bool) -> tuple[tuple[Device, ...], ...]:
-    """Return the devices of each process: all in one process, or one process each."""
+    """Return the devices of each process: all devices in one process, or one device per process."""
     return (tuple(devices),) if one_process else tuple((device,) for device in devices)
 
 
 def check_plan(plan: Plan, command: Sequence[str]) -> None:
-    """Raise an error if processes can't train with the plan, or there is no script to run.
+    """Check that processes can train with the plan, and that there is a script to run.
 
     Raises PlanError if the plan places a model's parts in one process or packs several training
     runs onto one device. Raises RequestError if the script doesn't exist or -m names no module.
@@ -288,7 +288,7 @@ def check_plan(plan: Plan, command: Sequence[str]) -> None:
 
 
 def _choose_framework(plan: Plan, script: str) -> str:
-    """Return the plan's framework, or the script's, or else PyTorch.
+    """Return the plan's framework, else the script's, else PyTorch.
 
     Raises PlanError if plan and script differ.
     """
@@ -332,7 +332,7 @@ def _find_devices(shares: Sequence[Share]) -> tuple[Device, ...]:
 
 
 def _request(share: Share) -> str:
-    """Return the text by which `--devices` names a share's device."""
+    """Return the text that selects a share's device in `--devices`."""
     kind = kind_of(share.device)
     return find_backend(kind).write_term(share.device) if kind in BACKENDS else share.device
 
@@ -350,7 +350,7 @@ def _parse_rendezvous(text: str) -> tuple[str, int]:
 def find_imports(job: HostJob) -> frozenset[str]:
     """Return the job's framework and the packages that its script imports.
 
-    Only imports that are visible in the script's source are found.
+    Only import statements in the script's own source are found.
     """
     script = Path(job.command[0])
     with suppress(OSError, SyntaxError, ValueError):

@@ -1,4 +1,4 @@
-"""Start this host's training processes, copy their output and wait until they exit.
+"""Starts this host's training processes, copies their output and waits until they exit.
 
 The processes are children of this process or are run by PyTorch's elastic agent.
 """
@@ -35,19 +35,19 @@ from .job import HostJob
 
 
 class GroupExit(msgspec.Struct, frozen=True):
-    """How all processes of one start ended: successfully if there is no signal and no failure."""
+    """How the processes of one start ended; without a signal and failures, they succeeded."""
 
     signal: int = 0  # the signal that the launcher received; 0: none
-    # rank -> exit code, of ranks that failed by themselves; -N: killed by signal N
+    # exit codes by rank, for ranks that failed by themselves; -N: killed by signal N
     failures: dict[int, int] = {}
-    # ranks that exited with code 0 before others failed; in mid-epoch that may be the cause
+    # ranks that exited with code 0 before others failed, which may be the cause
     left: tuple[int, ...] = ()
 
     @property
     def is_loss(self) -> bool:
         """True if a process was killed or aborted; False if the script raised an exception.
 
-        SIGTERM doesn't count, as it is sent to the other processes when one has failed.
+        SIGTERM doesn't count, because it is sent to the other processes after one has failed.
         """
         codes = set(self.failures.values())
         return bool(codes) and (
@@ -74,8 +74,8 @@ class GroupExit(msgspec.Struct, frozen=True):
 def _order(code: int) -> int:
     """Return a sort key that puts likely causes first.
 
-    A killed process makes others abort or raise exceptions; these failures make the launcher send
-    SIGTERM to all others.
+    A killed process makes others abort or raise exceptions, and the launcher then sends SIGTERM to
+    the rest.
     """
     return {-signal.SIGKILL: 0, -signal.SIGTERM: 3}.get(code, 1 if code < 0 else 2)
 
@@ -86,7 +86,7 @@ def _name(number: int) -> str:
 
 STREAMS = (1, 2)  # standard output and error
 LONGEST_LINE = 1 << 16
-_EMPTY = b"\r\n"  # starts evener's own lines, and ends a progress bar's line
+_EMPTY = b"\r\n"  # begins evener's own lines, and so ends the line of a progress bar
 _ENDS = re.compile(rb"(?<=\n)|(?<=\r)(?!\n)")  # ends of lines, including a progress bar's
 
 
@@ -98,7 +98,7 @@ def _always() -> bool:
 def named_output(
     names: Sequence[str], has_several: Callable[[], bool] = _always
 ) -> Iterator[tuple[tuple[str, str], ...]]:
-    """Return a context with the files that each process opens as its standard output and error.
+    """Return a context that provides the standard output and error files of each process.
 
     All output is printed by the end of the context. Lines are prefixed with the process's name,
     unless only one process has run so far.
@@ -124,7 +124,7 @@ def named_output(
 
 
 class _LineNames:
-    """The prefix of a process's output lines."""
+    """Provides the prefix of a process's output lines."""
 
     def __init__(self, name: str, has_several: Callable[[], bool]) -> None:
         self._name = f"[{name}] ".encode()
@@ -138,7 +138,7 @@ class _LineNames:
 
 
 def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
-    """Stop a thread that copies from a pipe, after everything written to the pipe is copied."""
+    """Stop the thread that copies from a pipe, once it has copied everything in the pipe."""
     with suppress(OSError):
         os.write(write, end)
     thread.join()
@@ -146,9 +146,9 @@ def _end_copy(write: int, end: bytes, thread: threading.Thread) -> None:
 
 
 def _copy(read: int, end: bytes, names: _LineNames, stream: int) -> None:
-    """Copy a pipe to a stream until `end` is read.
+    """Copy from a pipe to a stream until `end` is read.
 
-    If the stream is closed, stop reading, so that writing fails in the process.
+    If the stream is closed, stop reading, so that writes fail in the process.
     """
     begun = found = b""
     with suppress(OSError), os.fdopen(read, "rb", 0) as pipe:
@@ -175,8 +175,8 @@ POLL_SECONDS = 0.1
 def run_children(job: HostJob) -> GroupExit:
     """Start the processes as children and wait until they exit.
 
-    If a process fails, the others get SIGTERM. If the launcher catches a signal, it is passed on to
-    all. Processes that still run after the job's `grace_seconds` are killed.
+    If a process fails, the others get SIGTERM. A signal to the launcher is forwarded to all
+    processes. Processes that still run after the job's `grace_seconds` are killed.
     """
     with caught_signals() as caught:
         running = _start(job)
@@ -229,14 +229,14 @@ def _rank(job: HostJob) -> dict[str, str]:
 
 
 def _find_address() -> str:
-    """Return a HOST:PORT for PyTorch's variables on a single host, on which nothing listens."""
+    """Return a HOST:PORT for PyTorch's variables on a single host; nothing listens on it."""
     return f"127.0.0.1:{find_free_ports(1)[0]}"
 
 
 def _describe_rendezvous(address: str) -> str:
-    """Return the value of the environment variable RENDEZVOUS.
+    """Return the value of the environment variable RENDEZVOUS for this address.
 
-    It makes processes rendezvous through a new file instead of this address.
+    It makes processes rendezvous through a new file instead of the address.
     """
     return f"{address} {make_memory_file()}"
 
@@ -244,7 +244,7 @@ def _describe_rendezvous(address: str) -> str:
 def _cluster(job: HostJob) -> list[dict[str, str]]:
     """Return TF_CONFIG for each process of this host, in the plan's order.
 
-    The result is empty if there is only one process in total.
+    The list is empty if there is only one process in total.
     """
     active = job.plan.layout.active
     if len(active) == 1 or job.plan.layout.engine != "multiworker":
@@ -276,11 +276,10 @@ def _wait(running: Sequence[subprocess.Popen[bytes]], caught: list[int]) -> dict
 
 
 def _end(running: Sequence[subprocess.Popen[bytes]], number: int, grace_seconds: float) -> None:
-    """Send a signal to the running processes, and kill those that don't exit in time.
+    """Send a signal to the running processes; kill those that don't exit within `grace_seconds`.
 
-    They have `grace_seconds` to exit.
-
-    A Ctrl-C typed on their terminal isn't sent again, as the terminal has already delivered it.
+    After a Ctrl-C on their terminal, the signal isn't sent again, because the terminal has already
+    delivered it.
     """
     for process in running:
         if process.poll() is None and not (number == signal.SIGINT and _is_in_foreground()):
@@ -305,7 +304,7 @@ FORCE_SECONDS = 25  # a process that exits this long after the first failure was
 
 
 def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
-    """Return the variables of the agent, which its processes inherit."""
+    """Return the environment variables of the agent, which its processes inherit."""
     more = {}
     if job.attempt:
         more["TORCHELASTIC_RESTART_COUNT"] = str(job.attempt)
@@ -317,7 +316,7 @@ def _describe_agent(job: HostJob, address: str) -> dict[str, str]:
 def _read_failures(job: HostJob, failures: Mapping[int, Any]) -> GroupExit:
     """Return the ranks that failed by themselves.
 
-    They are found from the `exitcode` and `timestamp` that the agent reports for each failure.
+    They are identified by the `exitcode` and `timestamp` that the agent reports for each failure.
     """
     first = min(failure.timestamp for failure in failures.values())
     ended = {}

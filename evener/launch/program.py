@@ -1,4 +1,4 @@
-"""A user's training program as `evener run` starts it: command, shares and final report."""
+"""Starts a user's program for `evener run`: its command, its shares and the final report."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from ..training.launched import PROGRAM, PROGRAM_COMMAND, RUN
 from ..training.step_record import compare
 from .summary import FirstShares
 
-PLAN_FILE = "plan.toml"  # beside the journal of a program's training
-SAVED_FILE = "saved_shares.json"  # beside that plan
+PLAN_FILE = "plan.toml"  # in the folder of the program's training journal
+SAVED_FILE = "saved_shares.json"  # in the same folder
 
 
 class SavedShares(msgspec.Struct, frozen=True):
-    """The program and the training run to which the plan beside this file belongs."""
+    """Identifies the program and the training run that the plan beside this file belongs to."""
 
     command: str  # a digest of the program, its arguments and its devices
     origin: SharesOrigin
@@ -49,10 +49,10 @@ class ChosenPlan(msgspec.Struct, frozen=True):
 
 
 class ProgramCommand(msgspec.Struct, frozen=True):
-    """How to start a program.
+    """The command that starts a program.
 
-    The command has the executable, its command-line words, an identity that is stable between
-    starts, and the program's own arguments.
+    It has the executable, its command-line words, an identity that is stable between starts, and
+    the program's own arguments.
     """
 
     executable: str
@@ -62,15 +62,15 @@ class ProgramCommand(msgspec.Struct, frozen=True):
 
     @property
     def name(self) -> str:
-        """The program's name for messages: its script without the folder."""
+        """The program's name in messages: the file name of its script."""
         return Path(self.identity).name
 
 
 def read_command(words: Sequence[str]) -> ProgramCommand:
     """Return the command given after `--`.
 
-    Raises RequestError if it doesn't exist, if its script trains with TensorFlow, or if it runs
-    Python with an option that evener can't work with.
+    Raises RequestError if the executable doesn't exist, if its script trains with TensorFlow, or if
+    it runs Python with an option that evener can't work with.
     """
     if not words:
         raise RequestError("No command is given.", "Write evener run -- python train.py ARGS.")
@@ -107,7 +107,7 @@ def _read_python(executable: str, rest: Sequence[str]) -> ProgramCommand:
 def _refuse_tensorflow(script: Path) -> None:
     """Raise RequestError if the script trains with TensorFlow.
 
-    Each process would then train on all rows.
+    With TensorFlow, each process would train on all rows.
     """
     if script_framework(script) == "tensorflow":
         raise RequestError(
@@ -122,7 +122,7 @@ def _refuse_tensorflow(script: Path) -> None:
 def _refuse_isolation(options: Sequence[str]) -> None:
     """Raise RequestError if Python's options make it ignore PYTHONPATH or sitecustomize.
 
-    evener installs its hooks through both.
+    evener installs its hooks through them.
     """
     flags = [
         word for word in options if word.startswith("-") and word[:2] not in ("--", "-W", "-X")
@@ -138,7 +138,7 @@ def _refuse_isolation(options: Sequence[str]) -> None:
 def _skip_options(words: Sequence[str]) -> list[str]:
     """Return a Python command line without Python's own options.
 
-    It begins with the script, or with `-m` or `-c`, which end Python's own options.
+    The result begins with the script, `-m` or `-c`.
     """
     left = list(words)
     while left and left[0].startswith("-") and left[0] not in ("-m", "-c", "-"):
@@ -150,9 +150,9 @@ def _skip_options(words: Sequence[str]) -> list[str]:
 def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> ChosenPlan:
     """Return the plan with which a program starts.
 
-    It is the given plan, or else the last plan of this program with these arguments on these
-    devices, or else a plan with even shares. Raises RequestError if the plan is for several hosts
-    or a device has a limit, and DeviceError if a device is simulated.
+    It is the given plan, else the last plan of this program with these arguments on these devices,
+    else a plan with even shares. Raises RequestError if the plan is for several hosts or a device
+    has a limit, and DeviceError if a device is simulated.
     """
     if given is not None:
         plan = load_plan(given)
@@ -182,9 +182,9 @@ def choose_plan(given: Path | None, devices: str, command: ProgramCommand) -> Ch
 def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) -> Path | None:
     """Measure a split with the program's build() or its Trainer, and write the plan to `path`.
 
-    Return `path`, or None if the plan leaves a device out, because the program's global batch is
-    for all devices. The variable RUN is set to `run` in the measuring process, so that a guard can
-    find what it starts. Raises RequestError if no plan could be measured.
+    Return `path`, or None if the plan leaves out a device, because the program's global batch is
+    meant for all devices. The variable RUN is set to `run` in the measuring process, so that a
+    guard can find the processes that it starts. Raises RequestError if no plan could be measured.
     """
     python = (
         command.executable if Path(command.executable).name.startswith("python") else sys.executable
@@ -236,7 +236,7 @@ def measure_plan(command: ProgramCommand, devices: str, path: Path, run: str) ->
 
 
 def _has_build(path: Path) -> bool:
-    """True if the file is a script that defines a function build()."""
+    """True if the file is a script that defines a function `build`."""
     with suppress(OSError, ValueError, SyntaxError):
         body = ast.parse(path.read_text()).body
         return path.suffix == ".py" and any(
@@ -246,14 +246,14 @@ def _has_build(path: Path) -> bool:
 
 
 def make_plan(identity: str, templates: Sequence[Share], batches: Sequence[int]) -> Plan:
-    """Return a plan with these shares for a program, without measurements."""
+    """Return an unmeasured plan with these shares for a program."""
     layout = make_layout("split" if len(batches) > 1 else "solo", tuple(templates), tuple(batches))
     made = parse_plan(b'[[layout.share]]\ndevice = "cpu-0-of-1"\nbatch = 1\n')
     return msgspec.structs.replace(made, workload=identity, framework="torch", layout=layout)
 
 
 def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
-    """Return the plan with which this command's last training run on the devices of `even` ended.
+    """Return the final plan of this command's last training run on the devices of `even`.
 
     Return None if there is none.
     """
@@ -269,7 +269,7 @@ def _find_last_plan(even: Plan, command: ProgramCommand) -> ChosenPlan | None:
 def _digest_command(command: ProgramCommand, plan: Plan) -> str:
     """Return 32 hexadecimal digits that identify a program, its arguments and its devices.
 
-    Arguments may contain secrets, so they aren't stored themselves.
+    Arguments may contain secrets, so only the digest is stored.
     """
     devices = sorted(share.device for share in plan.layout.active)
     words = json.dumps([command.identity, command.arguments, devices])
@@ -277,7 +277,7 @@ def _digest_command(command: ProgramCommand, plan: Plan) -> str:
 
 
 def set_environment(settings: ProgramSettings) -> None:
-    """Pass these settings to the processes that are started from now on."""
+    """Pass these settings to processes that are started later."""
     os.environ[PROGRAM] = msgspec.json.encode(settings).decode()
     os.environ["PYTHONUNBUFFERED"] = "1"
 
@@ -292,7 +292,7 @@ def read_notes(folder: Path) -> tuple[RankNote, ...]:
 
 
 def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) -> Path | None:
-    """Save the shares at the end as a plan beside the training journal.
+    """Save the final shares as a plan beside the training journal.
 
     Return its path, or None if the program wasn't trained by shares.
     """
@@ -316,9 +316,9 @@ def save_plan(plan: Plan, command: ProgramCommand, notes: Sequence[RankNote]) ->
 
 
 def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
-    """Compare the first shares with the last ones over all ranks.
+    """Compare the first shares with the last ones, over all ranks.
 
-    Return None if a rank saw too few steps.
+    Return None if a rank has timed too few steps.
     """
     first = [note.first for note in notes if note.first is not None]
     last = [note.last for note in notes if note.last is not None]
@@ -336,10 +336,7 @@ def compare_shares(notes: Sequence[RankNote]) -> FirstShares | None:
 
 
 def list_events(notes: Sequence[RankNote]) -> list[str]:
-    """Return lines about other events.
-
-    These are the gradient's noise scale, and passes that ran out of memory.
-    """
+    """Return lines about the gradient's noise scale and about passes that ran out of memory."""
     retreats = sum(note.retreats for note in notes)
     lines = [notes[0].noise] if notes and notes[0].noise else []
     if retreats:

@@ -1,6 +1,6 @@
 """The rendezvous of PyTorch's elastic agents, and the address that they pass to their processes.
 
-A single agent needs no others. Agents of several hosts rendezvous at a port of one address;
+A single agent has no one to wait for. Agents of several hosts rendezvous at a port of one address;
 PyTorch's own rendezvous would open that port on every address of the machine.
 """
 
@@ -28,7 +28,7 @@ from ..torch.stores import open_tcp_store
 from ..training.launched import is_here
 from .job import HostJob
 
-# names of the rendezvous backends for PyTorch
+# names under which the rendezvous backends are registered
 SINGLE_AGENT = "evener-alone"
 SEVERAL_AGENTS = "evener-several"
 
@@ -49,10 +49,7 @@ class SingleAgentRendezvous(RendezvousHandler):  # type: ignore[misc]
         return SINGLE_AGENT
 
     def next_rendezvous(self) -> RendezvousInfo:
-        """Return a rendezvous of this agent alone.
-
-        It has the address that the agent's processes are given.
-        """
+        """Return a rendezvous of this agent alone, with the address that its processes use."""
         self._rounds += 1
         store = PrefixStore(str(self._rounds), self._store)
         return RendezvousInfo(store, 0, 1, self._store_info)
@@ -92,10 +89,7 @@ def _make_single_agent(parameters: RendezvousParameters) -> RendezvousHandler:
 
 
 def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
-    """Return PyTorch's dynamic rendezvous.
-
-    Its store is served by its host on one address only.
-    """
+    """Return PyTorch's dynamic rendezvous, whose store listens on one address only."""
     host, _, port = parameters.endpoint.rpartition(":")
     serves = bool(parameters.get_as_bool("is_host"))
     timeout = timedelta(seconds=parameters.get_as_int("read_timeout", 60) or 60)
@@ -109,9 +103,8 @@ def _make_several_agents(parameters: RendezvousParameters) -> RendezvousHandler:
 def choose_rendezvous(job: HostJob, address: str) -> dict[str, Any]:
     """Return the arguments of PyTorch's LaunchConfig that define the rendezvous.
 
-    The agents of all hosts rendezvous in this way.
-
-    On a single host, the processes are given `address` (HOST:PORT).
+    The agents of all hosts rendezvous this way. On a single host, the processes use `address`
+    (HOST:PORT).
     """
     way: dict[str, Any] = {
         "rdzv_backend": SINGLE_AGENT,

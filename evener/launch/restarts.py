@@ -1,6 +1,6 @@
-"""A training run that survives lost devices.
+"""Runs a training that survives lost devices.
 
-After a process is killed, all processes start again on the devices that still compute.
+After a process is killed, all processes start again on the devices that still work.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ def run_job(first: HostJob, max_restarts: int) -> int:
     """Train until the processes exit, restart them after a loss, and return the exit code.
 
     A loss is a process that was killed or aborted. Training ends when all processes succeed, a
-    script raises an exception, or the restarts are used up. After a loss every device is tried,
+    script raises an exception, or the restarts are used up. After a loss every device is checked,
     including devices that were left out before. With several hosts no launcher sees all failures,
-    so each failure is treated as a loss, and DeviceError is raised if a device no longer computes.
-    If only the first process of a program ran, the exit code is the program's own.
+    so each failure is treated as a loss, and DeviceError is raised if a device no longer works. If
+    only the first process of a program ran, the exit code is the program's own.
     """
     job = first
     several = len(first.hosts) > 1
@@ -68,7 +68,7 @@ def run_job(first: HostJob, max_restarts: int) -> int:
 
 
 def _print_failure(job: HostJob, ended: GroupExit) -> int:
-    """Print how the training run failed, and return the exit code."""
+    """Print how the training run failed, and return its exit code."""
     if job.executable and not job.has_several:
         code = ended.failures.get(0, 1)
         alone = GroupExit(failures={0: code}).words
@@ -93,10 +93,10 @@ def _start(job: HostJob, restarts_of_agents: int) -> GroupExit:
 
 
 def _make_next(first: HostJob, broken: Sequence[Device]) -> HostJob:
-    """Return the job without the broken devices, with a new plan for the others.
+    """Return the job without the broken devices, with a new plan for the remaining ones.
 
-    Raises PlanError if the plan file has changed, and DeviceError if no device is left or
-    the job spans several hosts.
+    Raises PlanError if the plan file has changed, and DeviceError if no device is left or the job
+    spans several hosts.
     """
     if load_plan(first.path) != first.plan:
         raise PlanError(
@@ -137,11 +137,11 @@ def _print_changes(before: Plan, after: Plan) -> None:
 
 
 def compare_rows(before: Plan, after: Plan) -> str:
-    """Return the rows of each device before and after, in the form 5+3 → 8+0."""
+    """Return the rows of each device before and after a change, as in "5+3 → 8+0"."""
     return " → ".join("+".join(map(str, plan.batches)) for plan in (before, after))
 
 
-CHECK_SECONDS = 10.0  # timeout for a device to compute
+CHECK_SECONDS = 10.0  # timeout of a device's check
 POLL_SECONDS = 0.05
 
 
@@ -150,7 +150,7 @@ def find_broken(
 ) -> tuple[Device, ...]:
     """Return the devices that fail to compute anything within 10 s.
 
-    All devices are tried at the same time. A caught signal ends the check.
+    All devices are checked at the same time. A caught signal ends the check.
     """
     checks = [_start_check(device, framework) for device in devices]
     deadline = time.monotonic() + CHECK_SECONDS

@@ -1,6 +1,7 @@
-"""The summary of a training run at its end: its speed, what limited it and what would help.
+"""Summarizes a training run at its end: its speed, what limited it and what would help.
 
-It is made from the last record of each process, and saved in the run's folder as JSON and as text.
+The summary is made from the last record of each process, and saved in the run's folder as JSON and
+as text.
 """
 
 from __future__ import annotations
@@ -33,9 +34,9 @@ from ..training.step_record import Comparison
 from ..training.step_sums import RankStep
 
 SUMMARY, SUMMARY_TEXT = "summary.json", "summary.txt"  # in the run's folder
-FEWEST_STEPS = 20  # fewest steps, without the first ones, for meaningful metrics
-MOST_NAMED = 3  # most limits to name
-MOST_GAIN = 9.0  # this gain and larger ones aren't distinguished
+FEWEST_STEPS = 20  # minimum number of steps for meaningful metrics, without the first ones
+MOST_NAMED = 3  # maximum number of limits to name
+MOST_GAIN = 9.0  # larger gains aren't distinguished
 
 End = Literal["finished", "interrupted", "failed"]
 
@@ -59,28 +60,28 @@ NOUNS = {
 
 
 class RankSummary(msgspec.Struct, frozen=True):
-    """A device of the training run; 0 stands for an unknown value."""
+    """The summary of one device; 0 stands for an unknown value."""
 
     device: str
-    share: int  # rows of a step, at the end
-    micro: int  # rows of a pass
+    share: int  # rows per step at the end
+    micro: int  # rows per pass
     step: RankStep | None  # its mean step, in five parts
     memory_bytes: int  # peak memory use
     memory_of_bytes: int  # the device's memory
 
 
 class FirstShares(msgspec.Struct, frozen=True, kw_only=True):
-    """The shares with which a training run began, compared with those at its end.
+    """The initial shares of a training run, compared with those at its end.
 
     0 stands for an unknown value.
     """
 
-    shares: tuple[int, ...]  # of every rank
+    shares: tuple[int, ...]  # rows of every rank
     own_work_s: tuple[float, ...]  # median compute time (own work) of a step with these shares
     last_own_work_s: tuple[float, ...]  # the same with the last shares
     samples_per_second: float  # 0: unknown
     changes: int  # number of changes
-    compared: Comparison  # the steps by the last shares with those by the first
+    compared: Comparison  # steps with the last shares against steps with the first
 
 
 class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -97,7 +98,7 @@ class TrainingSummary(msgspec.Struct, frozen=True, kw_only=True):
     limits: tuple[TrainingLimit, ...]  # the largest first
     parts_known: bool  # True if the ranks reported the parts of their steps
     ranks: tuple[RankSummary, ...]
-    missing_ranks: int  # ranks on other hosts, or without a record
+    missing_ranks: int  # number of ranks on other hosts or without a record
     changes: tuple[ShareChange, ...]
     first: FirstShares | None = None  # None: shares weren't compared
 
@@ -134,7 +135,7 @@ def summarize_training(
     competitors: str = "",
     first: FirstShares | None = None,
 ) -> TrainingSummary | None:
-    """Return the summary of a training run that left these records; None if there are none.
+    """Return the summary of a training run from its ranks' records; None if there are none.
 
     `labels` maps device ids to names, `plan_samples_per_second` is used if the records contain no
     plan, and `competitors` names programs that used the cores this run needed.
@@ -167,7 +168,7 @@ def summarize_training(
 
 
 class _MatchedRank(NamedTuple):
-    """One device of a rank's record, with its metrics."""
+    """A device in a rank's record, with its metrics."""
 
     record: LiveRecord
     live: LiveDevice
@@ -181,12 +182,12 @@ class _MatchedRank(NamedTuple):
 
 
 def _find_plan_rate(records: Sequence[LiveRecord]) -> float:
-    """Return the samples/s of the plan that the records name; 0 if they name none."""
+    """Return the samples/s of the plan in the records; 0 if they have none."""
     return max(each.plan_samples_per_second for each in records)
 
 
 def _find_changes(records: Sequence[LiveRecord]) -> tuple[ShareChange, ...]:
-    """Return the changes of shares, of the record that has the most."""
+    """Return the changes of shares from the record that has the most."""
     return max((each.changes for each in records), key=len)
 
 
@@ -206,7 +207,7 @@ def _speed(record: LiveRecord) -> float:
 def _measure(record: LiveRecord, live: LiveDevice, name: str) -> MeasuredRank:
     """Return a rank's step metrics over the whole training run.
 
-    If its record has no sums, return those over its last steps.
+    If its record has no sums, they are taken from its last steps.
     """
     sums = record.whole if record.whole.steps else recent_sums(record, live)
     return measure_rank(record, live, name, sums, live.micro, record.starved_so_far)
@@ -217,7 +218,7 @@ def _name(record: LiveRecord, device: str, labels: Mapping[str, str]) -> str:
 
 
 def describe_summary(summary: TrainingSummary) -> list[str]:
-    """Return the summary in at most six lines; fewer for a training run with few steps."""
+    """Return the summary in at most six lines; a training run with few steps has fewer."""
     if summary.is_short:
         steps = f"{count_words(summary.steps)} step{'' if summary.steps == 1 else 's'}"
         few = f"{steps} after the first ones, too few for figures: {FEWEST_STEPS} are needed"
@@ -283,16 +284,16 @@ def _describe_ranks(summary: TrainingSummary) -> list[str]:
 
 
 def _describe_share(rank: RankSummary) -> str:
-    """Return a share and its compute time, as in "48 on GPU:1 (60 ms of own work)"."""
+    """Return a share and its compute time as text, as in "48 on GPU:1 (60 ms of own work)"."""
     own_s = rank.step.own_work_s if rank.step is not None else 0.0
     own = f" ({milliseconds(own_s)} of own work)" if own_s else ""
     return f"{write_share(rank.share, rank.micro)} on {rank.device}{own}"
 
 
 def _describe_changes(summary: TrainingSummary) -> str:
-    """Return the first shares, how often shares changed, and the gain of the last shares.
+    """Return the first shares, the number of changes and the gain of the last shares, as text.
 
-    The gain is left out unless it is clear.
+    The gain is left out unless it is significant.
     """
     first = summary.first
     if first is None:
@@ -333,7 +334,7 @@ def _describe_memory(rank: RankSummary) -> str:
 
 
 def _describe_record(summary: TrainingSummary) -> list[str]:
-    """Return a line that says how to show the run's record; empty if the training run left none."""
+    """Return a line on how to show the run's record; an empty list if the run left none."""
     if not (runs_folder() / summary.run / TRAINING_JOURNAL).exists():
         return []
     return [f"record: evener runs show {summary.run}"]
@@ -342,7 +343,7 @@ def _describe_record(summary: TrainingSummary) -> list[str]:
 def save_summary(summary: TrainingSummary) -> None:
     """Write the summary beside the training journal, as JSON and as text.
 
-    Do nothing without a journal, and ignore a full disk.
+    Without a journal, do nothing. A full disk is ignored.
     """
     folder = runs_folder() / summary.run
     if not (folder / TRAINING_JOURNAL).exists():

@@ -3,8 +3,8 @@
 Its standard input is a pipe from the launcher. It creates the training run's folder and prints its
 name. When the launcher exits or is killed, the watcher waits for the run's leftover processes,
 kills those that don't exit in time, and removes the folder. If the launcher has reported that the
-run succeeded, leftover processes may go on. The watcher imports nothing of evener so that it starts
-quickly.
+run succeeded, leftover processes may continue. The watcher imports no module of evener so that it
+starts quickly.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ GRACE_SECONDS = 3.0  # time for ranks to exit after the kernel's SIGTERM
 LONGEST_SECONDS = 10.0  # limit, as a process that hangs in a driver can't be killed
 POLL_SECONDS = 0.2
 SUCCEEDED = b"succeeded"
-MARK = "EVENER_RUN"  # as in evener.training.launched; all that a rank starts inherits it
+MARK = "EVENER_RUN"  # RUN in evener.training.launched; child processes of a rank inherit it
 
 
 def main() -> None:
-    """Wait for the launcher to exit, kill its run's leftover processes and remove the folder."""
+    """Wait for the launcher to exit, kill leftover processes of its run and remove the folder."""
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # only the end of the pipe ends this process
     run, prefix = sys.argv[1:]
@@ -46,7 +46,7 @@ def main() -> None:
 
 
 def find_and_signal(run: str, kill: bool) -> bool:
-    """True if a process of the run is left; with `kill`, each such process is killed."""
+    """True if processes of the run are left; with `kill`, kill them."""
     found = False
     for name in filter(str.isdecimal, os.listdir("/proc")):
         with suppress(OSError), ExitStack() as stack:  # the process may be another user's, or gone

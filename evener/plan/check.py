@@ -21,12 +21,12 @@ def check_fit(
 ) -> tuple[str, ...]:
     """Return a warning for each difference between `plan` and this training run.
 
-    `devices` are the ids of the devices that are present, `world` is the number of processes that
-    take part, and `global_batch` the samples per step if it differs from the plan's. A value of
-    None isn't checked. Raises PlanError if the training run can't use the plan at all or, with
+    `devices` are the ids of the available devices, `world` is the number of processes, and
+    `global_batch` is the number of samples per step if it differs from the plan's. Arguments that
+    are None aren't checked. Raises PlanError if the training run can't use the plan at all or, with
     `strict`, if there is any warning.
     """
-    # a placement says nothing about batches; a pack's batch is that of each of its training runs
+    # a placement has no batches; a pack's batch is that of each of its training runs
     if plan.layout.traits.placed:
         raise PlanError(
             f"The plan places a model's parts ({plan.layout.placement}); it doesn't split a batch.",
@@ -49,7 +49,7 @@ def check_fit(
 def check_global_batch(global_batch: int, devices: int) -> int:
     """Return the global batch as an int; NumPy integers are accepted too.
 
-    Raises PlanError unless the batch is a whole number with at least one sample for each device.
+    Raises PlanError unless it is a whole number and has at least one sample per device.
     """
     whole = whole_number(global_batch)
     if whole is None or whole < devices:
@@ -61,7 +61,7 @@ def check_global_batch(global_batch: int, devices: int) -> int:
 
 
 def describe(share: Share) -> str:
-    """Return a device's product name and id, for use in messages."""
+    """Return a device's product name and id for messages."""
     return (
         f"{share.name} ({share.device})"
         if share.name and share.name != share.device
@@ -92,7 +92,7 @@ def _check_world(plan: Plan, world: int | None, framework: str | None) -> None:
 def _differences(
     plan: Plan, devices: Sequence[str] | None, workload_digest: str | None, framework: str | None
 ) -> Iterator[str]:
-    """Yield a message for each difference between this training run and what was measured.
+    """Yield a message for each difference between this training run and the measured one.
 
     Arguments that are None aren't compared.
     """

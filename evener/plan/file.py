@@ -1,8 +1,8 @@
-"""The plan file: the chosen layout and the evidence for it, to be applied by a training script.
+"""The plan file: the chosen layout with the evidence for it, which a training script applies.
 
-Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises
-an error that names the key. Writing is atomic, and a plan that is read and written again yields
-the same bytes.
+Reading is strict: an unknown key, a ratio that doesn't match its batch, or a newer schema raises an
+error that names the key. Writing is atomic, and a plan that is read and written again yields the
+same bytes.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ SOLO_PREFIX = "solo "  # followed by the device's label
 
 Format = Literal["toml", "json"]
 EvidenceKind = Literal[
-    "equal_shares",  # over all devices of the request
+    "equal_shares",  # on all devices of the request
     "other_shares",
     "best_device",  # the best single device of the race
     "one_device",  # a single device, at its fastest batch or at the plan's batch
@@ -81,7 +81,7 @@ _OPTIONAL = (
     "state",
     "held_bytes",
     "peak_bytes",
-)  # keys that are written only if their value is known
+)  # keys that are omitted if their value is unknown
 # a pair of numbers as tomli_w formats it, over four lines
 _PAIR = re.compile(r"\[\n *([0-9.e+-]+),\n *([0-9.e+-]+),\n *\]")
 
@@ -94,7 +94,7 @@ class Throughput(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_d
     high: float
     # without padding; tokens_per_second and padding are written only if rows have lengths
     tokens_per_second: float = 0.0
-    padding: float = 0.0  # the fraction of the computed tokens that is padding
+    padding: float = 0.0  # fraction of the computed tokens that are padding
     # over all devices of the request; the next three are known only if all report their power
     samples_per_joule: float = 0.0
     active_watts: float = 0.0  # power of the devices that compute
@@ -107,7 +107,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
     name: str  # "even split", "best single device", "solo GPU:0", ..., for display
     layout: PlanLayout
     throughput: Throughput
-    kind: EvidenceKind = "other"  # written unless it is "other"
+    kind: EvidenceKind = "other"  # omitted if it is "other"
     tie: bool = False  # the plan is neither surely faster nor surely slower; written only if true
     # 0.12: the plan's samples/s are 12 % higher; None: not compared, or an old plan
     gain: float | None = None
@@ -120,7 +120,7 @@ class Evidence(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_def
 
 
 class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The cost of the search that found the plan, and the reason why it stopped."""
+    """The cost of the search that found the plan, and why it stopped."""
 
     probes: Count
     out_of_memory: Count
@@ -130,9 +130,9 @@ class SearchSummary(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The machine and model that the plan was measured on.
+    """Identifies the machine and model on which the plan was measured.
 
-    Any other machine or model needs a plan of its own.
+    Any other machine or model needs its own plan.
     """
 
     devices: tuple[str, ...]  # "name (memory MiB)" of each device
@@ -142,14 +142,14 @@ class Fingerprint(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link between devices, with the bandwidth that an all-reduce over it achieved."""
+    """A connection between devices, with the bandwidth that an all-reduce achieved over it."""
 
     devices: tuple[str, ...]  # labels
-    path: str  # the connection between the devices, such as NVLink; empty: unknown
+    path: str  # type of the connection, such as NVLink; empty: unknown
     bytes_per_second: float
 
     def describe(self) -> str:
-        """Return a one-line description, such as GPU:0 – GPU:1  PCIe, no P2P, 6.1 GB/s."""
+        """Return a one-line description, such as "GPU:0 – GPU:1 PCIe, no P2P, 6.1 GB/s"."""
         speed = f"{self.bytes_per_second / 1e9:.3g} GB/s"
         return f"{' – '.join(self.devices)}  {', '.join(filter(None, (self.path, speed)))}"
 
@@ -171,7 +171,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
     search: SearchSummary = SearchSummary(0, 0, 0.0, 0, "")
     fingerprint: Fingerprint = Fingerprint((), "", {}, "")
     warnings: tuple[str, ...] = ()
-    link: Link | None = None  # between the devices that take part; written if it was measured
+    link: Link | None = None  # the link between the plan's devices; omitted if it wasn't measured
     schema: Annotated[int, msgspec.Meta(ge=1)] = SCHEMA - 1
 
     @property
@@ -188,8 +188,8 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         """Return the samples of each device at `global_batch`; they sum to it exactly.
 
         The default is the plan's own global batch. If the plan's shares are fractions of a batch's
-        cost, rows are divided in the same proportions; that suits a training run that doesn't
-        specify how long its rows are.
+        cost, rows are divided in the same proportions; this suits a training run that doesn't
+        report the lengths of its rows.
         """
         batch = self.layout.global_batch if global_batch is None else global_batch
         if batch == self.layout.global_batch and not self.layout.by_cost:
@@ -197,9 +197,9 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         return apportion(batch, self.ratios)
 
     def micros(self, global_batch: int | None = None) -> tuple[int, ...]:
-        """Return the rows per pass for each device at `global_batch`.
+        """Return the rows per pass of each device at `global_batch`.
 
-        A device that computes the plan's share in one pass computes any share in one pass.
+        A device that computes the plan's share in one pass computes every share in one pass.
         """
         return tuple(
             batch if share.micro in (0, share.batch) else min(batch, share.micro)
@@ -211,7 +211,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
         path: str | os.PathLike[str],
         format: Format | None = None,  # noqa: A002 - the public name
     ) -> None:
-        """Write the plan atomically, as JSON if `path` ends in .json, else as TOML.
+        """Write the plan atomically, as JSON if `path` ends in .json, otherwise as TOML.
 
         `format` overrides the choice by file name.
         """
@@ -223,7 +223,7 @@ class Plan(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True
 def load_plan(path: str | os.PathLike[str]) -> Plan:
     """Read a plan from a TOML file, or from JSON if the file contains a JSON object.
 
-    Raises PlanError, which names what is wrong and where, if the file isn't a valid plan.
+    If the file isn't a valid plan, raises PlanError, which names the invalid value and its place.
     """
     text = read_whole(path, "plan", "Give the file that evener balance --export wrote.", PlanError)
     note_use()
@@ -258,9 +258,9 @@ def parse_plan(text: bytes, source: str = "plan") -> Plan:
 
 
 def _with_kinds(plan: Plan) -> Plan:
-    """Return the plan with the `kind` of each evidence filled in from its name.
+    """Return the plan with the `kind` of each evidence derived from its name.
 
-    Plans written by evener up to version 0.2 have names alone.
+    Plans written by evener 0.1 and 0.2 have only names.
     """
     names: dict[str, EvidenceKind] = {
         EVEN_SPLIT: "equal_shares",
@@ -325,7 +325,7 @@ def with_current_schema(plan: Plan) -> Plan:
 
 
 def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
-    """Return the layout with one pass for each share that doesn't specify its rows per pass."""
+    """Return a copy of the layout in which shares without rows per pass have a single pass."""
     shares = (
         msgspec.structs.replace(share, micro=share.micro or share.batch) for share in layout.share
     )
@@ -333,9 +333,9 @@ def _upgrade_layout(layout: PlanLayout) -> PlanLayout:
 
 
 def as_unicode(data: Any) -> Any:
-    """Return a copy of the data with a question mark for each byte that can't be decoded.
+    """Return a copy of the data in which each undecodable byte is a question mark.
 
-    File names may contain such bytes, and neither TOML nor JSON can store them.
+    File names may contain such bytes, but neither TOML nor JSON can store them.
     """
     if isinstance(data, str):
         return data.encode("utf-8", "replace").decode()
@@ -359,9 +359,9 @@ def _decode(text: bytes, source: str) -> dict[Any, Any]:
 
 
 def _as_printable(data: Any) -> Any:
-    """Return a copy of the data whose strings contain no terminal control characters.
+    """Return a copy of the data without terminal control characters in its strings.
 
-    Training runs print the names of devices, too.
+    Training runs print device names from it.
     """
     if isinstance(data, str):
         return printable(data)
@@ -371,9 +371,9 @@ def _as_printable(data: Any) -> Any:
 
 
 def _check_whole_numbers(data: Any, where: str) -> None:
-    """Raise PlanError, naming the key, for an integer that doesn't fit 64 bits.
+    """Raise PlanError, with the key, for an integer that doesn't fit in 64 bits.
 
-    msgspec doesn't compare such integers with a field's limits.
+    msgspec doesn't check such integers against a field's limits.
     """
     if isinstance(data, int) and not -(1 << 63) <= data < 1 << 63:
         raise PlanError(f"{where} is larger than any number of a plan.", "Correct that key.")

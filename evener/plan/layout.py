@@ -1,4 +1,4 @@
-"""The layout of a plan: each device's share of the global batch, and consistency checks."""
+"""The layout of a plan: each device's share of the global batch, with consistency checks."""
 
 from __future__ import annotations
 
@@ -18,32 +18,32 @@ BEST_SPLIT = "best split"
 BEST_SINGLE = "best single device"
 LARGER_BATCH = "larger global batch"
 
-# prefixes of GPU ids and the labels that go with them, the same as in each vendor's backend
+# labels of GPUs by the prefix of their ids, as in each vendor's backend
 GPU_IDS = {"GPU-": "GPU", "MIG-": "GPU"}
 ENGINES = ("towers", "mirrored", "multiworker", "ddp")  # _WITHOUT_FRAMEWORK has the rest
 _WITHOUT_FRAMEWORK = ("auto", "barrier", "simulated")
 
-MOST_ROWS = 1 << 32  # in a global batch; the shares of a larger one take long to solve
+MOST_ROWS = 1 << 32  # maximum global batch; larger ones would take long to solve
 Rows = Annotated[int, msgspec.Meta(ge=0, le=MOST_ROWS)]
 Count = Annotated[int, msgspec.Meta(ge=0, le=10**15)]  # tokens, bytes or measurements
 Kind = str  # the kind of a layout: a key of KINDS
-# (rows, seconds of a step) at the bends of a measured curve
+# (rows, seconds per step) at the bends of a measured curve
 Knots = tuple[tuple[float, float], ...]
 
 
 class Traits(msgspec.Struct, frozen=True):
-    """The properties that all layouts of a kind have in common."""
+    """The properties shared by all layouts of one kind."""
 
     alone: bool = False  # one training on one device
-    together: bool = False  # one training on several devices, in step
+    together: bool = False  # one training on several devices that step together
     sharded: bool = False  # each device holds a part of the model's state
     placed: bool = False  # one training whose model the workload places on several devices
     side_by_side: bool = False  # several trainings on one device
-    devices: tuple[int, int] = (1, 1 << 30)  # fewest and most devices that have samples
+    devices: tuple[int, int] = (1, 1 << 30)  # minimum and maximum number of devices with samples
 
     @property
     def by_shares(self) -> bool:
-        """True for one training run that gives each device a share of every batch."""
+        """True for a single training run in which each device computes a share of every batch."""
         return self.alone or self.together
 
 
@@ -65,22 +65,22 @@ def check_kind(kind: Kind) -> None:
 
 
 class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One device's share of each global batch; a `batch` of 0 means that the device is left out."""
+    """One device's share of each global batch; a device with a `batch` of 0 computes no rows."""
 
     # the GPU's UUID, or the name of a CPU slice or simulated device
     device: Annotated[str, msgspec.Meta(min_length=1)]
-    # for display, and for frameworks that number devices
+    # for messages, and for frameworks that number devices
     index: Annotated[int, msgspec.Meta(ge=0, le=1 << 20)]
     name: str
     batch: Rows  # samples; with `cost`, the mean number of samples
     ratio: float  # batch / global batch; with `cost`, the fraction of the global batch's cost
     limit: str = ""  # the limit given after `@` in a device name, such as "60%+8GiB"
-    micro: Rows = 0  # rows of one forward and backward pass; `batch` if one pass is enough
-    cost: Cost | None = None  # of a padded pass, if rows have unequal lengths
-    tokens: Count = 0  # the most padded tokens of one pass that fit; 0 if no limit is known
+    micro: Rows = 0  # rows per forward and backward pass; `batch` if one pass is enough
+    cost: Cost | None = None  # cost of a padded pass, if rows have unequal lengths
+    tokens: Count = 0  # maximum padded tokens per pass; 0: no known limit
     host: str = ""  # name or address of the device's machine, if the plan spans several machines
     curve: Knots = ()
-    most: Rows = 0  # the most rows of one pass that fit in its memory; 0: unknown
+    most: Rows = 0  # maximum rows per pass that fit in its memory; 0: unknown
     # fraction of parameters, gradients and optimizer state that the device holds; 0: all of them
     state: float = 0.0
     # bytes of that fraction and of gathered units, by evener's ledger; 0: unknown
@@ -95,7 +95,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def on_gpu(self) -> bool:
-        """True if the device is a GPU, not a slice of the CPU or a simulated device."""
+        """True if the device is a GPU, and not a slice of the CPU or a simulated device."""
         return bool(self.gpu_label)
 
     @property
@@ -106,7 +106,7 @@ class Share(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """How the workload is laid out on the devices of the request, in their order."""
+    """The shares of the request's devices, in the order of the request."""
 
     kind: Kind
     global_batch: Rows  # samples per optimizer step, over all devices (pack: per process)
@@ -126,7 +126,7 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def batches(self) -> tuple[int, ...]:
-        """The samples of each device of the request; 0 for a device that is left out."""
+        """The number of samples of each device in the request; 0 for a device that is left out."""
         return tuple(share.batch for share in self.share)
 
     @property
@@ -136,15 +136,12 @@ class PlanLayout(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
     @property
     def active(self) -> tuple[Share, ...]:
-        """The shares of the devices that take part, of which some may only hold state."""
+        """The shares of the devices that take part; some of them may only hold state."""
         return tuple(share for share in self.share if share.takes_part)
 
     @property
     def by_cost(self) -> bool:
-        """True if shares are fractions of the batch's cost instead of its rows.
-
-        The cost depends on the lengths of rows.
-        """
+        """True if shares are fractions of a batch's cost, which depends on its rows' lengths."""
         return any(share.cost is not None for share in self.active)
 
     @property
@@ -164,10 +161,10 @@ def make_layout(
     processes: int = 1,
     placement: str = "",
 ) -> PlanLayout:
-    """Return a layout from template shares and the samples of each device.
+    """Return a layout from template shares and the number of samples per device.
 
     `micros` are the rows per pass, by default all rows of a device; `ratios` are fractions of cost,
-    by default fractions of samples. Batch, ratio and micro of the templates are replaced; their
+    by default fractions of samples. The batch, ratio and micro of the templates are replaced; their
     cost and tokens are kept.
     """
     total = sum(batches)
@@ -204,9 +201,9 @@ def complete_layout(layout: Any) -> Any:
 
 
 def _read_batch(share: dict[str, Any]) -> int:
-    """Return a share's rows, or 0 if `batch` isn't a valid number of rows.
+    """Return a share's rows, or 0 if its `batch` isn't a valid number of rows.
 
-    An invalid number is reported later, when the share itself is read.
+    The invalid number is reported later, when the share itself is read.
     """
     batch = share.get("batch")
     return batch if type(batch) is int and 0 <= batch <= MOST_ROWS else 0
@@ -215,7 +212,7 @@ def _read_batch(share: dict[str, Any]) -> int:
 def check_layout(layout: PlanLayout, where: str) -> None:
     """Raise PlanError if a value is impossible or contradicts another one.
 
-    The message names the key, prefixed with `where`.
+    The message names the key, with `where` as its prefix.
     """
     if not any(layout.batches):
         raise PlanError(
@@ -320,7 +317,7 @@ def is_curve(curve: Knots) -> bool:
 
 
 def cut_curve(curve: Curve, batch: int) -> Knots:
-    """Return the curve's knots below `batch`, followed by its value at `batch`."""
+    """Return the knots below `batch`, and a last knot with the curve's value at `batch`."""
     bends = len(curve.batches) if curve.bent else 1
     knots = [
         (rows, time)

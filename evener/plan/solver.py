@@ -1,4 +1,4 @@
-"""Shares of a batch that minimize step time, from the curves and memory limits stored in a plan.
+"""Find the shares of a batch that minimize step time, from the curves and limits in a plan.
 
 All functions are pure.
 """
@@ -21,7 +21,7 @@ from .layout import Knots, Share
 def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
     """Return the curve of each active share.
 
-    If any share has no curve, all devices are assumed to take time in proportion to their rows.
+    If a share has no curve, step times are assumed to be proportional to rows on all devices.
     """
     return join_curves([share.curve for share in shares], [share.batch for share in shares])
 
@@ -29,8 +29,8 @@ def read_curves(shares: Sequence[Share]) -> tuple[Curve, ...]:
 def join_curves(curves: Sequence[Knots], rows: Sequence[int]) -> tuple[Curve, ...]:
     """Return the curve through each device's knots.
 
-    If any device has fewer than two knots, all devices are assumed to take time in
-    proportion to `rows`.
+    If a device has fewer than two knots, step times are assumed to be proportional to `rows` on all
+    devices.
     """
     if all(len(knots) > 1 for knots in curves):
         return tuple(map(_join_knots, curves))
@@ -43,7 +43,7 @@ def proportional_curves(rows: Sequence[float]) -> tuple[Curve, ...]:
 
 
 def scale(curve: Curve, factor: float) -> Curve:
-    """Return the curve of a device that takes `factor` times as long."""
+    """Return the curve of a device that is slower by `factor`."""
     times = tuple(time * factor for time in curve.times)
     return Curve(curve.batches, times, curve.slope * factor)
 
@@ -56,12 +56,12 @@ def solve_shares(
     quantum: int = 1,
     extras: Sequence[float] = (),
 ) -> tuple[int, ...] | None:
-    """Return the rows of each device that minimize the step time; None if they don't fit.
+    """Return the rows per device that minimize the step time; None if they don't fit.
 
-    Shares sum to `batch`, and each is at least `quantum`. A pass limit is the most rows of one pass
-    that fit in a device's memory, or 0 if there is no limit. `passes`, one value for all devices or
-    one for each, tells whether a device may take several passes; without them, its share doesn't
-    exceed its pass limit. `extras` are the seconds that each further pass adds to the time of its
+    Shares sum to `batch`, and each is at least `quantum`. A pass limit is the maximum number of
+    rows per pass that fit in a device's memory, or 0 if there is no limit. `passes`, one value for
+    all devices or one for each, is True if a device may take several passes; otherwise its share is
+    at most its pass limit. `extras` are the seconds that each further pass adds to the time of its
     rows.
     """
     count = len(curves)
@@ -82,9 +82,7 @@ def solve_shares(
 
 
 def pass_rows(shares: Sequence[int], pass_limits: Sequence[int]) -> tuple[int, ...]:
-    """Return the most rows per pass for each share: all of its rows if they fit in one pass, else
-    the limit of a pass.
-    """
+    """Return the rows per pass of each share: all rows if they fit in one pass, else the limit."""
     pairs = zip(shares, pass_limits, strict=True)
     return tuple(min(share, pass_limit) if pass_limit else share for share, pass_limit in pairs)
 
@@ -102,11 +100,11 @@ def _join_knots(knots: Knots) -> Curve:
 def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
     """Return the plan without the devices in `gone`, at the same global batch.
 
-    Each item of `gone` is a host and a device on it. The remaining devices get the shares that
+    `gone` contains pairs of a host and a device on it. The remaining devices get the shares that
     their curves predict to be fastest within memory. Several passes are used if the plan used them,
-    or if the batch fits in memory in no other way. The throughput is the remaining devices' part of
-    the plan's throughput, and wasn't measured for them alone. Raises PlanError if no device is
-    left, or only one of a sharded plan.
+    or if the batch doesn't fit in memory otherwise. The throughput is the remaining devices'
+    fraction of the plan's throughput; it isn't measured. Raises PlanError if no device is left, or
+    only one device of a sharded plan.
     """
     layout = plan.layout
     left = tuple(share for share in layout.active if (share.host, share.device) not in gone)
@@ -142,7 +140,7 @@ def leave_out(plan: Plan, gone: Collection[tuple[str, str]]) -> Plan:
 
 
 def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayout:
-    """Return the layout with the whole batch divided over the shares in `left`.
+    """Return the layout with the whole batch divided among the shares in `left`.
 
     `part` is the fraction of the batch that these shares had before.
     """
@@ -173,10 +171,10 @@ def _divide(layout: PlanLayout, left: Sequence[Share], part: float) -> PlanLayou
 def _rows_of(
     layout: PlanLayout, left: Sequence[Share]
 ) -> tuple[dict[Share, int], dict[Share, int]]:
-    """Return the rows of each share in `left`, and the rows of each of its passes.
+    """Return the rows of each share in `left`, and its rows per pass.
 
-    They follow from the devices' curves if the plan has them, else from the proportions
-    of the shares.
+    They are computed from the devices' curves if the plan has curves, else from the proportions of
+    the shares.
     """
     computing = [share for share in left if share.batch]
     pass_limits = tuple(_largest_pass(share) for share in computing)
@@ -190,7 +188,7 @@ def _rows_of(
 
 
 def _largest_pass(share: Share) -> int:
-    """Return the most rows that a device certainly holds in one pass; 0 if the plan doesn't say."""
+    """Return the most rows per pass that certainly fit on a device; 0 if the plan has no limit."""
     if share.most:
         return share.most
     return share.micro if share.micro < share.batch else 0
@@ -199,7 +197,7 @@ def _largest_pass(share: Share) -> int:
 def _solve(
     layout: PlanLayout, left: Sequence[Share], pass_limits: tuple[int, ...]
 ) -> Sequence[int] | None:
-    """Return the fastest rows by the devices' curves; None if no rows fit.
+    """Return the fastest rows according to the devices' curves; None if no rows fit.
 
     Several passes are used if the plan has them or if the rows don't fit otherwise.
     """

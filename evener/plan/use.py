@@ -1,4 +1,4 @@
-"""Detects whether the script that evener launch started reads the plan in at least one process."""
+"""Detects whether a script that evener launched reads its plan in at least one process."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import sys
 from collections.abc import Container
 from contextlib import suppress
 
-PLAN_USED = "EVENER_PLAN_USED"  # the file that a process writes to when it reads a plan
+PLAN_USED = "EVENER_PLAN_USED"  # names the file to which a process writes when it reads a plan
 OPTION = "--no-plan-check"
 # markers that processes write to that file
 _READ = b"."
@@ -50,7 +50,7 @@ def note_use() -> None:
 
 
 def is_used(path: str) -> bool:
-    """True if a process has noted in the launcher's file that it read a plan.
+    """True if a process has recorded in the launcher's file that it read a plan.
 
     Also True if the file can't be read.
     """
@@ -62,9 +62,9 @@ def is_used(path: str) -> bool:
 
 
 def explain_once(path: str, words: str) -> None:
-    """Print why this host's processes end, unless another process has printed it already.
+    """Print why this host's processes end, unless another process has already printed it.
 
-    The others wait until the message is printed, since the launcher stops all processes once
+    Other processes wait until the message is printed, because the launcher stops all processes once
     one has ended.
     """
     with open(path, "r+b", buffering=0) as stream:
@@ -76,10 +76,10 @@ def explain_once(path: str, words: str) -> None:
 
 
 def describe_unused(imported: Container[str], program: bool) -> str:
-    """Return what is wrong with a script that reads no plan, and the lines to add to it.
+    """Return a message for a script that reads no plan, with the lines to add to it.
 
-    The lines depend on the libraries that the script has `imported`. `program` is True if evener
-    run could balance the script without changes.
+    The lines depend on the libraries that the script has `imported`. `program` is True if `evener
+    run` could balance the script without changes.
     """
     known = [*_LINES, *_SAME]
     found = [_SAME.get(name, name) for name in known if name in imported]

@@ -1,7 +1,8 @@
-"""Step time as a function of the number of rows or of their lengths. Pure.
+"""Models of step time as a function of the number of rows or of their lengths. Pure.
 
-By number of rows, step time is a rising piecewise linear curve, also for a share that is computed
-in several passes. By length, the cost of a pass depends on its rows and its longest row.
+As a function of the number of rows, step time is a rising piecewise linear curve, also for a share
+that is computed in several passes. As a function of length, the cost of a pass depends on its
+number of rows and its longest row.
 
 A share b computed in k passes takes k * t(b / k) + (k - 1) * extra, where t is the step time of one
 pass and `extra` is the time that each further pass adds to a whole step of its rows. `extra` is
@@ -18,24 +19,24 @@ from typing import Annotated
 
 import msgspec
 
-# an amount of seconds or tokens; a value above the maximum shows that the file was edited
+# seconds or tokens; a value above the maximum shows that the file was edited
 Amount = Annotated[float, msgspec.Meta(ge=0, le=10**15)]
 
 
 class Work(msgspec.Struct, frozen=True):
-    """A device's work in a step over rows of unequal length, averaged over steps."""
+    """A device's work in one step over rows of unequal length, averaged over steps."""
 
     tokens: Amount  # without padding
     passes: Amount
     padded: Amount  # tokens with padding
-    padded_lengths: Amount  # sum over passes of padded tokens * padded length
+    padded_lengths: Amount  # padded tokens * padded length, summed over passes
 
 
 class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """Coefficients for the seconds of one pass over rows of unequal length.
+    """The coefficients of the duration of one pass over rows of unequal length.
 
-    A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s +
-    per_token_length_s * L).
+    A pass of r rows padded to L tokens takes fixed_s + r * L * (per_token_s + per_token_length_s *
+    L) seconds.
     """
 
     fixed_s: float
@@ -43,7 +44,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     per_token_length_s: float
 
     def seconds(self, rows: int, length: int) -> float:
-        """Return the seconds for one pass of `rows` rows, each padded to `length` tokens."""
+        """Return the duration of a pass of `rows` rows padded to `length` tokens, in seconds."""
         return self.fixed_s + rows * self.row_seconds(length)
 
     def row_seconds(self, length: int) -> float:
@@ -57,7 +58,7 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
         return [length * (token + token_length * length) for length in lengths]
 
     def seconds_for(self, work: Work) -> float:
-        """Return the total duration of a step's passes in seconds."""
+        """Return the total duration of a step's passes, in seconds."""
         passes = self.fixed_s * work.passes
         return (
             passes + self.per_token_s * work.padded + self.per_token_length_s * work.padded_lengths
@@ -70,20 +71,20 @@ class Cost(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
 
 
 class RankCost(msgspec.Struct, frozen=True):
-    """The cost of passes on one rank, and limits for the size of a pass; 0 means no limit."""
+    """The cost of passes on one rank, and size limits for a pass; 0 means no limit."""
 
     cost: Cost
-    tokens: int = 0  # the most padded tokens of one pass
-    rows: int = 0  # the most rows of one pass
+    tokens: int = 0  # maximum padded tokens per pass
+    rows: int = 0  # maximum rows per pass
 
     def most_rows(self, length: int) -> float:
-        """Return the most rows of one pass padded to `length` tokens; infinite without a limit."""
+        """Return the maximum rows of a pass padded to `length` tokens; infinite without a limit."""
         by_tokens = self.tokens // length if self.tokens and length else math.inf
         return min(by_tokens, self.rows or math.inf)
 
 
-MOST_FULL = 64  # most numbers of passes whose finish times are tried
-ROUNDING = 1e-9  # relative slack when comparing a time with its own inverse
+MOST_FULL = 64  # maximum number of passes whose finish times are tried
+ROUNDING = 1e-9  # relative tolerance when a time is compared with its own inverse
 
 
 class Curve(msgspec.Struct, frozen=True):
@@ -92,7 +93,7 @@ class Curve(msgspec.Struct, frozen=True):
     Beyond the last knot, the curve is straight with `slope`.
     """
 
-    batches: tuple[float, ...]  # increasing; the first is at or below every batch that is evaluated
+    batches: tuple[float, ...]  # increasing; the curve isn't evaluated below the first
     times: tuple[float, ...]  # seconds, not decreasing
     slope: float  # seconds per sample beyond the last knot
     # True if a line, with or without a level stretch before it, fits the points within their errors
@@ -100,7 +101,7 @@ class Curve(msgspec.Struct, frozen=True):
     error: float = 0.0  # relative standard error of a typical point
 
     def seconds(self, batch: float) -> float:
-        """Return the predicted step time of `batch` samples."""
+        """Return the predicted step time for `batch` samples, in seconds."""
         batches = self.batches
         times = self.times
         i = bisect_right(batches, batch)
@@ -112,19 +113,15 @@ class Curve(msgspec.Struct, frozen=True):
         return times[i - 1] + (times[i] - times[i - 1]) * (batch - left) / (batches[i] - left)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the most samples that take at most `seconds`.
+        """Return the largest batch that takes at most `seconds`.
 
-        The result is a multiple of `quantum` and at most `ceiling`; 0 if no such batch
-        is fast enough.
+        It is a multiple of `quantum` and at most `ceiling`; 0 if no such batch is fast enough.
         """
         most = self.most_rows(seconds)
         return (ceiling if most >= ceiling else int(most)) // quantum * quantum
 
     def most_rows(self, seconds: float) -> float:
-        """Return the most samples that take at most `seconds`, without a ceiling.
-
-        It may be fractional.
-        """
+        """Return the number of samples, possibly fractional, that takes exactly `seconds`."""
         seconds *= 1 + ROUNDING
         times = self.times
         i = bisect_right(times, seconds)
@@ -145,7 +142,7 @@ class Curve(msgspec.Struct, frozen=True):
     def breakpoints(self, ceiling: int) -> list[float]:
         """Return the finish times at which throughput may peak.
 
-        These are the step times of the knots below `ceiling`, and of `ceiling` itself.
+        They are the step times of the knots below `ceiling`, and of `ceiling` itself.
         """
         knots = zip(self.batches, self.times, strict=True)
         return [time for batch, time in knots if batch < ceiling] + [self.seconds(ceiling)]
@@ -169,9 +166,9 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     curve: Curve
     pass_limit: int  # the largest share in one pass
-    rows: int  # the rows per pass with the highest samples/s, for a share of several passes
+    rows: int  # the rows per pass with the highest samples/s, if there are several passes
     extra: float = 0.0
-    fits: int = 0  # the most rows that fit in each of several passes; at least `rows`
+    fits: int = 0  # maximum rows that fit in each of several passes; at least `rows`
 
     @property
     def simple(self) -> bool:
@@ -180,14 +177,14 @@ class PassCurve(msgspec.Struct, frozen=True):
 
     @property
     def error(self) -> float:
-        """The relative standard error of a typical point of one pass."""
+        """The relative standard error of a typical point of the one-pass curve."""
         return self.curve.error
 
     def passes(self, share: float) -> int:
         """Return the number of passes for a share.
 
-        It is 1 if the share fits at once. Otherwise it is the fewest passes of up to `rows` rows,
-        or one pass fewer if the larger passes fit and are faster.
+        It is 1 if the share fits in one pass. Otherwise it is the smallest number of passes of up
+        to `rows` rows, or one pass fewer if the larger passes fit and are faster.
         """
         if share <= self.pass_limit:
             return 1
@@ -200,14 +197,13 @@ class PassCurve(msgspec.Struct, frozen=True):
         )
 
     def seconds(self, share: float) -> float:
-        """Return the predicted step time of `share` samples."""
+        """Return the predicted step time for `share` samples, in seconds."""
         return step_in_passes(self.curve, share, self.passes(share), self.extra)
 
     def largest(self, seconds: float, ceiling: int, quantum: int) -> int:
-        """Return the most samples that take at most `seconds`.
+        """Return the largest share that takes at most `seconds`.
 
-        The result is a multiple of `quantum` and at most `ceiling`; 0 if no such share
-        is fast enough.
+        It is a multiple of `quantum` and at most `ceiling`; 0 if no such share is fast enough.
         """
         most = self.curve.largest(seconds, min(ceiling, self.pass_limit), quantum)
         if math.isinf(seconds):
@@ -228,9 +224,9 @@ class PassCurve(msgspec.Struct, frozen=True):
         return max(most, int(min(passes * min(each, self.rows), ceiling)) // quantum * quantum)
 
     def breakpoints(self, ceiling: int) -> list[float]:
-        """Return the finish times at which throughput may peak, in rising order.
+        """Return the finish times at which throughput may peak, in increasing order.
 
-        These are the step times of one pass's knots, of shares whose passes are all full,
+        They are the step times of the one-pass curve's knots, of shares whose passes are all full,
         and of `ceiling`.
         """
         full = range(2 * self.rows, ceiling, self.rows * math.ceil(ceiling / self.rows / MOST_FULL))

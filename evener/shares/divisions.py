@@ -1,10 +1,12 @@
-"""Where to cut a batch for devices, and which gradients to sum together; needs no framework.
+"""Find where to cut a batch for devices, and which gradients to sum together.
 
-A plan determines how its own global batch is cut; a shorter last batch is cut in the same
-proportions, inside the graph. TensorFlow queues a step's kernels long before its GPU computes them,
-and a gradient sum waits for all kernels that are queued when it starts. Sums run one after another.
-The first sum may overlap with the backward pass, but all later sums wait for its end, so more than
-two sums per step would hide less of their time.
+The module needs no framework. A plan determines how its own global batch is cut; a shorter last
+batch is cut in the same proportions, inside the graph.
+
+TensorFlow queues a step's kernels long before its GPU computes them, and a gradient sum waits for
+all kernels that are queued when it starts. Sums run one after another. The first sum may overlap
+with the backward pass, but all later sums wait for its end, so more than two sums per step would
+hide less of their time.
 """
 
 from __future__ import annotations
@@ -21,11 +23,11 @@ LARGEST_DENOMINATOR = 10_000  # for converting a ratio from a float to a fractio
 class Cut:
     """Cuts batches into consecutive slices for devices, in proportion to their weights.
 
-    Weights are whole samples or ratios above 0. With `floors`, batches are cut as `multi_gpu_model`
-    did (each part is rounded down, and the last takes the rest); otherwise the boundaries are
-    rounded, so that a batch of sum(weights) rows is cut exactly by the weights. `micros` are the
-    most rows that each device computes in one pass; without them, each device computes all of its
-    rows in one pass.
+    Weights are whole samples or ratios above 0. With `floors`, batches are cut as by
+    `multi_gpu_model` (each part is rounded down, and the last takes the rest); otherwise the
+    boundaries are rounded, so that a batch of sum(weights) rows is cut exactly by the weights.
+    `micros` are the maximum rows per pass of each device; without them, each device computes all of
+    its rows in one pass.
     """
 
     def __init__(
@@ -42,7 +44,7 @@ class Cut:
         return bool(self.micros)
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return the number of passes that a device takes for `rows` rows; 0 for 0 rows.
+        """Return the number of passes that a device needs for `rows` rows; 0 for 0 rows.
 
         `rows` is an int or an int64 scalar tensor.
         """
@@ -63,7 +65,7 @@ class Cut:
         return [rows * 0, *inner, rows]
 
     def sizes(self, rows: int) -> tuple[int, ...]:
-        """Return the number of samples of each device in a batch of `rows`."""
+        """Return the number of samples per device in a batch of `rows`."""
         edges = self.bounds(rows)
         return tuple(stop - start for start, stop in pairwise(edges))
 
@@ -75,16 +77,16 @@ def _whole(weights: Sequence[float]) -> tuple[int, ...]:
 
 
 LATE_PART = 0.25  # fraction of all bytes that may wait for the end of the backward pass
-WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, before a second sum would start
+WORTH_BYTES = 8 << 20  # fewer bytes are summed at once, because a second sum would start too late
 
 
 def divide_sums(tensors: Sequence[tuple[int, Hashable]], apart: int = 0) -> list[list[int]]:
-    """Group gradient tensors that are summed together, as lists of their positions.
+    """Group gradient tensors that are summed together; return the positions in each group.
 
-    `tensors` are pairs (bytes, type) in the order in which they become ready; groups are returned
-    in that order too. Less than 8 MiB are summed in one group per type. More bytes are split into
-    two groups per type, of which the second, late one has at most LATE_PART of all bytes, or only
-    the last tensor. The last `apart` tensors are then left out of both and summed at the end.
+    `tensors` are pairs (bytes, type) in the order in which they become ready; groups have the same
+    order. Less than 8 MiB are summed in one group per type. More bytes are split into two groups
+    per type, of which the second, late one has at most LATE_PART of all bytes, or only the last
+    tensor. The last `apart` tensors are then left out of both groups and summed at the end.
     """
     sizes = [size for size, _ in tensors]
     left = sum(sizes)

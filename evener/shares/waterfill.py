@@ -1,4 +1,4 @@
-"""Water-filling: find the fastest shares from the devices' curves and the cost of synchronization.
+"""Water-filling: find the fastest shares from the devices' curves and the synchronization cost.
 
 A step of the devices A takes T = max over A of t_i(b_i) + c_k with k = |A|. For a finish time tau,
 device i can compute b_i(tau) = max{b <= M_i : t_i(b) <= tau}, so the best k devices for tau are
@@ -8,8 +8,8 @@ depends only on the number of devices that take part.
 For a fixed batch B and k devices, the result is the least tau whose k largest b_i(tau) sum to B or
 more, found by bisection (exact for any rising t_i). For a free batch, S_k(tau) = sum b_i(tau) /
 (tau + c_k) is monotone between the finish times of knots and of full memories (a ratio of two
-affine functions of tau), so the optimum is at one of those times. If shares are few quanta, the
-nearby times at which a device can take one more whole quantum are tried too.
+affine functions of tau), so the optimum is at one of those times. If shares are only a few quanta,
+the nearby times at which a device can compute one more quantum are tried too.
 """
 
 from __future__ import annotations
@@ -24,15 +24,17 @@ import msgspec
 
 from .curves import Curve, PassCurve
 
-HALVINGS = 48  # bisections of an interval of finish times, to far below a nanosecond
-EXACT_DEVICES = 32  # for a free batch, up to this many devices get every quantum and time tried
-MOST_TIMES = 400  # most finish times that are tried for a free batch
-COARSE = 200  # quanta; for shares below this, one more quantum is tried
+HALVINGS = (
+    48  # number of bisections of an interval of finish times; the rest is far below a nanosecond
+)
+EXACT_DEVICES = 32  # maximum number of devices for which all finish times of a free batch are tried
+MOST_TIMES = 400  # maximum number of finish times that are tried for a free batch
+COARSE = 200  # in quanta; for smaller shares, one more quantum is tried
 ROUNDS = 8  # how often a quantum is added to such shares
 
 
 class DeviceCurve(msgspec.Struct, frozen=True):
-    """A device's curve, measured while the other devices compute too, and its largest share."""
+    """A device's curve, measured while the other devices compute too, and its maximum share."""
 
     position: int
     curve: Curve | PassCurve
@@ -40,7 +42,7 @@ class DeviceCurve(msgspec.Struct, frozen=True):
 
 
 class Allocation(msgspec.Struct, frozen=True):
-    """A predicted layout: (device, samples) pairs for active devices, and the step time."""
+    """A predicted layout: (device, samples) pairs of the active devices, and the step time."""
 
     shares: tuple[tuple[int, int], ...]
     seconds: float
@@ -56,7 +58,7 @@ class Allocation(msgspec.Struct, frozen=True):
         return self.global_batch / self.seconds if self.seconds > 0 else math.inf
 
 
-# Costs[k]: seconds of gradient exchange among k devices that computation doesn't hide
+# Costs[k]: seconds of gradient exchange among k devices that computation can't hide
 Costs = Sequence[float]
 
 
@@ -78,7 +80,7 @@ def split_fixed(
     least, shares = natural
     if len(shares) >= fewest:
         return _try_fewer(devices, costs, batch, quantum, fewest, least, shares)
-    # fewer devices would suffice, but `fewest` are required: extra ones get one quantum
+    # fewer devices would suffice, but `fewest` are required: each extra device gets one quantum
     forced = _fixed_count(devices, fewest, batch, quantum, least, fewest)
     if forced is None:
         return None
@@ -95,7 +97,7 @@ def _try_fewer(
     least: float,
     shares: dict[int, int],
 ) -> Allocation:
-    """Return the fastest of the given shares and of shares over fewer devices, down to `fewest`.
+    """Return the fastest of the given shares and of shares on fewer devices, down to `fewest`.
 
     `least` is the finish time of the given shares without the exchange. Ranges of device counts are
     halved, and a range that can't be faster is skipped.
@@ -235,9 +237,9 @@ def _largest(sizes: Sequence[int], k: int) -> list[int]:
 def _samples_by(
     devices: Sequence[DeviceCurve], k: int, seconds: float, quantum: int, active: int = 0
 ) -> int:
-    """Return how many samples the best k devices finish by `seconds`.
+    """Return how many samples the best k devices can finish by `seconds`.
 
-    Returns 0 if fewer than `active` devices finish any samples.
+    Returns 0 if fewer than `active` devices can finish any samples.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     if active and sum(1 for size in sizes if size) < active:
@@ -248,7 +250,7 @@ def _samples_by(
 def _fixed_count(
     devices: Sequence[DeviceCurve], k: int, batch: int, quantum: int, least: float, active: int
 ) -> tuple[float, dict[int, int]] | None:
-    """Return the least finish time at which k devices compute `batch`, and their shares.
+    """Return the earliest finish time at which k devices compute `batch`, and their shares.
 
     At least `active` devices have samples. Returns None if that is impossible.
     """
@@ -308,10 +310,10 @@ def _divide_batch(
 
 
 def finish_times(devices: Sequence[DeviceCurve], quantum: int) -> list[float]:
-    """Return the times at which a curve bends, a device is full, or a device finishes one quantum.
+    """Return the times at which a curve bends, a device is full or a device finishes one quantum.
 
-    If there are more than 400 times (fewer for more than 32 devices), an evenly spaced
-    selection is returned.
+    If there are more than 400 times (fewer with more than 32 devices), an evenly spaced selection
+    is returned.
     """
     times = sorted(
         {t for x in devices for t in (*x.curve.breakpoints(x.limit), x.curve.seconds(quantum))}
@@ -330,10 +332,10 @@ def _best_count(
     limit: int | None,
     fewest: int,
 ) -> Allocation | None:
-    """Return the allocation with the highest samples/s that ends by `seconds`.
+    """Return the allocation with the highest samples/s that finishes by `seconds`.
 
-    The allocation uses the best number of devices, which is at least `fewest`. Returns None if no
-    number is allowed.
+    It uses the best number of devices, which is at least `fewest`. Returns None if no number is
+    allowed.
     """
     sizes = _largest_shares(devices, seconds, quantum)
     order = _largest(sizes, len(sizes))
@@ -361,7 +363,7 @@ def _nearby(
     limit: int | None,
     fewest: int,
 ) -> Allocation:
-    """Return `best`, or a better allocation at a nearby finish time.
+    """Return the best of `best` and of allocations at nearby finish times.
 
     Nearby finish times are those at which a device can compute one more quantum. They matter if
     shares are only a few quanta.
@@ -384,9 +386,9 @@ def _nearby(
 
 
 class _Crossing(NamedTuple):
-    """The finish times between which a number of devices first reaches a rate.
+    """An interval of finish times in which a number of devices first reaches a rate.
 
-    `samples` are what these devices compute by the later time.
+    `samples` is the number of samples that these devices compute by the end of the interval.
     """
 
     samples: int
@@ -398,7 +400,7 @@ class _Crossing(NamedTuple):
 def _find_crossings(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, quantum: int, fewest: int
 ) -> list[_Crossing]:
-    """Return a crossing for each number of devices, at least `fewest`, that can reach `rate`."""
+    """Return a crossing for each number of devices, from `fewest`, that can reach `rate`."""
     found: dict[int, _Crossing] = {}
     for early, late in pairwise((0.0, *finish_times(devices, quantum))):
         largest_first = sorted(_largest_shares(devices, late, quantum), reverse=True)
@@ -413,7 +415,7 @@ def _find_crossings(
 def _just_reaching(
     devices: Sequence[DeviceCurve], costs: Costs, rate: float, crossing: _Crossing, quantum: int
 ) -> Allocation | None:
-    """Return the allocation that reaches `rate` with the earliest finish time.
+    """Return the allocation that reaches `rate` at the earliest finish time.
 
     The finish time is found by bisection of the crossing.
     """

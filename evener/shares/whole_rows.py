@@ -1,7 +1,7 @@
-"""Convert ratios to whole samples: each device's slice of a batch, and its gradient's weight.
+"""Convert ratios to whole samples: the slice of a batch for each device and its gradient weight.
 
-Pure integer arithmetic, used by the search and by both adapters, so that training uses exactly the
-shares that were measured.
+The arithmetic is pure integer arithmetic, used by the search and by all adapters, so that training
+uses exactly the measured shares.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..errors import RequestError
 
 
 def check_ratios(ratios: Sequence[float]) -> None:
-    """Raise RequestError unless `ratios` are finite, not negative, and not all 0."""
+    """Raise RequestError unless `ratios` are finite, non-negative and not all 0."""
     if not ratios:
         raise RequestError("The list of ratios is empty.", "Give one ratio for each device.")
     for ratio in ratios:
@@ -29,10 +29,10 @@ def check_ratios(ratios: Sequence[float]) -> None:
 
 
 def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = False) -> None:
-    """Raise RequestError unless every rank has at least one row and `rank` is among them.
+    """Raise RequestError unless every rank has at least one row and `rank` is a valid rank.
 
-    With `without_rows`, some ranks may have no rows, because they only hold a part of
-    the model's state.
+    With `without_rows`, ranks may have no rows, because they may only hold a part of the model's
+    state.
     """
     least = 0 if without_rows and any(shares) else 1
     for share in shares:
@@ -46,7 +46,7 @@ def check_rank_shares(shares: Sequence[int], rank: int, without_rows: bool = Fal
 
 
 def is_ratio(ratio: object) -> bool:
-    """True if `ratio` is a finite number that isn't negative."""
+    """True if `ratio` is a finite, non-negative number."""
     try:
         return not isinstance(ratio, bool) and math.isfinite(ratio) and ratio >= 0  # type: ignore[arg-type, operator]
     except (TypeError, OverflowError):
@@ -54,12 +54,12 @@ def is_ratio(ratio: object) -> bool:
 
 
 def apportion(batch: int, ratios: Sequence[float]) -> tuple[int, ...]:
-    """Split `batch` samples in proportion to `ratios`, by largest remainder.
+    """Divide `batch` samples in proportion to `ratios`, by largest remainder.
 
     The result sums to `batch`. A device with a ratio above 0 gets at least one sample if the batch
-    has one for each such device, because an empty replica can abort a TensorFlow process. If there
-    are fewer samples than such devices, the first such devices get one sample each. A device with
-    ratio 0 gets none. Ties go to the earlier device.
+    is large enough, because an empty replica can abort a TensorFlow process. If there are fewer
+    samples than such devices, the first such devices get one sample each. A device with ratio 0
+    gets none. Ties go to the earlier device.
     """
     check_ratios(ratios)
     batch = _check_batch(batch)
@@ -107,9 +107,10 @@ def _whole_parts(ratios: Sequence[float]) -> list[int]:
 
 
 def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int) -> None:
-    """Move single samples until `sizes` sum to `batch`.
+    """Add or remove single samples until `sizes` sum to `batch`.
 
-    Each move changes the device whose size differs most from its quota, given in 1 / unit samples.
+    Each change is made to the device whose size differs most from its quota, which is in 1 / unit
+    samples.
     """
     while sum(sizes) != batch:
         if sum(sizes) < batch:
@@ -122,7 +123,7 @@ def _correct_sum(sizes: list[int], quotas: dict[int, int], unit: int, batch: int
 
 
 def even(batch: int, devices: int) -> tuple[int, ...]:
-    """Split `batch` as evenly as whole samples allow; the first devices take the remainder."""
+    """Divide `batch` as evenly as possible; the first devices take the remainder."""
     if devices < 1:
         raise RequestError(f"A batch can't be split over {devices} devices.", "Name at least one.")
     each, rest = divmod(_check_batch(batch), devices)
@@ -130,7 +131,7 @@ def even(batch: int, devices: int) -> tuple[int, ...]:
 
 
 def bounds(sizes: Sequence[int]) -> tuple[tuple[int, int], ...]:
-    """Return the half-open range of rows that each device computes: `batch[start:stop]`."""
+    """Return the half-open range of rows of each device, as in `batch[start:stop]`."""
     return tuple(pairwise(accumulate(sizes, initial=0)))
 
 
@@ -138,8 +139,8 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
     """Return the weight of a rank's mean gradient in the mean gradient of the batch.
 
     A rank's gradient is the mean over its own rows. With n_i rows on device i and N rows in total,
-    the mean over the batch = sum_i (n_i / N) * mean_i. Raises RequestError if a size is negative or
-    all sizes are 0.
+    the mean over the batch is sum_i (n_i / N) * mean_i. Raises RequestError if a size is negative
+    or all sizes are 0.
     """
     total = sum(sizes)
     if total < 1 or min(sizes) < 0:
@@ -151,9 +152,9 @@ def gradient_weight(sizes: Sequence[int], rank: int) -> float:
 
 
 def count_passes(batch: int, micro: int) -> int:
-    """Return the number of passes that `batch` rows take at up to `micro` rows each.
+    """Return the number of passes that `batch` rows need at up to `micro` rows per pass.
 
-    Raises RequestError unless `micro` is a whole number, 1 or more.
+    Raises RequestError unless `micro` is a whole number of at least 1.
     """
     whole = whole_number(micro)
     if whole is None or whole < 1:
@@ -164,9 +165,9 @@ def count_passes(batch: int, micro: int) -> int:
 
 
 def split_passes(batch: int, micro: int) -> tuple[int, ...]:
-    """Return the number of rows of each pass, spread evenly; empty for 0 rows.
+    """Return the number of rows of each pass, as equal as possible; empty for 0 rows.
 
-    For example, 820 rows at up to 300 per pass are split into 273, 273 and 274.
+    For example, 820 rows at up to 300 per pass are divided into 273, 273 and 274.
     """
     passes = count_passes(batch, micro)
     return even(batch, passes)[::-1] if passes > 0 else ()
@@ -180,9 +181,9 @@ def batch_in_one_pass(shares: Sequence[int], micros: Sequence[int]) -> int:
 
 
 def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
-    """Return the number of rows of the largest pass among the shares that need several passes.
+    """Return the rows of the largest pass among the shares that need several passes.
 
-    Returns None if every share is computed in one pass.
+    Returns None if every share needs only one pass.
     """
     several = [
         split_passes(share, micro)
@@ -193,9 +194,9 @@ def largest_pass(shares: Sequence[int], micros: Sequence[int]) -> int | None:
 
 
 def shares_to_evaluate(shares: Sequence[int], micros: Sequence[int]) -> tuple[int, ...]:
-    """Return the shares of a validation batch that each rank computes in one pass.
+    """Return shares of a validation batch that each rank can compute in one pass.
 
-    Validation batches aren't cut into passes.
+    Validation batches aren't divided into passes.
     """
     if tuple(shares) == tuple(micros):
         return tuple(shares)

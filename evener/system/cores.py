@@ -1,8 +1,8 @@
-"""The cores and memory that this process may use, and slices of the cores.
+"""Find the cores and memory that this process may use, and divide the cores into slices.
 
-A container's control groups, version 1 or 2, may leave less than the machine has. Slices are equal
-sets of cores, so that a training run gets the cores it was measured on; hardware threads of a core
-stay together if there are enough cores.
+A container's control groups, version 1 or 2, may allow less than the machine has. Slices are equal
+sets of cores, so that a training run gets the same cores as its measurement; hardware threads of a
+core stay together if there are enough cores.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from ..errors import RequestError
 CGROUPS = Path("/sys/fs/cgroup")
 MEMBERSHIP = Path("/proc/self/cgroup")
 MEMINFO = Path("/proc/meminfo")
-NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for none
+NO_LIMIT = 1 << 60  # version 1 writes a number near 2^63 for "no limit"
 
 
 def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> int | None:
-    """Return the bytes left under the tightest memory limit; None without a limit.
+    """Return the free bytes under the tightest memory limit; None without a limit.
 
     Cached files count as free.
     """
@@ -44,9 +44,9 @@ def container_memory_bytes(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
-    """Return the bytes of free memory on this machine and in this process's container.
+    """Return the free memory of this machine and this process's container, in bytes.
 
-    Return 0 if unknown.
+    Return 0 if it is unknown.
     """
     with suppress(OSError):
         found = re.search(r"^MemAvailable:\s+(\d+) kB$", meminfo.read_text(), re.MULTILINE)
@@ -58,9 +58,9 @@ def free_memory_bytes(meminfo: Path = MEMINFO) -> int:
 
 
 def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float | None:
-    """Return the number of CPUs that the tightest quota allows; None without a quota.
+    """Return the number of CPUs under the tightest quota; None without a quota.
 
-    It is the CPU time in seconds per second, so it may be a fraction.
+    The number may be fractional.
     """
 
     def quota(folder: Path, version: int) -> float:
@@ -70,7 +70,7 @@ def container_cpus(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float
             given, period = (
                 (folder / name).read_text() for name in ("cpu.cfs_quota_us", "cpu.cfs_period_us")
             )
-        if int(given) <= 0:  # version 1 writes -1 for none
+        if int(given) <= 0:  # version 1 writes -1 for "no quota"
             raise ValueError(given)
         return int(given) / int(period)
 
@@ -86,9 +86,9 @@ _MEMORY_FILES = {
 def _least(
     controller: str, read: Callable[[Path, int], float], root: Path, membership: Path
 ) -> float | None:
-    """Return the smallest value that `read` finds in this process's control groups.
+    """Return the smallest value that `read` returns for this process's control groups.
 
-    Groups without a limit are skipped. Return None if no group has one.
+    Groups without a limit are skipped. Return None if no group has a limit.
     """
     found: list[float] = []
     for folder, version in list_groups(controller, root, membership):
@@ -100,7 +100,7 @@ def _least(
 def list_groups(controller: str, root: Path, membership: Path) -> Iterator[tuple[Path, int]]:
     """Yield the folders of this process's control groups and their parents.
 
-    Each comes with its cgroup version.
+    Each folder comes with its cgroup version.
     """
     lines: list[str] = []
     with suppress(OSError):
@@ -127,10 +127,7 @@ Groups = tuple[tuple[int, ...], ...]
 
 
 def allowed_cpus() -> tuple[int, ...]:
-    """Return the logical CPUs that this process may run on.
-
-    There are at most as many as its container's CPU quota.
-    """
+    """Return the logical CPUs that this process may use, at most its container's quota."""
     cpus = tuple(sorted(os.sched_getaffinity(0)))
     quota = container_cpus()
     if quota is None or quota >= len(cpus):
@@ -167,8 +164,8 @@ def parse_cpu_list(text: str) -> tuple[int, ...]:
 def cut(groups: Groups, count: int) -> Groups:
     """Return `count` core sets of equal size.
 
-    Hardware threads of a core stay together if there are enough cores. A remainder at the end is
-    left out. Raises RequestError if there are fewer CPUs than slices.
+    Hardware threads of a core stay together if there are enough cores. Remaining cores at the end
+    are left out. Raises RequestError if there are fewer CPUs than slices.
     """
     cpus = tuple(cpu for group in groups for cpu in group)
     if count > len(cpus):
@@ -190,7 +187,7 @@ def cut(groups: Groups, count: int) -> Groups:
 
 
 def slice_cores(device: str, allowed: Iterable[int]) -> tuple[int, ...]:
-    """Return the allowed CPUs that belong to the slice with this id ("cpu-0-of-2").
+    """Return the allowed CPUs of the slice with this id, such as "cpu-0-of-2".
 
     The result is empty for other devices or if there are too few CPUs.
     """
@@ -213,9 +210,9 @@ def pin_threads(cores: Iterable[int]) -> None:
 
 
 def cap_address_space(room_bytes: int) -> None:
-    """Limit this process's address space to `room_bytes` more than now.
+    """Limit this process's address space to its current size plus `room_bytes`.
 
-    A larger allocation fails, which torch can catch.
+    Larger allocations then fail with an error that torch can catch.
     """
     pages = int(Path("/proc/self/statm").read_text().split()[0])
     soft = pages * resource.getpagesize() + room_bytes

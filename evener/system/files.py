@@ -1,6 +1,6 @@
-"""This user's files and folders: the state folder, whole reads and atomic writes.
+"""This user's files and folders: the state folder, size-limited reads and atomic writes.
 
-Nothing is stored in a folder that somebody else may write. After a full disk, a kill or a missing
+Nothing is stored in a folder that other users may write to. After a full disk, a kill or a missing
 permission, the previous file is intact.
 """
 
@@ -17,7 +17,7 @@ from ..errors import RequestError, as_request_error
 
 
 def state_folder() -> Path:
-    """Return this user's state folder, created with access for this user only.
+    """Return this user's state folder; create it with access for this user only.
 
     XDG_STATE_HOME is honoured.
     """
@@ -27,26 +27,26 @@ def state_folder() -> Path:
 
 
 def runs_folder() -> Path:
-    """Return the folder that holds a folder for each run."""
+    """Return the folder that contains one folder per run."""
     return trusted_folder(state_folder() / "runs")
 
 
 def new_run_id() -> str:
     """Return a new name for a run's folder.
 
-    Names sort by time, to a quarter of a millisecond; the last digit is random.
+    Names sort by time with a resolution of a quarter of a millisecond; the last digit is random.
     """
     now = time.time()
-    from secrets import token_hex  # loads hashlib, which monitors do without
+    from secrets import token_hex  # this import loads hashlib, which monitors don't need
 
     second = time.strftime("%Y%m%d-%H%M%S", time.gmtime(now))
     return f"{second}-{int(now % 1 * 4096):03x}{token_hex(1)[0]}"
 
 
 def trusted_folder(folder: Path) -> Path:
-    """Return the folder, creating it for this user only.
+    """Return the folder, and create it for this user only if it doesn't exist.
 
-    Raises RequestError if somebody else owns it or may write to it; links are followed.
+    Raises RequestError if another user owns it or may write to it; links are followed.
     """
     with as_request_error(
         f"The folder {folder} can't be used", "Set XDG_STATE_HOME to a folder that you may write."
@@ -74,9 +74,9 @@ def make_private(folder: Path) -> None:
 
 
 def new_error_file() -> Path:
-    """Remove the error file of the last measurement without a run, and return its path.
+    """Delete the error file of the last measurement without a run, and return its path.
 
-    The children of the next such measurement write their errors to it.
+    Child processes of the next such measurement write their errors to it.
     """
     path = error_file()
     path.unlink(missing_ok=True)
@@ -84,23 +84,23 @@ def new_error_file() -> Path:
 
 
 def error_file() -> Path:
-    """Return the path of the file with the errors of the last measurement without a run.
+    """Return the path of the error file of the last measurement without a run.
 
-    The children of that measurement wrote them.
+    Child processes of that measurement wrote their errors to it.
     """
     return state_folder() / "errors.txt"
 
 
-LARGEST_BYTES = 4 << 20  # size limit of a file to read
-PIPE_SECONDS = 5.0  # timeout for a pipe's writer to begin
+LARGEST_BYTES = 4 << 20  # size limit of a file that is read
+PIPE_SECONDS = 5.0  # timeout for the first byte from a pipe
 
 
 def read_whole(
     path: str | os.PathLike[str], what: str, remedy: str, error: type[RequestError] = RequestError
 ) -> bytes:
-    """Return the bytes of a file. `what` is the kind of file expected, for messages.
+    """Return the content of a file; `what` is the expected kind of file, for messages.
 
-    Raises `error` if the file can't be read or is too large to be of that kind.
+    Raises `error` if the file can't be read or is too large.
     """
     with (
         as_request_error(f"The {what} {path} can't be read", remedy, error),

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 from collections import deque
 
-MOST_FILES = 256  # most files kept open; the oldest is closed first
+MOST_FILES = 256  # maximum number of open files; the oldest is closed first
 
 _kept: deque[int] = deque()
 
@@ -13,8 +13,8 @@ _kept: deque[int] = deque()
 def make_memory_file() -> str:
     """Return the path of a new, empty in-memory file, which only processes of this user can open.
 
-    The file lies under /proc, so it needs neither a disk nor a folder, nobody can take its name
-    first, and it disappears with this process, however the process ends.
+    The path is under /proc, so the file needs neither a disk nor a folder, no other process can
+    take its name first, and it disappears with this process, however the process ends.
     """
     _kept.append(os.memfd_create("evener"))
     while len(_kept) > MOST_FILES:

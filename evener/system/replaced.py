@@ -11,7 +11,7 @@ from typing import Any
 def replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
     """Return a context in which an attribute of `owner` has this value.
 
-    An attribute that was defined only on the object's class is removed from the object afterwards.
+    On exit, an attribute that was defined only on the object's class is deleted from the object.
     """
     own = vars(owner)
     had, before = name in own, own.get(name)

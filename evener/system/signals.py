@@ -1,4 +1,4 @@
-"""Handle the signals that ask this process to end: Ctrl-C, SIGTERM and SIGHUP."""
+"""Handle the signals that ask this process to exit: Ctrl-C, SIGTERM and SIGHUP."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ _LIBC = ctypes.CDLL(None)
 
 
 def end_with_parent() -> None:
-    """Make the kernel send this process SIGTERM when the thread that started it ends.
+    """Make the kernel send SIGTERM to this process when the thread that started it ends.
 
-    A child calls this before executing its program.
+    A child calls this before it executes its program.
     """
     _LIBC.prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
 
 
 @contextmanager
 def restored_signals() -> Iterator[None]:
-    """Return a context after which the handlers of these signals are restored."""
+    """Return a context that restores the handlers of these signals on exit."""
     earlier = {number: signal.getsignal(number) for number in ENDING}
     try:
         yield
@@ -35,7 +35,7 @@ def restored_signals() -> Iterator[None]:
 
 @contextmanager
 def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
-    """Return a context in which `handle` is called with the number of each signal.
+    """Return a context in which `handle` is called with the number of each received signal.
 
     An ignored SIGHUP, as under `nohup`, stays ignored.
     """
@@ -48,7 +48,7 @@ def handled_signals(handle: Callable[[int], None]) -> Iterator[None]:
 
 @contextmanager
 def caught_signals() -> Iterator[list[int]]:
-    """Return a context with a list of the signals received so far, to be checked now and then."""
+    """Return a context that provides a list of the signals received since its start."""
     caught: list[int] = []
     with handled_signals(caught.append):
         yield caught

@@ -1,9 +1,9 @@
-"""Find how long this process's threads waited for cores, and which programs used those cores.
+"""Measure how long this process's threads waited for cores, and find the programs that used them.
 
 Linux counts for each thread how long it ran and how long it was ready to run without a core
-(/proc/PID/task/TID/schedstat, readable by the process's own user), and for each core how
-long a hypervisor gave it to other machines. On other systems, and in containers that hide
-these counters, all times are 0.
+(/proc/PID/task/TID/schedstat, readable by the process's own user), and for each core how long a
+hypervisor gave it to other machines. On other systems, and in containers that hide these counters,
+all times are 0.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from .cores import CGROUPS, MEMBERSHIP, list_groups
 
 TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 PROC = Path("/proc")
-LEAST_CORES = 0.1  # fewest cores for a program to be named
+LEAST_CORES = 0.1  # minimum number of cores for a program to be named
 MOST_NAMED = 3
 LONGEST_NAME = 40  # characters
 CONTAINER = "the container's CPU limit"
@@ -56,10 +56,7 @@ class Starvation(NamedTuple):
 
 
 class CoreWatch:
-    """Measures how long the threads of one process wait for cores.
-
-    It measures from one reading to the next.
-    """
+    """Measures how long the threads of one process wait for cores between two readings."""
 
     def __init__(self, pid: int | None = None, cores: int | None = None) -> None:
         self._tasks = PROC / str(pid or os.getpid()) / "task"
@@ -99,7 +96,7 @@ class CoreWatch:
     def _sum_up(self) -> CoreTimes:
         """Return the times of all threads.
 
-        A thread that is new since the last reading counts from its start.
+        A thread that was created since the last reading counts from its start.
         """
         now = _read_threads(self._tasks)
         ran_s = self._last.ran_s
@@ -117,10 +114,10 @@ class CoreWatch:
 
 
 def _find_stolen(before: CoreTimes, last: CoreTimes) -> float:
-    """Return the time in seconds that the hypervisor took from a process between two readings.
+    """Return the time that the hypervisor took from a process between two readings, in seconds.
 
-    The stolen time of the process's cores is multiplied by the process's part of their busy time.
-    Threads count stolen time neither as run nor as delayed.
+    The stolen time of the process's cores is multiplied by the process's fraction of their busy
+    time. The kernel counts a thread's stolen time neither as running nor as waiting.
     """
     stolen_s, busy_s = last.stolen_s - before.stolen_s, last.busy_s - before.busy_s
     ran_s = last.ran_s - before.ran_s
@@ -154,7 +151,7 @@ def _find_idle(before: CoreTimes, last: CoreTimes, cores: int) -> float:
 
 
 def read_core_seconds(cores: Collection[int], stat: Path = PROC / "stat") -> tuple[float, float]:
-    """Return how long these cores were busy, and how long the hypervisor took them, in seconds.
+    """Return how long these cores were busy and how long the hypervisor took them, in seconds.
 
     Both are 0 if the kernel doesn't report them.
     """
@@ -179,16 +176,16 @@ def _read_threads(tasks: Path) -> dict[str, tuple[int, int]]:
     except OSError:
         return {}
     for name in names:
-        with suppress(OSError, ValueError, IndexError):  # of a thread that has ended
+        with suppress(OSError, ValueError, IndexError):  # the thread may have ended
             ran, delayed = (tasks / name / "schedstat").read_text().split()[:2]
             found[name] = int(ran), int(delayed)
     return found
 
 
 def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) -> float:
-    """Return how long this process's control groups were throttled by their quota, in seconds.
+    """Return how long this process's control groups were throttled by their CPU quota, in seconds.
 
-    The quota is the CPU quota. Return 0 if unknown.
+    Return 0 if it is unknown.
     """
     seconds = 0.0
     for folder, version in list_groups("cpu", root, membership):
@@ -201,16 +198,16 @@ def read_throttled_seconds(root: Path = CGROUPS, membership: Path = MEMBERSHIP) 
 
 
 class ProcessUse(NamedTuple):
-    """The CPU time of every visible process at one moment, in seconds."""
+    """The CPU time of every visible process at one time, in seconds."""
 
     at_s: float
     seconds: Mapping[tuple[int, str], float]  # by pid and start time
     parents: Mapping[int, int]
-    stolen_s: float  # taken by the hypervisor, over all cores
+    stolen_s: float  # time taken by the hypervisor, over all cores
 
 
 def read_process_use() -> ProcessUse:
-    """Return the CPU time of every process so far; takes about 20 us per process."""
+    """Return the CPU time that every process has used; this takes about 20 us per process."""
     seconds: dict[tuple[int, str], float] = {}
     parents = {}
     for name in os.listdir(PROC):
@@ -234,16 +231,15 @@ def name_competitors(
 ) -> str:
     """Return the programs that used the most CPU time between two readings.
 
-    For example, `python load.py (1.9 cores)`.
-
-    `own_root`, its descendants and its parent are left out. Descendants of `own`, such as a
-    loader's workers, are listed under a name of their own. Empty if no such program is visible, for
-    example in a container that hides other processes.
+    For example, "python load.py (1.9 cores)". `own_root`, its descendants and its parent are left
+    out. Descendants of `own`, such as a loader's workers, are listed under a name of their own. The
+    result is empty if no such program is visible, for example in a container that hides other
+    processes.
     """
     wall_s = after.at_s - before.at_s
     if wall_s <= 0:
         return ""
-    taken: dict[str, float] = {}  # cores by name; processes with the same name count as one program
+    taken: dict[str, float] = {}  # cores by program name; processes with the same name are added up
     for (pid, started), seconds in after.seconds.items():
         cores = (seconds - before.seconds.get((pid, started), 0.0)) / wall_s
         mine = pid == after.parents.get(own_root) or _is_under(pid, own_root, after.parents)
@@ -261,7 +257,7 @@ def name_competitors(
 
 
 def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
-    """True if `pid` is `root` or a descendant of it."""
+    """True if the process `pid` is `root` or a descendant of it."""
     seen: set[int] = set()
     while pid not in seen:
         if pid == root:
@@ -272,7 +268,7 @@ def _is_under(pid: int, root: int, parents: Mapping[int, int]) -> bool:
 
 
 def name_process(pid: int) -> str:
-    """Return the name of a process's program and script or module, without folders."""
+    """Return the names of a process's program and its script or module, without folders."""
     with suppress(OSError):
         words = (PROC / str(pid) / "cmdline").read_bytes().decode(errors="replace").split("\0")
         named = [Path(word).name for word in (words[0], _find_script(words[1:])) if word]
@@ -281,13 +277,13 @@ def name_process(pid: int) -> str:
     return f"process {pid}"
 
 
-_WITH_VALUE = ("-W", "-X")  # options of Python that are followed by their value
+_WITH_VALUE = ("-W", "-X")  # options of Python that are followed by a value
 
 
 def _find_script(arguments: list[str]) -> str:
     """Return the first argument that is neither an option nor an option's value.
 
-    The result is empty if the code is on the command line.
+    The result is empty if the code itself is on the command line.
     """
     words = iter(arguments)
     for word in words:

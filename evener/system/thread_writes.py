@@ -1,4 +1,4 @@
-"""Counts the bytes that a thread writes, using Linux's I/O accounting."""
+"""Count the bytes that a thread writes, using Linux's I/O accounting."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ _WRITTEN = b"wchar:"
 class ThreadWrites:
     """Counts the bytes written by the thread that creates it.
 
-    Reading the count takes about a microsecond. The count stays 0 if the kernel doesn't keep one.
+    Reading the counter takes about a microsecond. It stays 0 if the kernel doesn't support it.
     """
 
     def __init__(self) -> None:
@@ -20,13 +20,13 @@ class ThreadWrites:
             self._descriptor = os.open("/proc/thread-self/io", os.O_RDONLY | os.O_CLOEXEC)
 
     def count_bytes(self) -> int:
-        """Return the bytes that this thread has written so far with write().
+        """Return the bytes that this thread has written with write() so far.
 
         Writes to files, pipes and sockets count.
         """
         if self._descriptor < 0:
             return 0
-        with suppress(OSError, ValueError, IndexError):  # of a thread that has ended, for example
+        with suppress(OSError, ValueError, IndexError):  # for example, if the thread has ended
             fields = os.pread(self._descriptor, 512, 0).split()
             return int(fields[fields.index(_WRITTEN) + 1])
         return 0

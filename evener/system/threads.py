@@ -1,4 +1,4 @@
-"""Find threads of libraries in this process by name, and wait for them to sleep."""
+"""Find a library's threads in this process by name, and wait for them to sleep."""
 
 from __future__ import annotations
 
@@ -7,16 +7,17 @@ from contextlib import suppress
 from pathlib import Path
 
 _TASKS = Path("/proc/self/task")
-_QUIET_LOOKS = 3  # readings in a row in which every thread must be asleep without waking in between
+_QUIET_LOOKS = (
+    3  # consecutive readings in which every thread must be asleep, without waking in between
+)
 _LOOK_SECONDS = 0.001
 
 
 def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
-    """Wait until all threads with this name sleep, and return True.
+    """Wait until all threads with this name sleep; return True if they do within `seconds`.
 
-    Return immediately if there are no such threads. Return False if one of them is still working
-    after `seconds`. Only Linux reports what threads do; elsewhere this waits for 50 ms. Other
-    threads may run Python code meanwhile.
+    Return True at once if there are no such threads. Only Linux reports the state of threads;
+    elsewhere this waits for 50 ms. Other Python threads may run meanwhile.
     """
     if not _TASKS.is_dir():
         time.sleep(50 * _LOOK_SECONDS)
@@ -36,7 +37,7 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """Return the state of each thread with this name, and how often it has gone to sleep so far."""
+    """Return the state and the number of voluntary context switches of each thread with this name."""
     found = {}
     for task in _TASKS.iterdir():
         with suppress(OSError):  # of a thread that has ended
