@@ -37,7 +37,10 @@ def wait_until_asleep(name: str, seconds: float = 5.0) -> bool:
 
 
 def _read_threads(name: str) -> dict[str, tuple[str, str]]:
-    """Return the state and the number of voluntary context switches of each thread with this name."""
+    """Return the state and the number of context switches of each thread with this name.
+
+    Only voluntary context switches are counted.
+    """
     found = {}
     for task in _TASKS.iterdir():
         with suppress(OSError):  # of a thread that has ended

@@ -441,7 +441,7 @@ class TrainingAudits:
         if isinstance(record, str):
             return record
         try:
-            with self._training.weights.checking(), self._paused_exchanges():
+            with self._training.weights.auditing(), self._paused_exchanges():
                 fault = record.find_change()
         except Exception as error:
             fault = describe_error(error)
@@ -582,7 +582,7 @@ class TrainingAudits:
         groups = [group for each in optimizers for group in each.param_groups]
         others = [each for group in groups for each in group["params"]]
         around = [
-            self._training.weights.checking,
+            self._training.weights.auditing,
             self._paused_exchanges,
             *options.pop("around", ()),
         ]

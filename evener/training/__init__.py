@@ -1,1 +1,1 @@
-"""Training processes of any framework: their ranks, their rows, and changes of shares."""
+"""Rules for training processes of any framework: their ranks, their rows, and changes of shares."""

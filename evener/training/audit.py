@@ -39,37 +39,41 @@ from statistics import median
 
 import msgspec
 
-FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # audited steps; after them every EVERY-th
+FIRST_STEPS = (1, 4, 16, 64, 256, 1024)  # audited steps; afterwards every EVERY-th step is audited
 EVERY = 2000
-EARLY = 64  # up to this step one difference ends the training; later it is confirmed first
-AGAIN_AFTER = 3  # steps after a change until another batch is audited
-MOST_CHANGES = 32  # changes of the signature that are audited immediately
+EARLY = (
+    64  # up to this step, one difference ends the training; in later steps it has to be confirmed
+)
+AGAIN_AFTER = 3  # number of steps after a change until another batch is audited
+MOST_CHANGES = 32  # maximum number of signature changes that are audited immediately
 
-PROJECTIONS = 4  # random sums of each tensor's gradient
-REPEATS = 3  # computations of the reference that are equal except for rounding
-MIXED = "float64 by float32"  # models of float64 often compute norms and softmax in float32
-# The relative differences from which repeats measure the rounding. Another order of summation was
+PROJECTIONS = 4  # number of random sums per tensor's gradient
+REPEATS = 3  # number of computations of the reference that are equal except for rounding
+MIXED = "float64 by float32"  # float64 models often compute norms and softmax in float32
+# Relative differences above which repeats measure the rounding. Another order of summation was
 # measured to change a mean over rows by 5e-6 on a CPU and by up to 3.3e-4 on a GPU (a billion
 # parameters, after 25 steps; 2e-5 with 100 million). The mildest wrong losses that were tried
 # differ by 2.4e-4 and 1.2e-3.
 FLOORS = {"float64": 1e-10, MIXED: 1e-5, "float32": 1e-4, "float16": 1e-2, "bfloat16": 4e-2}
-LOSS_SAFETY = 0.1  # times a gradient's floor: the rounding allowed in a loss
+LOSS_SAFETY = 0.1  # rounding allowed in a loss, as a multiple of a gradient's floor
 # A difference counts if it is this many times the largest difference by rounding; on an H200 a
 # decoder of a billion parameters reached 12 times the difference of disturbed sums.
 SAFETY = 30.0
-SMALL = 1e-4  # of the largest gradient's norm: the least norm to divide a difference by
-SEEN_LOSS = 1e-6  # relative: the least difference of two losses that is shown
+SMALL = (
+    1e-4  # minimum norm by which a difference is divided, relative to the largest gradient's norm
+)
+SEEN_LOSS = 1e-6  # smallest relative difference of two losses that is shown
 
 
 LOSS = "the loss"  # the tensor's name in a sketch if no gradients can be computed
 
 
 class Sketch(msgspec.Struct):
-    """The gradient of some rows: random sums of each tensor's gradient, by name, and the loss.
+    """Random sums of each tensor's gradient over some rows, by tensor name, and the loss.
 
     The standard deviation of a sum of gradient * random sign is the gradient's norm, so the
-    differences of two sketches' sums estimate how far apart two gradients are. `kinds` are the
-    tensors' types, such as "float32". A tensor without a gradient isn't included.
+    differences between the sums of two sketches estimate the distance of the two gradients. `kinds`
+    are the tensors' types, such as "float32". A tensor without a gradient isn't included.
     """
 
     sums: dict[str, tuple[float, ...]] = {}
@@ -77,24 +81,24 @@ class Sketch(msgspec.Struct):
     loss: float = math.nan
 
     def add(self, name: str, kind: str, sums: Sequence[float]) -> None:
-        """Add the random sums of a part of a tensor's gradient."""
+        """Add the random sums of one part's gradient of a tensor."""
         before = self.sums.get(name, (0.0,) * len(sums))
         self.sums[name] = tuple(one + other for one, other in zip(before, sums, strict=True))
         self.kinds[name] = kind
 
     def size(self, name: str) -> float:
-        """Return the norm of a tensor's gradient, estimated from its sums; 0 without a gradient."""
+        """Return the estimated norm of a tensor's gradient; 0 without a gradient."""
         return _size(self.sums.get(name, ()))
 
 
 class GradientDifference(msgspec.Struct, frozen=True):
     """The largest difference between two gradients.
 
-    `name` is the tensor whose gradients differ most, or "" if only the losses can
-    show a difference.
+    `name` is the tensor whose gradients differ most, or "" if only the losses can show a
+    difference.
 
-    `relative` is the difference relative to the gradient's size, and `allowed` the largest such
-    value that rounding may cause. `reference` and `trained` are the norms of both gradients.
+    `relative` is the difference relative to the gradient's size, and `allowed` is its maximum due
+    to rounding. `reference` and `trained` are the norms of both gradients.
     """
 
     name: str
@@ -108,7 +112,7 @@ class GradientDifference(msgspec.Struct, frozen=True):
 def compare(
     reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
 ) -> GradientDifference | None:
-    """Return the difference that most exceeds its allowed rounding, or None if no difference does.
+    """Return the difference that most exceeds its allowed rounding, or None if none does.
 
     - Without `repeats`, the allowed rounding is the floor of the tensor's type.
     - With `repeats`, the allowed rounding is at least SAFETY times the rounding that they show.
@@ -127,7 +131,7 @@ def _compare(
 def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] = ()) -> bool:
     """True if the losses of two sketches differ by no more than rounding.
 
-    The allowed rounding is computed like in `compare`, with a lower floor.
+    The allowed rounding is computed as in `compare`, but with a lower floor.
     """
     scale = max(abs(reference.loss), abs(other.loss))
     rounding = max((abs(each.loss - reference.loss) for each in repeats), default=0.0)
@@ -138,7 +142,7 @@ def are_losses_near(reference: Sketch, other: Sketch, repeats: Sequence[Sketch] 
 def find_largest(
     reference: Sketch, trained: Sketch, noises: Mapping[str, float]
 ) -> GradientDifference | None:
-    """Return the difference that is largest in proportion to what rounding allows.
+    """Return the largest difference in proportion to its allowed rounding.
 
     `noises` is the result of `find_noises`. Return None if the reference isn't finite, or if
     neither sketch has a gradient.
@@ -159,7 +163,7 @@ def _compare_tensor(
     largest: float,
     noises: Mapping[str, float],
 ) -> GradientDifference | None:
-    """Return the difference of one tensor, or None if both of its gradients are 0."""
+    """Return the difference of one tensor's gradients, or None if both gradients are 0."""
     sizes = reference.size(name), trained.size(name)
     scale = _scale(name, reference, trained, largest)
     if scale == 0.0:
@@ -172,15 +176,15 @@ def _compare_tensor(
 
 
 def floor(kind: str) -> float:
-    """Return the relative difference that always counts as rounding, for tensors of this type."""
+    """Return the relative difference that always counts as rounding for tensors of this type."""
     return FLOORS.get(kind.removeprefix("complex"), FLOORS["float32"])
 
 
 def find_noises(reference: Sketch, repeats: Sequence[Sketch]) -> dict[str, float]:
-    """Return, for each tensor, the relative difference that rounding alone causes between repeats.
+    """Return the relative difference that rounding alone causes between repeats, by tensor.
 
-    A tensor's difference is estimated from a few random sums, which may be small by chance, so it
-    is raised to the median over all tensors if it is below that.
+    A tensor's difference is estimated from a few random sums, which may be small by chance, so a
+    difference below the median over all tensors is raised to the median.
     """
     if not repeats:
         return {}
@@ -199,7 +203,7 @@ def _scale(name: str, one: Sketch, other: Sketch, largest: float) -> float:
 
     A gradient that is 0 except for rounding, such as the gradient of a bias before a softmax, has
     no meaningful size: its rounding is a fraction of the summed terms, which are as large as other
-    tensors' gradients. So the size is at least SMALL times the largest gradient's size.
+    tensors' gradients. Therefore the size is at least SMALL times the size of the largest gradient.
     """
     return max(one.size(name), other.size(name), SMALL * largest)
 
@@ -243,17 +247,17 @@ def compare_ranks(
 
 
 class Action(Enum):
-    """The action that follows from an audit."""
+    """What to do after an audit."""
 
     GO_ON = "go on"
     CONFIRM = "confirm"  # audit the next step too, without a message yet
     REFUSE = "refuse"  # end the training with an error
-    GO_EVEN = "go even"  # only `evener run`: shares are even from now on
-    WARN = "warn"  # on every rank and in the app; the training goes on
+    GO_EVEN = "go even"  # only in `evener run`: make shares even for the rest of the training
+    WARN = "warn"  # warn on every rank and in the app; the training continues
 
 
 class Audits:
-    """The audits of one training: when the next audit is due, and what follows from each audit.
+    """Decides when to audit a training, and what to do after each audit.
 
     With `evens` (`evener run`), shares become equal for the rest of the training if gradients
     differ. Otherwise, with `strict`, a confirmed difference is refused with an error in any step.
@@ -261,13 +265,13 @@ class Audits:
 
     def __init__(self, evens: bool = False, strict: bool = False) -> None:
         self.step = 0  # steps that have begun
-        self.over = False  # a difference was acted on, so that nothing is left to audit
-        # an audit of this step is the first one, follows a change or confirms a difference
+        self.over = False  # a difference had consequences, so no more audits are needed
+        # this step's audit is the first one, follows a change or confirms a difference
         self.thorough = True
         self._evens = evens
         self._strict = strict
         self._signatures: set[Hashable] = set()
-        self._again: set[int] = set()  # steps that are audited once more after a change
+        self._again: set[int] = set()  # steps that are audited again after a change
         self._confirms = False
 
     def begin(self, signature: Hashable = None) -> bool:
@@ -282,9 +286,9 @@ class Audits:
         return changed or again or self._confirms or is_audited(self.step)
 
     def sees(self, signature: Hashable) -> bool:
-        """Record a signature; return True if it is new, so that the current step is to be audited.
+        """Record a signature; return True if it is new, so that the current step must be audited.
 
-        After 32 signatures, no further signature is recorded.
+        Only the first 32 signatures are recorded.
         """
         if self.over or signature in self._signatures or len(self._signatures) >= MOST_CHANGES:
             return False
@@ -303,14 +307,14 @@ class Audits:
         return self._confirms
 
     def decide(self, difference: GradientDifference | None) -> Action:
-        """Return the action that follows from this step's audit; None: the gradients agree."""
+        """Return the action after this step's audit; a `difference` of None means agreement."""
         return self.decide_by(difference is not None)
 
     def decide_by(self, differs: bool) -> Action:
-        """Return the action that follows from this step's audit.
+        """Return the action after this step's audit.
 
-        `differs` is True if any rank saw a difference. After step 64, the next step is audited to
-        confirm a difference before anything else follows.
+        `differs` is True if any rank saw a difference. After step 64, a difference first has to be
+        confirmed by an audit of the next step.
         """
         confirmed, self._confirms = self._confirms, False
         if not differs:
@@ -327,7 +331,7 @@ class Audits:
 
 
 def is_audited(step: int) -> bool:
-    """True for the steps that are always audited; the first step is 1."""
+    """True if the step with this number, counted from 1, is always audited."""
     return step in FIRST_STEPS or step % EVERY == 0
 
 
@@ -396,10 +400,10 @@ CAUSES = {
 
 
 def find_cause(answers: Mapping[str, Callable[[], bool]]) -> str:
-    """Return the name of the likeliest cause: the first true question, in the order of CAUSES.
+    """Return the name of the likeliest cause: the first question in CAUSES that is answered True.
 
-    Each question recomputes the gradient by the path that trains, with one thing changed. Its
-    answer is True if the change removes the difference. Return "rows" if no answer is True.
+    Each question recomputes the gradient on the training path with one thing changed. Its answer is
+    True if the change removes the difference. Return "rows" if no answer is True.
     """
     for name in CAUSES:
         if name in answers and answers[name]():
@@ -414,7 +418,7 @@ def describe(
     step: int = 1,
     reference: str = AT_ONCE,
 ) -> str:
-    """Return the message that says how much a gradient or the loss differs, and its likely cause.
+    """Return a message with the size of a difference and its likely cause.
 
     - `cause` is the likely cause, or its key in CAUSES.
     - `rows` are the numbers of rows of the parts, or empty if two ranks differ.
@@ -455,11 +459,11 @@ def _write_apart(one: float, other: float) -> str:
 def find_unequal(
     every: Sequence[Mapping[str, Sequence[float]]], near: float = 1e-4
 ) -> tuple[str, float, float] | None:
-    """Return the first name whose values differ between ranks, with the two values farthest apart.
+    """Return the first name whose values differ between ranks, with its lowest and highest values.
 
     `every` has, for each rank, a few values for each buffer and for each number that enters the
-    loss. Values are equal if their relative difference is at most `near`. Names that not all ranks
-    have aren't compared. Return None if all values are equal.
+    loss. Values are equal if their relative difference is at most `near`. Names that some ranks
+    don't have aren't compared. Return None if all values are equal.
     """
     names = [name for name in every[0] if all(name in each for each in every)]
     for name in names:

@@ -1,9 +1,9 @@
-"""Find what limits a training's steps: the ranks' compute time (own work), hosts or input. Pure.
+"""Find what limits a training's steps: the ranks' compute time (own work), their hosts or input.
 
-Moving rows between ranks makes steps faster only if the slowest rank computes fewer rows in less
-time. It doesn't if a GPU waits for its host to start kernels, or a rank waits for rows that other
-processes fetch for it. If a CPU is shared with other programs, its speed changes within seconds, so
-more evidence is needed.
+The module is pure. Moving rows between ranks makes steps faster only if the slowest rank computes
+fewer rows in less time. It doesn't if a GPU waits for its host to start kernels, or a rank waits
+for rows that other processes fetch for it. If a CPU is shared with other programs, its speed
+changes within seconds, so more evidence is needed.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Bottleneck = Literal["own work", "shared core", "host", "input"]
 INPUT_PART = 0.1  # input is the limit if waiting for rows takes this fraction of a step
 BEHIND_PART = 0.5  # the GPU is the limit if it is behind its host in this fraction of steps
 COMPUTING_PART = (
-    0.8  # below this fraction of own work, another program has the core, or the rank sleeps
+    0.8  # below this fraction of own work, another program uses the core, or the rank sleeps
 )
 EVIDENCE_SECONDS: dict[Bottleneck, float] = {"own work": 0.5, "shared core": 5.0}
 
@@ -28,17 +28,17 @@ class RankTimes(NamedTuple):
     """Medians of a rank's steps in a window; NaN for unknown values."""
 
     own_work_s: float
-    input_s: float  # idle, while other threads or processes fetch its rows
+    input_s: float  # idle time while other threads or processes fetch its rows
     step_s: float
-    behind: float = math.nan  # part of the steps in which the GPU was behind its host
-    computing: float = math.nan  # part of own work in which the CPU computed for this rank
+    behind: float = math.nan  # fraction of the steps in which the GPU was behind its host
+    computing: float = math.nan  # fraction of own work in which the CPU computed for this rank
 
 
 def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
-    """Return what limits the steps of ranks whose medians are `ranks`.
+    """Return what limits the steps, from the medians of each rank in `ranks`.
 
-    Only waiting for other threads or processes counts as input: the time in which a training loop
-    makes its rows itself is part of its rank's compute time.
+    Only waiting for other threads or processes counts as input: if the training loop prepares its
+    rows itself, that time is part of its rank's compute time.
     """
     last = max(ranks, key=lambda each: _zero_for_nan(each.own_work_s + each.input_s))
     if last.input_s > INPUT_PART * last.step_s:
@@ -52,7 +52,7 @@ def find_bottleneck(ranks: Sequence[RankTimes]) -> Bottleneck:
 
 
 def fewest_windows(bottleneck: Bottleneck, window_s: float) -> int:
-    """Return how many windows of `window_s` seconds a change of shares needs, 2 to 64.
+    """Return how many windows of `window_s` seconds are needed to change shares, 2 to 64.
 
     Return 0 if the host or the input is the bottleneck, because other shares wouldn't help.
     """

@@ -13,26 +13,26 @@ from typing import Any, NoReturn
 
 from .retreat import say
 
-STUCK_SECONDS = 10.0  # after Ctrl-C: a launcher would wait for 30
+STUCK_SECONDS = 10.0  # after Ctrl-C; a launcher would wait for 30 s
 
 
 def end_process(code: int) -> NoReturn:
     """Exit this process with `code`, from any thread, after flushing its output and logs.
 
-    Exit handlers aren't run, because they would wait for the thread that is stuck.
+    Exit handlers aren't run, because they would wait for the stuck thread.
     """
-    with suppress(Exception):  # a handler of the user's may fail
+    with suppress(Exception):  # the user's handler may fail
         logging.shutdown()
     for stream in (sys.stdout, sys.stderr):
-        with suppress(Exception):  # it may be closed
+        with suppress(Exception):  # the stream may be closed
             stream.flush()
     os._exit(code)
 
 
 def last_error() -> BaseException | None:
-    """Return the uncaught exception that made the program exit, or None; for an exit handler.
+    """Return the uncaught exception that ended the program, or None; for exit handlers.
 
-    Return None also in an interactive session, because it continues after an exception.
+    In an interactive session, which continues after an exception, the result is None too.
     """
     if hasattr(sys, "ps1") or sys.flags.interactive:
         return None
@@ -62,7 +62,7 @@ def end_when_stuck() -> None:
     ear, mouth = os.pipe()
     os.set_blocking(mouth, False)
     before = signal.set_wakeup_fd(mouth, warn_on_full_buffer=False)
-    if before != -1:  # another library listens
+    if before != -1:  # another library handles the wakeup
         signal.set_wakeup_fd(before)
         os.close(ear)
         os.close(mouth)
@@ -77,7 +77,7 @@ def end_when_stuck() -> None:
     def listen() -> None:
         while number := os.read(ear, 1):
             came = time.monotonic()
-            if number[0] != signal.SIGINT or not is_ours():  # another handler takes it
+            if number[0] != signal.SIGINT or not is_ours():  # another handler handles this signal
                 continue
             time.sleep(STUCK_SECONDS)
             if heard[0] < came - 1.0 and is_ours():  # one handler call may cover two signals

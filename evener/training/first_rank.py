@@ -1,8 +1,8 @@
-"""The first rank of a program starts alone; the others wait until it creates a process group.
+"""Start the first rank of a program alone; the others wait until it creates a process group.
 
-A script for one GPU thus runs only once, and a launcher that the program starts has the devices to
-itself. The environment shows whether a process is a rank that evener started: a launcher gives its
-own ranks other numbers, another address or another run of PyTorch's elastic agent.
+A script for one GPU therefore runs only once, and a launcher that the program starts has the
+devices to itself. The environment shows whether evener started a rank: a launcher gives its own
+ranks other numbers, another address or another run of PyTorch's elastic agent.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from contextlib import suppress
 from pathlib import Path
 
 RELEASE = "EVENER_RELEASE"  # the file that the other ranks wait for
-STARTED_AS = "EVENER_STARTED_AS"  # this process's rank, as describe_rank names it, when it started
+STARTED_AS = "EVENER_STARTED_AS"  # this process's rank at its start, in the form of describe_rank
 POLL_SECONDS = 0.05
-# the variables of a rank that PyTorch's elastic agent sets
+# the variables that PyTorch's elastic agent sets for a rank
 RANK_VARIABLES = (
     *("RANK", "LOCAL_RANK", "GROUP_RANK", "ROLE_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     *("GROUP_WORLD_SIZE", "ROLE_WORLD_SIZE", "ROLE_NAME", "TORCHELASTIC_RUN_ID"),
@@ -26,18 +26,18 @@ RANK_VARIABLES = (
 
 
 def describe_rank() -> str:
-    """Return this process's rank, the number of ranks and the name of their elastic run as text."""
+    """Return this process's rank, the number of ranks and the id of their elastic run, as text."""
     names = ("RANK", "WORLD_SIZE", "TORCHELASTIC_RUN_ID")
     return " ".join(os.environ.get(name, "-") for name in names)
 
 
 def is_started_rank() -> bool:
-    """True if evener itself started this rank, according to its environment variables."""
+    """True if evener started this rank, according to its environment variables."""
     return os.environ.get(STARTED_AS) == describe_rank()
 
 
 def is_in_other_run() -> bool:
-    """True if this process was started by an elastic agent that the program itself started."""
+    """True if this process was started by an elastic agent of the program itself."""
     started = os.environ.get(STARTED_AS)
     return started is not None and started.split(" ")[2] != describe_rank().split(" ")[2]
 
@@ -59,7 +59,7 @@ def release_others() -> None:
 def wait_for_release(path: str, rank: int) -> None:
     """Wait until the other ranks may start; rank 0 only writes its process id to a file.
 
-    Exits this process with code 0 if rank 0 exits without releasing the others.
+    If rank 0 exits without releasing the others, this process exits with code 0.
     """
     first = Path(f"{path}.first")
     if rank == 0:

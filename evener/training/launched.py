@@ -1,4 +1,4 @@
-"""The environment variables that a launcher sets for a training process: plan, device, host."""
+"""The environment variables that a launcher sets for a training process."""
 
 from __future__ import annotations
 
@@ -13,27 +13,29 @@ from pathlib import Path
 from .first_rank import is_in_other_run
 
 PLAN, DEVICE, HOST = "EVENER_PLAN", "EVENER_DEVICE", "EVENER_HOST"
-# the plan that was launched, if PLAN is the one for the remaining devices
+# the launched plan, if PLAN is a plan for the remaining devices
 REPLACED_PLAN = "EVENER_REPLACED_PLAN"
-RUN = "EVENER_RUN"  # the name under which a training may keep a journal
-# a folder of the launcher, in which each process keeps its last record
+RUN = "EVENER_RUN"  # the name under which a training may write a journal
+# a folder of the launcher to which each process writes its last record
 RECORDS = "EVENER_RECORDS"
 RESTART = "EVENER_RESTART"  # why the launcher restarted the training
-PROGRAM = "EVENER_PROGRAM"  # JSON of a `Program`, in the processes of evener run
-# JSON of the command's arguments, if evener run --balance measures its trainer
+PROGRAM = "EVENER_PROGRAM"  # JSON of the ProgramSettings, in the processes of evener run
+# JSON of the command's arguments while evener run --balance measures its trainer
 PROGRAM_COMMAND = "EVENER_PROGRAM_COMMAND"
 
 # HOST:PORT of PyTorch's MASTER_ADDR and MASTER_PORT, and the rendezvous file that replaces them
 RENDEZVOUS = "EVENER_MEETING"
-GROUPS = "EVENER_GROUPS"  # process groups that used the file before, also in parents
+GROUPS = (
+    "EVENER_GROUPS"  # number of process groups that have used the file, also in parent processes
+)
 
-# set if one process trains on all devices, and evener launch can start one for each instead
+# set if one process trains on all devices, but evener launch can start one per device
 ONE_PROCESS = "EVENER_ONE_PROCESS"
 WANTS_PROCESSES = 86  # the exit code of a process that can't train on all devices alone
 
 
 def ask_for_processes(why: str) -> None:
-    """Print a message and exit if evener launch will start a process for each device instead.
+    """Print a message and exit if evener launch will start one process per device instead.
 
     The exit code is `WANTS_PROCESSES`. Without evener launch, do nothing.
     """
@@ -43,10 +45,10 @@ def ask_for_processes(why: str) -> None:
 
 
 def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathLike[str] | None:
-    """Return the plan file that the script names, else the plan file that evener launch passed.
+    """Return the plan file that the script names, else the one that evener launch passed.
 
-    If devices were lost and the script names the launched plan, return the plan for
-    the remaining devices.
+    If devices were lost and the script names the launched plan, return the plan for the remaining
+    devices.
     """
     launched, replaced = os.environ.get(PLAN) or None, os.environ.get(REPLACED_PLAN)
     if named is None or launched is None or not replaced:
@@ -57,15 +59,14 @@ def launched_plan(named: str | os.PathLike[str] | None = None) -> str | os.PathL
 
 
 def launched_device() -> str:
-    """Return the plan's name of this process's device; empty if evener launch didn't start it."""
+    """Return the plan's id of this process's device; empty if evener launch didn't start it."""
     return os.environ.get(DEVICE, "")
 
 
 def rendezvous_file(address: str) -> str | None:
     """Return the rendezvous file that this host's processes use instead of HOST:PORT, or None.
 
-    Return None if a port is used, or in a run of another launcher, because that may use
-    the same address.
+    It is None if a port is used, and in another launcher's run, which may use the same address.
     """
     named, _, path = os.environ.get(RENDEZVOUS, "").partition(" ")
     if is_in_other_run():
@@ -90,7 +91,7 @@ def restart_reason() -> str:
 
 
 def find_host(hosts: Iterable[str]) -> str:
-    """Return this machine's name among a plan's hosts; empty if it isn't found or ambiguous.
+    """Return this machine's name among a plan's hosts; empty if none or several match.
 
     If EVENER_HOST is set, its value is returned. Otherwise the plan's hosts are compared with the
     machine's host name, and then with its addresses.
@@ -104,7 +105,7 @@ def find_host(hosts: Iterable[str]) -> str:
 
 
 def is_here(name: str) -> bool:
-    """True if a name or an address belongs to this machine: a socket can be bound to it."""
+    """True if a name or an address belongs to this machine, so that a socket can be bound to it."""
     for family, kind, protocol, _, address in resolve(name):
         with suppress(OSError), socket.socket(family, kind, protocol) as door:
             door.bind(address)
@@ -136,7 +137,7 @@ def is_device_error(error: BaseException) -> bool:
 def abort_if_lost(error: BaseException) -> None:
     """Abort a process that evener launch started if `error` is a device error.
 
-    The abort tells the launcher that the device is lost.
+    The abort makes the launcher treat the device as lost.
     """
     if launched_device() and is_device_error(error):
         sys.stdout.flush()

@@ -1,8 +1,8 @@
-"""The limits of a training: each limit's part of a step, a remedy and the expected gain. Pure.
+"""The limits of a training: the part of a step that each takes, a remedy and its expected gain.
 
-A search and a training run measure the parts of a step differently, and both use this module.
-Measured parts may overlap: a host that is starved of cores also delays input. Overlaps are removed,
-so that the limits of one step never add up to more than the step.
+The module is pure. A search and a training run measure the parts of a step differently, and both
+use this module. Measured parts may overlap: a host that is starved of cores also delays input.
+Overlaps are removed, so that the limits of one step never add up to more than the step.
 """
 
 from __future__ import annotations
@@ -118,12 +118,12 @@ class LimitKind(StrEnum):
 
 
 class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
-    """One limit of a training, with a remedy and the gain expected from it.
+    """One limit of a training, with a remedy and its expected gain.
 
-    Limits of a step don't overlap: their shares add up to at most 1, and the rest is compute
-    time (own work) and parts under 5 %. Gains are relative to the current samples/s: 0.5 is 50 %
-    more. `by` names the cause of the limit (a rank, a program or a link) and is empty if the
-    cause is unknown.
+    Limits of a step don't overlap: their shares add up to at most 1, and the rest is compute time
+    (own work) and parts under 5 %. Gains are relative to the current samples/s: 0.5 is 50 % more.
+    `by` names the cause of the limit (a rank, a program or a link) and is empty if the cause is
+    unknown.
     """
 
     kind: LimitKind
@@ -135,27 +135,27 @@ class TrainingLimit(msgspec.Struct, frozen=True, kw_only=True):
     gain_high: float
     by: str = ""
     measured: bool = False  # the gain was measured in a step without the limit
-    # the plan removes the limit: milliseconds and share are of a step without the plan
+    # the plan removes the limit; milliseconds and share then refer to a step without the plan
     taken_away: bool = False
 
 
 class StepPart(msgspec.Struct, frozen=True, kw_only=True):
-    """A measured part of a step that has a remedy.
+    """A measured part of a step that a remedy can shorten.
 
     Without `without_s`, the remedy is expected to shorten the step by `seconds` times `spared`.
     `remaining_s` isn't included in the gain's interval, because it is known only for the usual
-    remedy. A part isn't reported if its gain is below 5 % once `remaining_s` is added.
+    remedy. A part isn't reported if its gain is below 5 % after `remaining_s` is added.
     """
 
     kind: LimitKind
     seconds: float  # of a step
     error_s: float = 0.0  # half of the 95 % interval of `seconds`
     high_error_s: float | None = None  # the upper half of the interval, if it differs
-    remaining_s: float = 0.0  # seconds that may remain, or be added, with the usual remedy
+    remaining_s: float = 0.0  # seconds that the usual remedy may leave or add
     spared: float = 1.0  # the fraction of `seconds` that the remedy saves
-    without_s: float | None = None  # the measured seconds of a step without the limit
+    without_s: float | None = None  # the measured duration of a step without the limit
     without_error_s: float = 0.0  # half of the 95 % interval of `without_s`
-    remedy: str = ""  # empty: the kind's usual one
+    remedy: str = ""  # empty: the kind's usual remedy
     by: str = ""
 
 
@@ -173,7 +173,7 @@ def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit
     return tuple(sorted(limits, key=lambda limit: (-limit.gain, -limit.share, limit.kind)))
 
 
-# kinds measured as time in which nothing else happens, so they overlap with no other part
+# kinds that are measured while nothing else happens, so they overlap with no other part
 APART = frozenset({LimitKind.EXCHANGE, LimitKind.OWN_CODE})
 SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 
@@ -181,11 +181,11 @@ SLOWED = frozenset({LimitKind.POWER, LimitKind.HEAT, LimitKind.NEIGHBOUR})
 def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts without their overlaps; together they are at most the step.
 
-    Time in which threads get no core is subtracted from the other parts in proportion, because
-    it slows them all; only `APART` kinds keep their time. Unequal work is reduced by the time
-    that is lost to heat, power or a neighbour on the same device. If the parts are still longer
-    than the step, they are shortened to fit: starved threads and `APART` kinds have priority,
-    then the largest parts.
+    Time in which threads get no core is subtracted from the other parts in proportion, because it
+    slows them all; only `APART` kinds keep their time. Time lost to heat, power or a neighbour is
+    subtracted from the unequal work of the same device. If the parts are still longer than the
+    step, they are shortened to fit: starved threads and `APART` kinds have priority, then the
+    largest parts.
     """
     own = _without_starved(step_s, parts)
     own = [_without_slowed(part, own) for part in own]
@@ -201,7 +201,7 @@ def divide_step(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
 def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]:
     """Return the parts, shortened in proportion by the time in which threads had no core.
 
-    Parts of the kind `HOST_STARVED` and of the kinds in `APART` are returned unchanged.
+    The kind `HOST_STARVED` and the kinds in `APART` aren't shortened.
     """
     apart_s = sum(part.seconds for part in parts if part.kind in APART)
     starved_s = sum(part.seconds for part in parts if part.kind is LimitKind.HOST_STARVED)
@@ -214,7 +214,7 @@ def _without_starved(step_s: float, parts: Sequence[StepPart]) -> list[StepPart]
 
 
 def _without_slowed(part: StepPart, parts: Sequence[StepPart]) -> StepPart:
-    """Return the part; if it is unequal work, subtract the time lost to heat, power or a neighbour.
+    """Return the part; if it is unequal work, subtract time lost to heat, power or a neighbour.
 
     Only time lost on the same device is subtracted.
     """
@@ -256,7 +256,7 @@ class _Left(NamedTuple):
 
 
 def _find_left(step_s: float, part: StepPart) -> _Left:
-    """Return the duration of a step after the remedy: `without_s` or, without it, an estimate."""
+    """Return the duration of a step after the remedy: `without_s` if measured, else an estimate."""
     if part.without_s is not None:
         error_s = part.without_error_s
         return _Left(part.without_s, part.without_s - error_s, part.without_s + error_s)
@@ -284,7 +284,7 @@ def _describe(step_s: float, part: StepPart) -> TrainingLimit:
 def _gain(step_s: float, left_s: float) -> float:
     """Return the gain in samples/s if a step takes `left_s` seconds: 0.5 is 50 % more.
 
-    The gain is never negative, because nobody has to apply a remedy that slows the training.
+    The gain is never negative, because a remedy that slows the training needn't be applied.
     """
     left = min(max(left_s, LEAST_STEP_LEFT * step_s), step_s)
     return step_s / left - 1

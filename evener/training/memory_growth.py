@@ -1,22 +1,22 @@
-"""Predict the rows that a rank's memory holds, from the peaks that were measured. Pure.
+"""Predict how many rows fit in a rank's memory, from measured peaks. Pure.
 
 The memory of a pass is modelled as fixed + rows * per_row: weights and optimizer state don't depend
-on the rows, activations do. With a peak at one size only, all memory is assumed to grow with the
-rows, which overestimates. With peaks at several sizes, per_row is the steepest slope to the peak at
-the largest size, and at least the memory that isn't held between steps, divided by the rows: the
-peak at a smaller size may have been too high, for example because a loss was checked there.
+on the rows, but activations do. With only one measured size, all memory is assumed to grow with the
+rows, which overestimates. With several sizes, per_row is the steepest slope to the peak at the
+largest size, and at least the memory that isn't held between steps, divided by the rows: the peak
+at a smaller size may have been too high, for example because a loss was checked there.
 """
 
 from __future__ import annotations
 
 LEFT = 0.1  # fraction of the memory that stays free
-LEFT_AT_RISK = 0.2  # the same, if running out would end the training, or if lengths of rows vary
+LEFT_AT_RISK = 0.2  # the same if running out would end the training, or if the lengths of rows vary
 
 
 class MemoryPeaks:
     """The memory peaks of one rank, by the number of rows in a pass.
 
-    `held_bytes` is the least memory seen between steps.
+    `held_bytes` is the smallest memory use seen between steps.
     """
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class MemoryPeaks:
         return len(self._peaks)
 
     def note(self, rows: int, peak_bytes: float, held_bytes: float = 0.0) -> None:
-        """Record the peak so far, reached with passes of up to `rows` rows.
+        """Record the current peak, which was reached with passes of up to `rows` rows.
 
-        A peak is caused by the largest pass so far, so calls with fewer rows are ignored.
+        The largest pass causes the peak, so calls with fewer rows are ignored.
         """
         least = held_bytes if self._held_bytes is None else self._held_bytes
         self._held_bytes = min(least, held_bytes)
@@ -39,17 +39,17 @@ class MemoryPeaks:
             self._peaks[rows] = max(peak_bytes, self._peaks.get(rows, 0.0))
 
     def predict(self, rows: int) -> float:
-        """Return the bytes that a pass of `rows` rows takes, or 0 before any peak was recorded."""
+        """Return the predicted bytes of a pass of `rows` rows; 0 before a peak is recorded."""
         if not self._peaks:
             return 0.0
         largest = max(self._peaks)
         return self._peaks[largest] + self._bytes_per_row(largest) * (rows - largest)
 
     def most_rows(self, capacity_bytes: float, left: float) -> int:
-        """Return the most rows of a pass that leave the fraction `left` of the capacity free.
+        """Return the maximum rows per pass that leave the fraction `left` of the capacity free.
 
-        Return 0 before any peak was recorded. Otherwise the result is never below the largest pass
-        so far, because that pass fit.
+        Return 0 before a peak is recorded. Otherwise the result is never below the largest recorded
+        pass, because that pass fit.
         """
         if not self._peaks:
             return 0

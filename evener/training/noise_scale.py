@@ -1,4 +1,4 @@
-"""The noise scale of a training's gradient: beyond it, more rows in a batch gain little.
+"""The noise scale of a training's gradient: larger batches than this gain little.
 
 It is computed from squared norms. A gradient of n rows is the true gradient G plus noise of
 variance tr(S) / n, where S is the covariance of one row's gradient. The noise scale is tr(S) /
@@ -17,9 +17,9 @@ from typing import Annotated, NamedTuple
 import msgspec
 
 EVERY = 8  # every 8th step is measured: two norms cost about 1 % of a step
-BLOCK = 8  # samples whose mean is one value for the interval
-FEWEST_BLOCKS = 6  # for an interval
-KEPT = 0.97  # factor of a block's weight for each later block: about 33 blocks count
+BLOCK = 8  # number of samples whose mean is one value of the interval's estimate
+FEWEST_BLOCKS = 6  # minimum number of blocks for an interval
+KEPT = 0.97  # decay of a block's weight per later block; about 33 blocks count
 ENDLESS = 1e18  # rows; JSON has no infinity
 
 Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
@@ -28,11 +28,11 @@ Rows = Annotated[float, msgspec.Meta(ge=0, le=ENDLESS)]
 class Sample(NamedTuple):
     """Unbiased estimates of noise and signal from one step.
 
-    The ratio of two unbiased estimates is biased, so both are averaged over steps first.
+    The ratio of two unbiased estimates is biased, so each is averaged over steps first.
     """
 
     noise: float  # tr(S): variance of one row's gradient, added up over parameters
-    signal: float  # |G|^2; of few rows it may be below 0
+    signal: float  # |G|^2; negative values are possible for few rows
 
 
 class NoiseScale(msgspec.Struct, frozen=True):
@@ -44,7 +44,7 @@ class NoiseScale(msgspec.Struct, frozen=True):
     rows: Rows  # ENDLESS if no signal was seen
     low: Rows
     high: Rows
-    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # steps that were measured
+    samples: Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]  # number of measured steps
 
     @property
     def safe_rows(self) -> float:
@@ -69,15 +69,15 @@ def separate(sizes: Sequence[int], weighted: float, whole: float) -> Sample:
 
 
 def worth(batch: int, noise_scale: float) -> float:
-    """Return the efficiency of a batch's rows, 0 to 1, relative to very small batches.
+    """Return the statistical efficiency of a batch's rows, 0 to 1.
 
-    Batches far below the noise scale have the efficiency 1.
+    It is relative to very small batches: batches far below the noise scale have the efficiency 1.
     """
     return noise_scale / (noise_scale + batch)
 
 
 def extra_rows(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor by which the total rows for the same loss change with the batch size.
+    """Return the factor by which the rows needed for the same loss change with the batch size.
 
     It compares training with `other` rows per step to training with `batch` rows per step.
     """
@@ -85,19 +85,19 @@ def extra_rows(batch: int, other: int, noise_scale: float) -> float:
 
 
 def rate_gain(batch: int, other: int, noise_scale: float) -> float:
-    """Return the factor for SGD's learning rate if the batch changes from `batch` to `other` rows.
+    """Return the factor for SGD's learning rate if the batch grows from `batch` to `other` rows.
 
-    It is the gain of AdaScale (arXiv 2007.05105).
+    It is AdaScale's gain (arXiv 2007.05105).
     """
     return other / batch / extra_rows(batch, other, noise_scale)
 
 
 class NoiseWindow:
-    """Averages noise and signal over the last samples, with exponentially decaying weights.
+    """Averages noise and signal over samples, with exponentially decaying weights.
 
-    The weight of a block of samples is multiplied by `kept` for each later block; with `kept` of
-    1 all samples have the same weight. Weights are divided by their sum, so the first samples
-    count in full.
+    The weight of a block of samples is multiplied by `kept` for each later block; if `kept` is 1,
+    all samples have the same weight. Weights are divided by their sum, so the first samples count
+    in full.
     """
 
     def __init__(self, kept: float = KEPT) -> None:
@@ -108,7 +108,7 @@ class NoiseWindow:
         self._samples = 0
 
     def add(self, sample: Sample) -> None:
-        """Add a step's sample, unless it isn't finite, such as after an overflow."""
+        """Add a step's sample, unless it isn't finite, as after an overflow."""
         if not all(map(math.isfinite, sample)):
             return
         self._samples += 1
@@ -118,7 +118,7 @@ class NoiseWindow:
             self._open.clear()
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale with its interval, or None before there are enough samples."""
+        """Return the noise scale with its interval, or None if there are too few samples."""
         if len(self._blocks) < FEWEST_BLOCKS:
             return None
         weights = [self._kept**age for age in range(len(self._blocks))][::-1]
@@ -147,7 +147,7 @@ def _interval(
     b = _mean(weights, signal)
     parts = [weight / math.fsum(weights) for weight in weights]
     concentration = math.fsum(part * part for part in parts)
-    correction = concentration / (1 - concentration)  # variance of the mean over that of a block
+    correction = concentration / (1 - concentration)  # variance of the mean / variance of a block
 
     def covary(first: Sequence[float], mean: float, second: Sequence[float], other: float) -> float:
         return correction * math.fsum(
@@ -177,9 +177,9 @@ def _student(freedom: float) -> float:
 
 
 def describe(found: NoiseScale, batch: int, steps: int) -> str:
-    """Return the noise scale after some steps, and the efficiency of batches of `batch` rows.
+    """Return the noise scale and the efficiency of batches of `batch` rows, as text.
 
-    The text has no period at its end.
+    It is for the noise scale after some steps, and doesn't end with a period.
     """
     after = f"after {steps:,} steps"
     if found.rows == 0:
@@ -193,7 +193,7 @@ def describe(found: NoiseScale, batch: int, steps: int) -> str:
 
 
 def write_scale(found: NoiseScale) -> str:
-    """Return the scale as text: "3,900 rows", or "at least 2,700 rows" for a small batch."""
+    """Return the scale as text, as in "3,900 rows", or "at least 2,700 rows" for a small batch."""
     return f"{'at least ' * (found.high >= ENDLESS)}{write_rows(found.safe_rows)} rows"
 
 

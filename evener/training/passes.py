@@ -25,15 +25,15 @@ from typing import NamedTuple
 from ..errors import DeviceError
 from ..shares.whole_rows import bounds, count_passes, even, split_passes
 
-CLEAN_STEPS = 200  # steps after which a pass of twice the rows is tried again
-LOOK_STEPS = 10  # steps between checks whether other processes have freed memory
-MOST_FAILURES = 20  # failures in a row of a pass that can't be smaller
+CLEAN_STEPS = 200  # number of steps after which a pass with twice the rows is tried again
+LOOK_STEPS = 10  # number of steps between checks whether other processes have freed memory
+MOST_FAILURES = 20  # maximum consecutive failures of a pass that can't be smaller
 
 
 def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
-    """Return the rows of each pass, spread evenly over as few passes as `most` rows a pass allow.
+    """Return the rows of each pass: as few passes as possible, with up to `most` rows each.
 
-    With `passes`, rows are spread over that many passes, some of which may have no row, because
+    With `passes`, rows are divided into that many passes, some of which may have no row, because
     ranks that run collectives in every pass must run the same number of passes. A rank without rows
     has one pass, in which it only takes part in collectives.
     """
@@ -43,7 +43,7 @@ def divide_rows(rows: int, most: int, passes: int = 0) -> tuple[int, ...]:
 
 
 def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
-    """Return the number of passes, at least one, for `rows` rows if memory holds `most` rows.
+    """Return the number of passes, at least one, for `rows` rows if memory fits `most` rows.
 
     No pass has fewer than `least` rows, even if that makes passes larger than `most`.
     """
@@ -53,7 +53,7 @@ def count_smaller_passes(rows: int, most: int, least: int = 1) -> int:
 def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
     """Return the number of passes that every rank computes if each pass has collectives.
 
-    It is the largest number of passes that any rank needs.
+    It is the maximum that any rank needs.
     """
     return max(1, *map(count_passes, rows, most))
 
@@ -61,7 +61,8 @@ def count_equal_passes(rows: Sequence[int], most: Sequence[int]) -> int:
 def weigh_passes(sizes: Sequence[int], total: int | None = None) -> tuple[float, ...]:
     """Return the weight of each pass's mean loss in the mean over `total` rows.
 
-    `total` is by default the rows of these passes. All weights are 1 if there are no rows.
+    `total` is by default the number of rows in these passes. All weights are 1 if there are no
+    rows.
     """
     rows = sum(sizes) if total is None else total
     return tuple(own / rows if rows else 1.0 for own in sizes)
@@ -71,43 +72,43 @@ class Pass(NamedTuple):
     """A pass of the plan, or a smaller piece of a pass that ran out of memory."""
 
     number: int  # index of the plan's pass in the batch, from 0
-    start: int  # its first row in that pass
+    start: int  # first row within that pass
     rows: int  # rows that count; 0 if the rank only takes part in collectives
     planned: int  # rows of the plan's pass
-    ends: bool  # no piece of the plan's pass is left after it
-    last: bool  # nothing of the batch is left after it
+    ends: bool  # this is the last piece of the plan's pass
+    last: bool  # this is the last pass of the batch
 
     @property
     def stop(self) -> int:
-        """The end of these rows in the plan's pass (exclusive)."""
+        """The end of these rows within the plan's pass (exclusive)."""
         return self.start + self.rows
 
     @property
     def part(self) -> float:
-        """The fraction of the plan's pass that these rows are; it weights a mean over rows."""
+        """These rows as a fraction of the plan's pass, which is their weight in its mean."""
         return self.rows / self.planned if self.planned else 1.0
 
 
 class PassLimit:
-    """The current maximum rows of a rank's passes.
+    """The current maximum rows per pass of a rank.
 
-    The limit is halved after a pass ran out of memory, and rises after a number of steps in which
-    no pass ran out of memory.
+    The limit is halved after a pass runs out of memory, and grows after a number of steps in which
+    no pass does.
     """
 
     def __init__(self, rank: int) -> None:
         self._rank = rank
-        self.step = 0  # batches so far
-        self.most: int | None = None  # rows of a pass; None: the plan's
-        self._clean_steps = 0  # steps since a pass ran out of memory
-        self._failures = 0  # failures in a row of passes that can't be smaller
+        self.step = 0  # number of batches that have begun
+        self.most: int | None = None  # maximum rows per pass; None: the plan's
+        self._clean_steps = 0  # number of steps since a pass ran out of memory
+        self._failures = 0  # number of consecutive failures of passes that can't be smaller
         self._others_bytes = 0  # bytes that other processes held when memory last ran out
 
     def begin_batch(self, others_bytes: Callable[[], int] = int) -> None:
-        """Start a batch; double the limit after 200 steps in which no pass ran out of memory.
+        """Begin a batch; double the limit after 200 steps in which no pass ran out of memory.
 
         If other processes held 1 GiB or more when memory ran out, every tenth step checks whether
-        they hold less than half of that now; if so, the limit is removed. `others_bytes` returns
+        they now hold less than half of that; if so, the limit is removed. `others_bytes` returns
         the bytes of device memory that other processes hold, or 0 if that is unknown.
         """
         self.step += 1
@@ -122,21 +123,21 @@ class PassLimit:
             self._clean_steps = 0
 
     def count(self, rows: int, most: int, least: int = 1) -> int:
-        """Return the number of passes that `rows` rows take under the current limit.
+        """Return the number of passes that `rows` rows need under the current limit.
 
-        `most` are the rows of a pass in the plan, `least` the fewest rows of a pass.
+        `most` is the plan's number of rows per pass, and `least` the minimum.
         """
         held = most if self.most is None else min(most, self.most)
         return count_smaller_passes(rows, held, least)
 
     def complete(self) -> None:
-        """Record that a pass was computed; this ends a series of failures."""
+        """Record that a pass succeeded, which ends a series of failures."""
         self._failures = 0
 
     def count_failure(self, rows: int, least: int, held: str) -> None:
         """Count a failure if the pass of `rows` rows that ran out of memory can't be halved.
 
-        A pass can't be halved if its halves would have fewer than `least` rows. Raises DeviceError
+        It can't be halved if its halves would have fewer than `least` rows. Raises DeviceError
         after 20 such failures in a row; `held` describes what used the memory.
         """
         if rows < 2 * least:
@@ -169,14 +170,14 @@ class _Range(NamedTuple):
     number: int
     start: int
     stop: int
-    # The range of the failed pass that these rows belong to, if it had sent some of its sums.
+    # The range of the failed pass that contains these rows, if it had sent some of its sums.
     failed: tuple[int, int, int] | None = None
 
 
 class PassQueue:
-    """The passes of one batch in the order of computation; passes above `limit` are cut.
+    """Yields the passes of one batch in order, and cuts passes that are larger than `limit`.
 
-    `take` returns the next pass; `complete` or `retry` must follow.
+    Each call of `take` returns the next pass, and must be followed by `complete` or `retry`.
     """
 
     def __init__(self, sizes: Sequence[int], limit: PassLimit) -> None:
@@ -186,7 +187,7 @@ class PassQueue:
         self._taken: _Range | None = None
 
     def take(self, least: Callable[[], int] = lambda: 1) -> Pass | None:
-        """Return the next pass; None once the batch is computed.
+        """Return the next pass; None after the last one.
 
         A pass above the limit is cut into pieces of at least `least()` rows.
         """
@@ -213,7 +214,7 @@ class PassQueue:
             self._left.appendleft(cut)
 
     def complete(self) -> bool:
-        """Mark the pass that `take` returned last as computed.
+        """Mark the last pass that `take` returned as computed.
 
         Return False if other rows of the same failed range must still be recomputed.
         """
@@ -225,7 +226,7 @@ class PassQueue:
         return True
 
     def retry(self, is_whole: bool = True) -> None:
-        """Put the rows of the pass that `take` returned last back to the front of the queue.
+        """Put the rows of the last pass that `take` returned back at the front of the queue.
 
         With `is_whole`, these rows are a new failed range: `complete` returns False until all of
         them are recomputed. `is_whole` must be False while rows of an earlier failure are being

@@ -1,17 +1,17 @@
-"""Change a training's shares to suit the ranks' compute time (own work), window by window. Pure.
+"""Adapt a training's shares to the ranks' compute time (own work), window by window. Pure.
 
-Own work is a rank's time up to its last gradient, without the time that it waits for other ranks. A
-window's medians show how many times as long as its curve predicts each device takes; a single slow
-step doesn't affect them. New shares are proposed if they would have made the steps of the last
-windows sufficiently faster in total, and at least a little faster in most of these windows,
-including each of the last two. A large change shows in two windows, a small change in up to 64. The
-shares that a training begins with are changed only for a larger gain.
+Own work is a rank's time until its last gradient, without the time that it waits for other ranks. A
+window's medians are divided by the times that the devices' curves predict; a single slow step
+doesn't affect them. New shares are proposed if they would have made the steps of the last windows
+sufficiently faster in total, and at least a little faster in most of these windows, including each
+of the last two. A large change of speed is detected in two windows, a small one in up to 64. The
+initial shares of a training are changed only for a larger gain.
 
-A change that the next one soon reverses was a mistake: then 32 windows are needed, and twice as
-many after each further mistake, until a change lasts. If nothing shows how own work depends on
-rows, it is assumed to be proportional to rows; the effect of a change of rows then shows which part
-of own work is fixed. A pass costs the host about the same time however few rows it has: the cost of
-a further pass is measured when a rank takes more or fewer passes.
+If the next change soon reverses a change, that change was a mistake. Then 32 windows are needed for
+a change, and twice as many after each further mistake, until a change lasts. If nothing shows how
+own work depends on rows, it is assumed to be proportional to rows; the effect of a change of rows
+then shows which part of own work is fixed. A pass costs the host about the same time however few
+rows it has: the cost of a further pass is measured when a rank takes more or fewer passes.
 """
 
 from __future__ import annotations
@@ -29,33 +29,33 @@ from ..plan.layout import Share
 from ..plan.solver import pass_rows, scale, solve_shares
 from ..shares.curves import Curve, step_in_passes
 
-LEAST_SHIFT = 0.02  # relative gain in steps/s; smaller gains aren't worth new shapes
-FIRST_SHIFT = 0.04  # for the first change: equal devices differ by some per cent
-FIRST_SURE = 0.3  # divided by the root of the windows: the least gain before drifts are known
-NOISE_ERRORS = 3.0  # standard errors of the windows, added to the needed gain
-DRIFT_WINDOWS = 8  # consecutive windows that vary together, if a device's speed drifts
-FEWEST_DRIFT = 16  # windows needed to measure drifts
-FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # the windows that are considered
-PATIENT_WINDOWS = 32  # the fewest windows after a mistake
-SOON = 8  # times the fewest windows: a change reversed earlier was a mistake
+LEAST_SHIFT = 0.02  # relative gain in steps/s; smaller gains don't justify new tensor shapes
+FIRST_SHIFT = 0.04  # the same for the first change, because equal devices differ by a few per cent
+FIRST_SURE = 0.3  # before drifts are known, the minimum gain is this / sqrt(number of windows)
+NOISE_ERRORS = 3.0  # number of standard errors added to the required gain
+DRIFT_WINDOWS = 8  # number of consecutive windows that vary together if a device's speed drifts
+FEWEST_DRIFT = 16  # minimum number of windows to measure drifts
+FEWEST_WINDOWS, MOST_WINDOWS = 2, 64  # minimum and maximum number of windows that are considered
+PATIENT_WINDOWS = 32  # minimum number of windows after a mistake
+SOON = 8  # a change reversed within this many times the minimum number of windows was a mistake
 REVERSED = 0.5  # fraction of a change that a reversal undoes
 AGREEING = 0.75  # fraction of the considered windows that must gain by themselves
-GROWTH = 1.25  # times the first rows of a pass: the maximum if memory isn't measured
-LARGEST_QUANTUM = 8  # shares stay multiples of up to this many rows
-FINE = 64  # the fewest quanta in a mean share
+GROWTH = 1.25  # maximum rows per pass if memory isn't measured, relative to the initial rows
+LARGEST_QUANTUM = 8  # maximum quantum of shares, in rows
+FINE = 64  # minimum number of quanta in a mean share
 FIRST_NOISE, LEAST_NOISE = 0.02, 0.002  # relative noise of a window
-NOISE_MEMORY = 16  # windows over which noise is averaged
-CLEAR_ROWS = 0.1  # relative change of rows that shows which part of own work is fixed
-MOST_FIXED = 0.9  # of own work: a part of it always depends on rows
-CLEAR_PASSES = 0.5  # change in the number of passes that shows the cost of one
-NEAR = 0.9  # fraction of a share: the slope is measured from there to the share
+NOISE_MEMORY = 16  # number of windows over which noise is averaged
+CLEAR_ROWS = 0.1  # minimum relative change of rows to learn which part of own work is fixed
+MOST_FIXED = 0.9  # maximum fixed fraction of own work
+CLEAR_PASSES = 0.5  # minimum change in the number of passes to learn the cost of a pass
+NEAR = 0.9  # the slope of a curve is measured from this fraction of a share to the share
 
 
 class Change(msgspec.Struct, frozen=True):
     """New shares for all ranks."""
 
     shares: tuple[int, ...]
-    micros: tuple[int, ...]  # rows of each pass: the whole share if it fits at once
+    micros: tuple[int, ...]  # rows per pass: the whole share if it fits in one pass
     reason: str  # "GPU:1 slower by 38 % since step 1 204"
     gain: float  # 0.12: 12 % more steps/s, computed from own work
 
@@ -66,11 +66,11 @@ class Change(msgspec.Struct, frozen=True):
 
 
 class Advice(msgspec.Struct, frozen=True):
-    """Shares that would be faster than the current shares."""
+    """Shares that would be faster than the current ones."""
 
     shares: tuple[int, ...]
     gain: float  # 0.12: 12 % more samples/s
-    # own work follows the plan's curves; if False, it is assumed to be proportional to rows
+    # own work is predicted by the plan's curves; if False, it is assumed proportional to rows
     by_curves: bool = False
     error: float = 0.0  # two standard errors of the gain, from the variation of own work
 
@@ -78,22 +78,22 @@ class Advice(msgspec.Struct, frozen=True):
 class Window(NamedTuple):
     """A window of steps with the current shares."""
 
-    start: int  # its first step
+    start: int  # first step of the window
     factors: tuple[float, ...]  # each rank's own work divided by its curve's seconds
-    rest_s: float  # of a step: time beside the slowest rank's own work; 0 if unknown
+    rest_s: float  # time of a step minus the slowest rank's own work; 0 if unknown
 
 
 class Rebalancer:
-    """Proposes new shares.
+    """Proposes new shares from the measured windows.
 
-    It is deterministic, so each rank can run an instance with the same input and get
-    the same shares.
+    It is deterministic, so each rank can run an instance with the same input and get the same
+    shares.
 
     `shares` are the rows of each rank, `curves` map rows to seconds on its device, and `most` are
-    the rows of one pass that its memory holds (0: unknown). Without `passes`, each share is one
-    pass. `names` are the devices' names, for the reasons. If `most` is unknown, one change adds at
-    most half of a share's current rows, and no more than measured memory is predicted to hold
-    (`fits`); if memory isn't measured, a share stays below 1.25 times its first rows.
+    the maximum rows per pass that fit in its memory (0: unknown). Without `passes`, each share is
+    one pass. `names` are the devices' names, for the reasons. If `most` is unknown, one change adds
+    at most half of a share's current rows, and no more than measured memory is predicted to fit
+    (`fits`); if memory isn't measured, a share stays below 1.25 times its initial rows.
     """
 
     def __init__(
@@ -106,7 +106,7 @@ class Rebalancer:
     ) -> None:
         self._curves = list(curves)
         self._proportional = [_is_proportional(curve) for curve in curves]
-        # nothing was known about the devices' speed when the training began
+        # the devices' speed was unknown when the training began
         self._even = all(self._proportional) and len(set(shares)) == 1
         self._most = tuple(most)
         self._unmeasured = tuple(math.ceil(GROWTH * share) for share in shares)
@@ -117,23 +117,23 @@ class Rebalancer:
         self._passes = passes
         self._limits = (
             self._pass_limits
-        )  # current maximum rows of a pass, also after memory ran out
+        )  # current maximum rows per pass, which is smaller after memory ran out
         self._extras: list[float | None] = [None] * len(
             shares
         )  # extra seconds of each further pass; None until measured
         self._before: list[
             tuple[float, int, int]
-        ] = []  # with the last shares: own work, rows, passes
+        ] = []  # own work, rows and passes with the last shares
         self._names = tuple(names) or tuple(f"rank {rank}" for rank in range(len(shares)))
         self._quantum = choose_quantum(shares)
         self._noise = [FIRST_NOISE] * len(shares)
         # relative standard deviation of each rank's windows; empty until measured
         self._drifts: list[float] = []
-        self._patience = FEWEST_WINDOWS  # the fewest windows that a change needs
+        self._patience = FEWEST_WINDOWS  # minimum number of windows for a change
         self._last: tuple[int, ...] = ()  # shares before the last change
-        self._reversed = False  # the last change undid the one before
-        self._usual: tuple[float, ...] = ()  # factors when the shares were chosen; none yet
-        self._next_step = 0  # the first of the next window
+        self._reversed = False  # the last change reversed the one before it
+        self._usual: tuple[float, ...] = ()  # factors when the shares were chosen; empty at first
+        self._next_step = 0  # first step of the next window
         self._own: deque[tuple[float, ...]] = deque()  # the newest windows with these shares
         self._planned: list[float] = []  # seconds of the shares by the curves
         self._counts: list[int] = []  # passes of the shares
@@ -142,12 +142,12 @@ class Rebalancer:
 
     @property
     def windows_seen(self) -> int:
-        """The number of windows that were observed with the current shares."""
+        """The number of windows observed with the current shares."""
         return self._seen
 
     @property
     def windows_needed(self) -> int:
-        """The fewest windows that a change needs now."""
+        """The current minimum number of windows for a change."""
         return self._patience
 
     def _begin(self, shares: tuple[int, ...]) -> None:
@@ -169,7 +169,7 @@ class Rebalancer:
         ]
 
     def _predict(self, shares: Sequence[int]) -> list[float]:
-        """Return each rank's predicted seconds for its share, including further passes' cost."""
+        """Return each rank's predicted seconds for its share, with the cost of further passes."""
         given = zip(
             self._curves, shares, self._count_passes(shares), self._list_extras(), strict=True
         )
@@ -199,13 +199,13 @@ class Rebalancer:
     ) -> Change | None:
         """Observe a window that ended at `step`; return new shares if a change is worthwhile.
 
-        `own_work_s` are the medians of each rank's compute time (own work), `rows` the rows that it
-        was measured with. `limits` are the rows of a pass that didn't run out of memory, 0 if none
-        did; `fits` the rows that memory is predicted to hold, 0 if that isn't measured. `step_s` is
-        the median of a whole step, relative to which gains are computed (0: own work is the whole
-        step). A change needs at least `fewest` windows (0: own work doesn't limit the steps, so the
-        window is ignored), and applies to the following windows. Windows with other rows than the
-        current shares are ignored, too.
+        `own_work_s` are the medians of each rank's compute time (own work), measured with `rows`.
+        `limits` are the rows per pass that didn't run out of memory, 0 if none did; `fits` are the
+        rows that memory is predicted to fit, 0 if that isn't measured. `step_s` is the median
+        duration of a whole step, to which gains are relative (0: own work is the whole step). A
+        change needs at least `fewest` windows (0: own work doesn't limit the steps, so the window
+        is ignored), and applies to the following windows. Windows with other rows than the current
+        shares are ignored, too.
         """
         start, self._next_step = self._next_step, step + 1
         known = all(0 < own < math.inf for own in own_work_s)
@@ -233,7 +233,7 @@ class Rebalancer:
         return None
 
     def _bound(self, limits: Sequence[int], fits: Sequence[int]) -> None:
-        """Set the maximum rows of each rank's passes from now on.
+        """Set the maximum rows per pass of each rank.
 
         If that changes the number of passes of the current shares, past windows are dropped.
         """
@@ -254,7 +254,7 @@ class Rebalancer:
             self._begin(self.shares)
 
     def _learn(self) -> bool:
-        """Learn, from the last change, the cost of passes and which part of own work is fixed.
+        """Learn the cost of passes and the fixed part of own work from the last change.
 
         Return True if anything was learned.
         """
@@ -266,7 +266,7 @@ class Rebalancer:
         """Learn the part of own work that doesn't depend on rows, if no curve was measured.
 
         That part, a, follows from own work t before and after a change of rows n: t = a + b * n.
-        The noisier a measurement is relative to the change, the less it counts.
+        The noisier a measurement is relative to the change, the less weight it gets.
         """
         learned = False
         for rank, (own, share, count) in enumerate(self._before):
@@ -291,7 +291,7 @@ class Rebalancer:
         """Learn the cost of a further pass from a change in the number of passes.
 
         Return True if the cost was learned. Own work is F * (t(rows in k passes) + (k - 1) * extra)
-        before and after the change; F cancels out in their ratio.
+        before and after the change; the unknown factor F cancels out in their ratio.
         """
         learned, guess = (
             False,
@@ -314,8 +314,7 @@ class Rebalancer:
     def _list_extras(self) -> list[float]:
         """Return the seconds that a further pass adds on each rank, in the scale of its curve.
 
-        For a rank whose value wasn't learned, use the mean of the learned values, or 0 if
-        there are none.
+        A rank without a learned value gets the mean of the learned values, or 0 if there are none.
         """
         known = [each for each in self._extras if each is not None]
         usual = math.fsum(known) / len(known) if known else 0.0
@@ -338,7 +337,7 @@ class Rebalancer:
     def _try(self, span: int) -> tuple[tuple[int, ...], tuple[float, ...], float] | None:
         """Return faster shares for the last `span` windows, with the ranks' factors and the gain.
 
-        Return None if the gain is too small, if either of the last two windows shows no gain, or if
+        Return None if the gain is too small, if one of the last two windows shows no gain, or if
         more than a quarter of these windows show none.
         """
         recent = list(self._windows)[-span:]
@@ -362,8 +361,8 @@ class Rebalancer:
     def _solve(self, factors: Sequence[float]) -> tuple[int, ...] | None:
         """Return the shares with which all ranks finish together, or None if no shares fit.
 
-        `factors` are each rank's compute time (own work) divided by the time that
-        its curve predicts.
+        `factors` are the ranks' compute times (own work) divided by the times that their curves
+        predict.
         """
         curves = [scale(curve, factor) for curve, factor in zip(self._curves, factors, strict=True)]
         extras = list(map(mul, factors, self._list_extras()))
@@ -378,7 +377,7 @@ class Rebalancer:
     def _needed_gain(
         self, span: int, factors: Sequence[float], seconds: Sequence[float], rest_s: float
     ) -> float:
-        """Return the least gain for which the shares change after `span` windows.
+        """Return the minimum gain for a change of shares after `span` windows.
 
         It rises with the variation from one window to the next (noise) and over many windows
         (drift). A rank's variation counts in proportion to its own work in the step: `seconds`
@@ -398,8 +397,8 @@ class Rebalancer:
     def _find_drifts(self, count: int) -> list[float]:
         """Return the standard deviation of each rank's factor relative to the other ranks' factors.
 
-        The standard deviation is over the first `count` windows with the current shares. If `count`
-        is below 16, return the values measured with earlier shares.
+        It is computed over the first `count` windows with the current shares. If `count` is below
+        16, return the values measured with earlier shares.
         """
         if count < FEWEST_DRIFT:
             return self._drifts
@@ -407,9 +406,9 @@ class Rebalancer:
         return list(map(_deviation, zip(*factors, strict=True)))
 
     def _most_gain(self, factors: Sequence[float], rest_s: float) -> float:
-        """Estimate the largest gain of any shares from the slopes at the current shares.
+        """Estimate the largest possible gain from the slopes at the current shares.
 
-        `_try` checks this estimate first because solving for the shares takes far longer.
+        `_try` checks this estimate first, because solving for the shares takes far longer.
         """
         own: list[float] = list(map(mul, factors, self._planned))
         rates = [1 / (factor * slope) for factor, slope in zip(factors, self._slopes, strict=True)]
@@ -423,14 +422,14 @@ class Rebalancer:
         return (max(own) + rest_s) / (max(levels) + rest_s) - 1
 
     def _is_stuck(self, rank: int, share: int, gives: bool) -> bool:
-        """True if a share can't change: it can't give up rows, or its memory holds no more rows."""
+        """True if a share can't change: it can't shrink, or no more rows fit in its memory."""
         if gives:
             return share <= self._quantum
         bounded = not self._passes or self._guessed[rank]
         return bounded and share + self._quantum > self._pass_limits[rank]
 
     def _gain(self, windows: Sequence[Window], seconds: Sequence[float]) -> float:
-        """Return the gain in these windows' steps if each rank's curve predicted `seconds`."""
+        """Return the gain in these windows if the curves predict `seconds` for the new shares."""
         rest = math.fsum(each.rest_s for each in windows)
         before, after = (
             rest + math.fsum(max(map(mul, each.factors, some)) for each in windows)
@@ -454,13 +453,15 @@ class Rebalancer:
         return Change(shares, pass_rows(shares, self._pass_limits), reason, gain)
 
     def _explain(self, factors: tuple[float, ...], span: int) -> str:
-        """Return a message: which device became slower or faster, by how much and since when."""
+        """Return a message on which device became slower or faster, how much and since when."""
         windows = list(self._windows)
         usual = _medians([each.factors for each in windows[:-span]]) or self._usual or factors
         shifts = [math.log(now / before) for now, before in zip(factors, usual, strict=True)]
         rank = max(range(len(shifts)), key=lambda i: abs(shifts[i]))
         apart = math.log(max(factors) / min(factors))
-        if abs(shifts[rank]) < max(LEAST_SHIFT, apart / 2):  # so since the beginning
+        if abs(shifts[rank]) < max(
+            LEAST_SHIFT, apart / 2
+        ):  # the device was this slow or fast from the beginning
             rank = max(range(len(factors)), key=factors.__getitem__)
             percent = 100 * (factors[rank] / min(factors) - 1)
             if percent < 100 * LEAST_SHIFT and max(self._counts) > 1:
@@ -475,7 +476,7 @@ class Rebalancer:
         )
         first = (
             len(windows) - 1
-        )  # since then they are nearer to the shifted factor than to the usual one
+        )  # from then on, factors are nearer to the shifted factor than to the usual one
         while first and _is_past_half(windows[first - 1].factors[rank], usual[rank], shifts[rank]):
             first -= 1
         since = f"{windows[first].start:,}".replace(",", " ")
@@ -490,12 +491,12 @@ def advise(
     most: Sequence[int] = (),
     passes: bool = True,
 ) -> Advice | None:
-    """Return the shares for which all ranks finish together, with the gain in a step of `step_s`.
+    """Return shares with which all ranks finish together, and their gain in a step of `step_s`.
 
     The ranks' speeds follow from `own_work_s`, the medians of their compute time (own work) with
     `shares`. Return None if the gain is below 2 %, or if no shares are possible. `most` are the
-    rows of one pass that each rank's memory holds, 0 if unknown; without `passes`, no share
-    exceeds its memory.
+    maximum rows per pass in each rank's memory, 0 if unknown; without `passes`, no share exceeds
+    its rank's memory.
     """
     scaled = [
         scale(c, own / c.seconds(share))
@@ -527,7 +528,7 @@ def name_devices(shares: Sequence[Share]) -> tuple[str, ...]:
 def choose_quantum(shares: Sequence[int]) -> int:
     """Return the quantum of new shares in rows: a divisor of the current shares, at most 8.
 
-    New shares are multiples of the quantum. It is smaller if the shares are small.
+    New shares are multiples of the quantum, which is smaller for small shares.
     """
     quantum = math.gcd(LARGEST_QUANTUM, *shares)
     while quantum > 1 and quantum * FINE * len(shares) > sum(shares):
@@ -543,7 +544,7 @@ def _medians(windows: Sequence[Sequence[float]]) -> tuple[float, ...]:
 def _beside_others(factors: Sequence[float]) -> list[float]:
     """Return each factor divided by the geometric mean of the others.
 
-    Therefore a slowdown of all ranks alike, which is no reason to move rows, cancels out.
+    A slowdown of all ranks alike, which is no reason to move rows, cancels out.
     """
     logs = list(map(math.log, factors))
     others = max(1, len(logs) - 1)
@@ -557,23 +558,23 @@ def _deviation(ratios: Sequence[float]) -> float:
 
 
 def _level(own: Sequence[float], rates: Sequence[float]) -> float:
-    """Return the time at which all ranks finish together, if rows can be moved between them.
+    """Return the time at which all ranks finish if rows can be moved between them.
 
-    `rates` are the rows per second that each rank takes on or gives up.
+    `rates` are the rows per second that a rank gains or loses.
     """
     return math.fsum(map(mul, own, rates)) / math.fsum(rates)
 
 
 def _slope(curve: Curve, share: int) -> float:
-    """Return the seconds per row just below a share; positive for a level curve, too."""
+    """Return the seconds per row just below a share; always positive, even for a flat curve."""
     rise = (curve.seconds(share) - curve.seconds(NEAR * share)) / ((1 - NEAR) * share)
     return max(rise, curve.seconds(share) / share / 100)
 
 
 def _reverses(before: Sequence[int], now: Sequence[int], then: Sequence[int]) -> bool:
-    """True if a change of shares undoes at least half of the change before.
+    """True if a change of shares undoes at least half of the previous one.
 
-    The changes are from `before` to `now` and from `now` to `then`.
+    The previous change is from `before` to `now`, the change from `now` to `then`.
     """
     made = [b - a for a, b in zip(before, now, strict=True)]
     undone = sum((a - b) * c for a, b, c in zip(now, then, made, strict=True))
@@ -589,7 +590,7 @@ def _is_past_half(factor: float, usual: float, shift: float) -> bool:
 
 
 def _is_proportional(curve: Curve) -> bool:
-    """True if a curve is proportional to rows, which means that it was never measured."""
+    """True if a curve is proportional to rows, as it is if it was never measured."""
     return curve.batches == (0.0,) and curve.times == (0.0,)
 
 

@@ -7,7 +7,7 @@ import sys
 
 import msgspec
 
-_SIGNS = re.compile(  # in errors of frameworks and libraries without a type of their own
+_SIGNS = re.compile(  # in error messages of libraries that have no exception type for this
     r"(CUDA|HIP)( error:)? out of memory|CUDA_ERROR_OUT_OF_MEMORY|can't allocate memory"
     r"|BLAS_STATUS_ALLOC_FAILED"
     r"|CUDNN_STATUS_(ALLOC_FAILED|INTERNAL_ERROR_(HOST|DEVICE)_ALLOCATION_FAILED)"
@@ -16,7 +16,7 @@ _SIGNS = re.compile(  # in errors of frameworks and libraries without a type of 
 
 
 def says_out_of_memory(text: str) -> bool:
-    """True if an error's text reports that memory ran out, on a device or on the CPU."""
+    """True if an error message reports that memory ran out, on a device or on the CPU."""
     return bool(_SIGNS.search(text))
 
 
@@ -25,12 +25,12 @@ class Retreat(msgspec.Struct, frozen=True):
 
     step: int
     rows: int  # of the pass
-    smaller: int  # rows of the passes that follow
-    seconds: float  # until they could begin
+    smaller: int  # rows per pass in the retry
+    seconds: float  # time until the retry could begin
     others_bytes: int  # device memory that other processes hold
 
     def describe(self, device: str) -> str:
-        """Return a line for the terminal."""
+        """Return a line for the terminal about the retry."""
         held = (
             f" (others hold {self.others_bytes / 2**30:.0f} GiB)"
             if self.others_bytes >= 2**30

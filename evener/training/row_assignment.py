@@ -274,8 +274,8 @@ class RowAssigner(msgspec.Struct, frozen=True):
     """
 
     ranks: tuple[RankCost, ...]
-    ratios: tuple[float, ...]  # of the ranks' rows if all rows are equally long
-    saves_padding: bool = True  # by further passes; if False, only by passes that limits require
+    ratios: tuple[float, ...]  # ratios of the ranks' rows if all rows are equally long
+    saves_padding: bool = True  # adds passes to save padding; if False, only limits add passes
 
     def assign(self, lengths: Sequence[int]) -> RowAssignment:
         """Assign rows of these `lengths` so that the predicted finish times are equal.

@@ -10,11 +10,17 @@ from operator import add
 
 from .step_sums import StepSums
 
-RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # the least that recent sums cover
-BIN_SECONDS = 1.0  # length of the bins by which recent sums move on
-MOST_STEPS, QUICK_PART = 4096, 0.05  # step times kept; the fraction of them that is quick
+RECENT_STEPS, RECENT_SECONDS = 25, 10.0  # recent sums cover at least this many steps and seconds
+BIN_SECONDS = 1.0  # length of the bins of recent sums
+MOST_STEPS, QUICK_PART = (
+    4096,
+    0.05,
+)  # number of stored step times, and the fraction of them that is quick
 UNKNOWN_ERROR = 0.5  # relative error of means in a training's first seconds
-FEWEST_BINS, ERRORS = 4, 2.4  # bins needed for an error, and errors in half an interval
+FEWEST_BINS, ERRORS = (
+    4,
+    2.4,
+)  # minimum number of bins for an error; standard errors in half an interval
 
 
 class RunningSums:
@@ -22,10 +28,12 @@ class RunningSums:
 
     def __init__(self) -> None:
         self._now = [0.0] * len(StepSums.__struct_fields__)
-        self._ends = deque([StepSums()])  # the sums before each of the last bins
+        self._ends = deque([StepSums()])  # sums of all steps before each of the last bins
         self._bin_s = 0.0  # seconds in the newest bin
-        self._step_s = 0.0  # of the step that is being added
-        self._last_s: deque[float] = deque(maxlen=MOST_STEPS)  # steps since `take_quick`
+        self._step_s = 0.0  # seconds of the step that is being added
+        self._last_s: deque[float] = deque(
+            maxlen=MOST_STEPS
+        )  # step times since the last `take_quick`
 
     @property
     def whole(self) -> StepSums:
@@ -52,10 +60,9 @@ class RunningSums:
                 self._ends.popleft()
 
     def take_quick(self) -> float:
-        """Return the 5th percentile of step times since the last call; 0 if there was no step.
+        """Return the 5th percentile of step times since the last call, in seconds; 0 without steps.
 
-        The result is in seconds. Steps this quick were disturbed neither by other programs nor
-        by a checkpoint.
+        Steps this quick were disturbed neither by other programs nor by a checkpoint.
         """
         steps = sorted(self._last_s)
         self._last_s.clear()
@@ -68,8 +75,8 @@ class RunningSums:
     def errors(self) -> StepSums:
         """Return half of the 95 % interval of each recent mean per step.
 
-        It is estimated from the differences between bins of steps. With too few bins, it is half
-        of the mean.
+        It is estimated from the differences between bins of steps. With too few bins, it is half of
+        the mean.
         """
         bins = [after.minus(before) for before, after in pairwise(self._ends)]
         bins = [each for each in bins if each.steps]

@@ -1,6 +1,6 @@
-"""Assign a plan's shares to processes by host and device rather than by rank. Pure.
+"""Assign a plan's shares to processes by host and device instead of by rank. Pure.
 
-Without a plan, ratios divide the global batch in the order of ranks.
+Without a plan, ratios divide the global batch in rank order.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from ..shares.whole_rows import apportion, check_ratios
 
 
 class RankInfo(msgspec.Struct, frozen=True):
-    """The report of a process before a training: its host, its device and its options."""
+    """What a process reports before a training: its host, its device and its options."""
 
     machine: str  # its host name, for messages
     # the host's name in the plan; empty if the plan has no hosts, or not this machine
     host: str
     device: str = ""  # the plan's name of its device, if that is known
-    visible: tuple[str, ...] = ()  # the GPUs it could use, in the framework's order
+    visible: tuple[str, ...] = ()  # the GPUs visible to it, in the framework's order
     local_rank: int = 0
     plan: int = 0  # a digest of the plan's shares, or of the shares computed from ratios
-    options: dict[str, bool | str] = {}  # of its Split; they must be equal on all ranks
+    options: dict[str, bool | str] = {}  # options of its Split, which must be equal on all ranks
     training: str = ""  # a name for the training; rank 0's is used
     fault: str = ""  # why it can't train; the other fields are then unknown
 
 
 def check_agreement(ranks: Sequence[RankInfo]) -> None:
-    """Check that every rank can train, and trains like rank 0.
+    """Check that every rank can train, and has the same plan and options as rank 0.
 
     Raises PlanError or RequestError, the same on every rank.
     """
@@ -60,11 +60,11 @@ def check_agreement(ranks: Sequence[RankInfo]) -> None:
 
 
 def order_shares(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[int, ...]:
-    """Return, for each rank, the index in `active` of its share.
+    """Return the index in `active` of each rank's share.
 
     Ranks are matched to shares by device or, if no rank's device is found among the shares, by host
     and local rank. If the shares have no hosts, they are matched in order. Raises PlanError unless
-    each rank has a share of its own.
+    each rank has its own share.
     """
     by_device = [_find_by_device(active, info) for info in ranks]
     if any(place is not None for place in by_device):
@@ -99,7 +99,7 @@ def check_places(active: Sequence[Share], places: Sequence[int | None]) -> tuple
 
 
 def _find_by_device(active: Sequence[Share], info: RankInfo) -> int | None:
-    """Return the index in `active` of a process's share, or None if there is none.
+    """Return the index in `active` of a process's share, or None if it has none.
 
     The share is found by the process's device if that is known. Otherwise the local rank is an
     index into the plan's GPUs that are visible to the process.
@@ -133,7 +133,7 @@ def _find_by_local_rank(active: Sequence[Share], info: RankInfo) -> int | None:
 def divide_by_ratios(
     ratios: Sequence[float] | None, global_batch: int | None, world: int
 ) -> tuple[int, ...]:
-    """Return each process's rows of a global batch, by the ratios or as evenly as possible.
+    """Divide a global batch among processes, by the ratios or as evenly as possible.
 
     Raises RequestError if there is no global batch, if a ratio isn't above 0, or if there aren't
     `world` ratios. Raises PlanError if there are fewer rows than processes.

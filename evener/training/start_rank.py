@@ -14,7 +14,7 @@ import sys
 
 from .first_rank import RELEASE, STARTED_AS, describe_rank, wait_for_release
 
-# JSON: variables and cores of each process of this host; the launcher's pid and folder
+# JSON with the variables and cores of this host's processes, and the launcher's pid and folder
 STARTS = "EVENER_STARTS"
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 

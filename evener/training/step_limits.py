@@ -1,8 +1,8 @@
 """Find what limits a running training, from the step times of its ranks. Pure.
 
-The rank that reaches the gradient exchange last (the straggler) decides how long a step takes,
+The rank that reaches the gradient exchange last (the straggler) determines the duration of a step,
 because the other ranks wait for it. A part that takes about as long on every rank limits the whole
-training; a part that takes long on one rank alone costs as long as the others wait for that rank.
+training; a part that takes long on only one rank costs the time that the others wait for that rank.
 """
 
 from __future__ import annotations
@@ -26,14 +26,18 @@ from .limits import (
 from .rebalance import Advice, advise
 from .step_sums import RankStep, StepSums, divide_meeting
 
-LEAST_EXCHANGE = 0.1  # of a step
-MEDIAN_ERROR = 0.19  # standard error of the median of 25 steps, over their interquartile range
-NOISE_ERRORS = 3.0  # standard errors from which ranks count as different
+LEAST_EXCHANGE = 0.1  # minimum fraction of a step for the exchange to be a limit
+MEDIAN_ERROR = (
+    0.19  # standard error of the median of 25 steps, relative to their interquartile range
+)
+NOISE_ERRORS = 3.0  # minimum difference of two ranks, in standard errors
 BEHIND_PART = 0.5  # the GPU is the limit if it is behind its host in this fraction of steps
-MOST_STARVED = 0.5  # own code is a limit if a lack of cores explains at most this part of idle time
-MOST_ROWS = 1 << 24  # the most rows of a step for which shares are searched
+MOST_STARVED = (
+    0.5  # own code is a limit if a lack of cores explains at most this fraction of idle time
+)
+MOST_ROWS = 1 << 24  # maximum rows per step for which shares are searched
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
-HALF = 0.5  # fraction saved by larger batches of a part that occurs once in each step
+HALF = 0.5  # fraction of a once-per-step part that larger batches save
 
 REMAINING_S = {LimitKind.INPUT: HAND_OVER_S, LimitKind.BETWEEN: TRAINER_S}
 REMEDIES = {
@@ -48,7 +52,7 @@ REMEDIES = {
     LimitKind.VALIDATION: "Validate half as often, or on half of the rows.",
 }
 
-# remedies that are different in Keras
+# remedies that differ in Keras
 IN_KERAS = {
     LimitKind.INPUT: (
         "Make rows in parallel and ahead: dataset.map(..., num_parallel_calls=tf.data.AUTOTUNE)"
@@ -71,9 +75,9 @@ class MeasuredRank(NamedTuple):
     own_spread: float  # interquartile range of own work over its median
     curve: tuple[tuple[float, float], ...] = ()  # the plan's curve of its device
     micro: int = 0  # rows of a pass
-    most: int = 0  # rows of a pass that its memory holds
-    behind: float = -1.0  # part of the steps in which the GPU was behind its host; -1: unknown
-    starved: float = 0.0  # part of the time in which its threads waited for cores
+    most: int = 0  # maximum rows per pass that fit in its memory
+    behind: float = -1.0  # fraction of the steps in which the GPU was behind its host; -1: unknown
+    starved: float = 0.0  # fraction of the time in which its threads waited for cores
     framework: str = ""  # "torch" or "tensorflow"
 
 
@@ -124,7 +128,7 @@ def _list_single_parts(
 
 
 class _Finder:
-    """Finds parts that take long on the ranks that reach the exchange last."""
+    """Finds the parts of a step that take long on the ranks that reach the exchange last."""
 
     def __init__(
         self, ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
@@ -135,7 +139,7 @@ class _Finder:
     def find(
         self, kind: LimitKind, name: str, spared: float = 1.0, alone: LimitKind | None = None
     ) -> Iterator[StepPart]:
-        """Yield the part in field `name` of StepSums if it takes at least 5 % of a step.
+        """Yield the part in the StepSums field `name` if it takes at least 5 % of a step.
 
         A remedy saves the fraction `spared` of the part. If the part takes less than half as long
         on another rank, its kind is `alone` (if given), and a remedy saves at most the time that
@@ -176,7 +180,10 @@ class _Finder:
 
 
 def list_last(steps: Sequence[RankStep], step_s: float) -> list[int]:
-    """Return the ranks that wait at most 5 % of a step longer than the rank that waits least."""
+    """Return the ranks that reach the exchange last, or almost last.
+
+    They wait at most 5 % of a step longer than the rank that waits least.
+    """
     least_s = min(each.waiting_s for each in steps)
     return [
         place
@@ -190,7 +197,7 @@ def _find_exchange(
 ) -> Iterator[StepPart]:
     """Yield the exchange if it takes at least 10 % of a step on every rank.
 
-    Only the part of the exchange that computation doesn't hide counts.
+    Exchange that overlaps with computation doesn't count.
     """
     if len(ranks) < 2:
         return
@@ -208,7 +215,7 @@ def _find_exchange(
 def _find_host(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float, competitors: str
 ) -> Iterator[StepPart]:
-    """Yield the waits of threads for cores, of a GPU for its host, and of the model's own code."""
+    """Yield the time in which threads wait for cores, a GPU for its host, or own code idles."""
     last = list_last(steps, step_s)
     place = max(last, key=lambda each: ranks[each].starved)
     starved_s = ranks[place].starved * step_s
@@ -234,9 +241,9 @@ def _find_host(
 def _find_unequal(
     ranks: Sequence[MeasuredRank], steps: Sequence[RankStep], step_s: float
 ) -> StepPart | None:
-    """Return how much the slowest rank's compute time (own work) exceeds equal times.
+    """Return the excess of the slowest rank's compute time (own work) over equal times.
 
-    Return None if that time, or the longest wait of another rank, is less than noise or than 5 %
+    Return None if that excess, or the longest wait of another rank, is less than noise or than 5 %
     of a step.
     """
     timed = [place for place, each in enumerate(ranks) if each.own_work_s > 0]
@@ -254,7 +261,7 @@ def _find_unequal(
 
 
 def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
-    """Return the compute time of each rank if rows were divided in proportion to speed."""
+    """Return the compute time of every rank if rows were divided in proportion to speed."""
     shares = [each.share or 1 for each in ranks]
     rates = [share / each.own_work_s for share, each in zip(shares, ranks, strict=True)]
     total = math.fsum(rates)
@@ -262,7 +269,7 @@ def _even_seconds(ranks: Sequence[MeasuredRank]) -> float:
 
 
 def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPart:
-    """Return the part with the advised shares as its remedy, and with their gain."""
+    """Return the part with the advised shares as its remedy and their gain as its gain."""
     if advice is None:
         return part
     without_s = step_s / (1 + advice.gain)
@@ -278,10 +285,10 @@ def _with_advice(part: StepPart, advice: Advice | None, step_s: float) -> StepPa
 
 
 def advise_shares(ranks: Sequence[MeasuredRank], step_s: float) -> Advice | None:
-    """Return the shares by which steps would be faster, predicted from the ranks' compute times.
+    """Return shares that make steps faster, as predicted from the ranks' compute times.
 
-    Return None if a share or a compute time is unknown, or if the gain is at most
-    two standard errors.
+    Return None if a share or a compute time is unknown, or if the gain is at most two standard
+    errors.
     """
     shares, own_work_s = [each.share for each in ranks], [each.own_work_s for each in ranks]
     if len(ranks) < 2 or not all(shares) or sum(shares) > MOST_ROWS:
@@ -308,6 +315,6 @@ def _read_curves(ranks: Sequence[MeasuredRank]) -> Sequence[Curve]:
 def _is_plausible(seconds: float) -> bool:
     """True if a step can take that long.
 
-    The times are checked because they come from other processes.
+    Times are checked because other processes report them.
     """
     return LEAST_WORK_S < seconds < MOST_WORK_S

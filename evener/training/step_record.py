@@ -1,10 +1,10 @@
-"""Compare a training's step times with its first and its last shares. Pure.
+"""Compare a training's step times under its first and its last shares. Pure.
 
 Only undisturbed steps count. The first steps with new shares (warm-up) don't count, because kernels
-are chosen and the allocator fills. Neither do steps in which evener checks the loss or memory runs
-out. A gain is clear if the intervals of both medians don't overlap. Devices may have become faster
-or slower meanwhile: compute time (own work) at the end shows what the first shares would take then.
-If that differs from the time that the first shares really took, the step times can't be compared.
+are chosen and the allocator grows. Neither do steps in which evener checks the loss or memory runs
+out. A gain is significant if the intervals of both medians don't overlap. Devices may have become
+faster or slower meanwhile: compute time (own work) at the end shows how long the first shares would
+take then. If that differs from the time that they took, the step times can't be compared.
 """
 
 from __future__ import annotations
@@ -17,20 +17,20 @@ from typing import Literal
 
 import msgspec
 
-WARM_STEPS = 3  # first steps with new shares, which don't count
-FEWEST_STEPS = 5  # undisturbed steps that shares need to count
-KEPT_STEPS = 200  # steps kept for the first shares, and for the last ones
-TOGETHER = 4  # steps in a row that are slow or fast together
+WARM_STEPS = 3  # number of warm-up steps with new shares, which don't count
+FEWEST_STEPS = 5  # minimum number of undisturbed steps for shares to count
+KEPT_STEPS = 200  # maximum number of stored steps for the first and for the last shares
+TOGETHER = 4  # number of consecutive steps that are slow or fast together
 ERRORS = 2.0  # standard errors on each side of an interval
-LEAST_ERROR = 1e-3  # relative: clocks, and differences between any two trainings
+LEAST_ERROR = 1e-3  # minimum relative error, from clocks and differences between any two trainings
 LEAST_GAIN = 0.02
-SAME_SPEED = 0.1  # relative: own work explains step times up to this difference
+SAME_SPEED = 0.1  # relative difference of step times up to which own work explains them
 
 Outcome = Literal["same shares", "faster", "slower", "unclear", "not comparable"]
 
 
 class ShareTimes(msgspec.Struct, frozen=True):
-    """Medians of a rank's steps with the shares that were really used; 0 for unknown values."""
+    """Medians of a rank's steps with the shares that they used; 0 for unknown values."""
 
     shares: tuple[int, ...]  # of every rank
     own_work_s: float
@@ -43,7 +43,7 @@ class Comparison(msgspec.Struct, frozen=True):
 
     outcome: Outcome
     gain: float = 0.0  # 0.12: 12 % more steps a second
-    low: float = 0.0  # lower end of the gain's interval
+    low: float = 0.0  # lower bound of the gain
     high: float = 0.0
 
 
@@ -52,8 +52,12 @@ class _Stretch:
 
     def __init__(self, shares: tuple[int, ...], steps: int = 0) -> None:
         self.shares, self.steps = shares, steps
-        self.all: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # own work, whole step
-        self.clear: deque[tuple[float, float]] = deque(maxlen=KEPT_STEPS)  # undisturbed ones
+        self.all: deque[tuple[float, float]] = deque(
+            maxlen=KEPT_STEPS
+        )  # (own work, whole step) of every step
+        self.clear: deque[tuple[float, float]] = deque(
+            maxlen=KEPT_STEPS
+        )  # the same for undisturbed steps
 
     def summarize(self) -> ShareTimes:
         enough = len(self.clear) >= FEWEST_STEPS
@@ -69,10 +73,10 @@ class _Stretch:
 
 
 class StepRecord:
-    """The step times of one rank with its first shares and with its last shares."""
+    """The step times of one rank under its first and its last shares."""
 
     def __init__(self) -> None:
-        self.changes = 0  # of the shares that steps really used
+        self.changes = 0  # number of changes of the shares that steps used
         self._first: _Stretch | None = None
         self._last: _Stretch | None = None
         self._now: _Stretch | None = None
@@ -80,7 +84,7 @@ class StepRecord:
     def add(
         self, shares: tuple[int, ...], own_work_s: float, step_s: float, disturbed: bool
     ) -> None:
-        """Add a step and the shares that it used; NaN for unknown values."""
+        """Add a step with the shares that it used; NaN stands for unknown values."""
         if self._now is None or shares != self._now.shares:
             self.changes += self._now is not None
             self._now = _Stretch(shares)
@@ -100,19 +104,19 @@ class StepRecord:
 
     @property
     def first(self) -> ShareTimes | None:
-        """The medians with the first shares that have enough steps; None without any step."""
+        """The medians under the first shares with enough steps; None without any step."""
         stretch = self._first or self._now
         return None if stretch is None else stretch.summarize()
 
     @property
     def last(self) -> ShareTimes | None:
-        """The medians with the last shares that have enough steps; None without any step."""
+        """The medians under the last shares with enough steps; None without any step."""
         stretch = self._last or self._now
         return None if stretch is None else stretch.summarize()
 
 
 def compare(first: Sequence[ShareTimes], last: Sequence[ShareTimes]) -> Comparison:
-    """Compare every rank's medians with the first and with the last shares.
+    """Compare every rank's medians under the first and the last shares.
 
     The gain is computed from the first rank's steps.
     """
@@ -148,7 +152,7 @@ def _gain_at_present_speed(first: Sequence[ShareTimes], last: Sequence[ShareTime
 
 
 def _error(steps: Sequence[float]) -> float:
-    """Return the standard error of the median of step times that are correlated in time.
+    """Return the standard error of the median of step times, which are correlated in time.
 
     Return 0 if there are too few steps.
     """

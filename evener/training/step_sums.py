@@ -2,7 +2,7 @@
 
 A step has five parts: input, compute time (own work), waiting for other ranks, the exchange of
 gradients, and the time between the exchange and the next batch. A single rank can't distinguish its
-waiting from the exchange; `divide_meeting` does, from the sums of all ranks. Means are used instead
+waiting from the exchange, so `divide_meeting` needs the sums of all ranks. Means are used instead
 of medians, so that work in only every tenth step, such as writing a checkpoint, counts too.
 """
 
@@ -20,21 +20,23 @@ Steps = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 class StepSums(msgspec.Struct, frozen=True):
     """A rank's time over a number of steps, in seconds, by activity.
 
-    The parts, from `input_s` to `between_s`, don't overlap. The other durations are included
-    in these parts.
+    The parts, from `input_s` to `between_s`, don't overlap. The other durations are included in
+    them.
     """
 
     steps: Steps = 0
     input_s: Seconds = 0.0  # until the batch is available
     own_work_s: Seconds = 0.0  # from there until the last gradient is ready
     meeting_s: Seconds = 0.0  # from there until all gradients are exchanged
-    undivided_s: Seconds = 0.0  # own work and meeting, if ranks meet within a pass
-    update_s: Seconds = 0.0  # the optimizer's step, and what prepares it, such as clipping
+    undivided_s: Seconds = 0.0  # own work and exchange, if ranks synchronize within a pass
+    update_s: Seconds = 0.0  # the optimizer's step and its preparation, such as clipping
     files_s: Seconds = 0.0  # between steps, while files were written
     validation_s: Seconds = 0.0  # between steps, while the model was validated
     between_s: Seconds = 0.0  # the rest of the time between steps
-    idle_input_s: Seconds = 0.0  # of input: the loop's thread didn't compute
-    idle_own_s: Seconds = 0.0  # of own work on a CPU: no thread of the process computed
+    idle_input_s: Seconds = 0.0  # part of input in which the loop's thread didn't compute
+    idle_own_s: Seconds = (
+        0.0  # part of own work on a CPU in which no thread of the process computed
+    )
 
     @property
     def seconds(self) -> float:
@@ -44,16 +46,16 @@ class StepSums(msgspec.Struct, frozen=True):
 
     @property
     def all_between_s(self) -> float:
-        """The total time between steps in seconds, including the optimizer's."""
+        """The total time between steps in seconds, including the optimizer's step."""
         return self.update_s + self.files_s + self.validation_s + self.between_s
 
     @property
     def step_s(self) -> float:
-        """The mean duration of a step in seconds; 0 without any step."""
+        """The mean duration of a step in seconds; 0 without steps."""
         return self.seconds / self.steps if self.steps else 0.0
 
     def mean(self, name: str) -> float:
-        """Return the mean of a field over the steps; 0 without any step."""
+        """Return a field's mean per step; 0 without steps."""
         return float(getattr(self, name)) / self.steps if self.steps else 0.0
 
     def plus(self, other: StepSums) -> StepSums:
@@ -85,9 +87,10 @@ class RankStep(NamedTuple):
 def divide_meeting(ranks: Sequence[StepSums], least_meeting_s: Sequence[float]) -> list[RankStep]:
     """Return each rank's mean step in five parts.
 
-    `least_meeting_s` has the duration of each rank's shortest meetings (`meeting_s`). The smallest
-    of them counts as every rank's exchange, because even the rank that arrives last spends that
-    time. The rest of a meeting is waiting. A single rank exchanges nothing.
+    `least_meeting_s` has each rank's shortest time (`meeting_s`) from its last gradient to the end
+    of the exchange. The smallest of these times counts as every rank's exchange, because even the
+    rank that arrives last spends it. The rest of `meeting_s` is waiting. A single rank exchanges
+    nothing.
     """
     means = [each.mean("meeting_s") for each in ranks]
     known = [least for least, mean in zip(least_meeting_s, means, strict=True) if mean > 0]

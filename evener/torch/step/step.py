@@ -133,7 +133,7 @@ def take_parts(
     This is the implementation of `PlannedTraining.parts`.
     """
     weights = training.weights
-    taken = weights.open_parts(batch)
+    taken = weights.begin_parts(batch)
     try:
         parts = _divide(training, batch, taken)
         if count is not None:
