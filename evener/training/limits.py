@@ -13,17 +13,17 @@ from typing import NamedTuple
 
 import msgspec
 
-LEAST_SHARE = 0.05  # fraction of a step from which a part is a limit
-LEAST_GAIN = 0.05  # lower end of a remedy's gain from which its limit is reported
+LEAST_SHARE = 0.05  # minimum fraction of a step for a part to be a limit
+LEAST_GAIN = 0.05  # minimum lower bound of a remedy's gain for its limit to be reported
 # The same for the optimizer, whose usual remedy is a larger batch, which changes what is learned.
 LEAST_OPTIMIZER_GAIN = 0.1
-# The time in which a batch gets from a worker process to the loop: 0.2 ms for small batches on a
+# Time to move a batch from a worker process to the loop: 0.2 ms for small batches on a
 # machine with cores to spare, 0.5 to 0.9 ms of CPU time on a busy one.
 HAND_OVER_S = 0.5e-3
 # The time between two steps that a trainer of a library needs for itself: 1 to 2.5 ms of callbacks,
 # schedules and counts in transformers and Lightning.
 TRAINER_S = 2e-3
-LEAST_STEP_LEFT = 1e-3  # fraction of a step: no remedy leaves less than this
+LEAST_STEP_LEFT = 1e-3  # minimum fraction of a step that remains with any remedy
 
 
 class LimitKind(StrEnum):
@@ -162,9 +162,9 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:
     """Return the limits of a step of `step_s` seconds, the largest expected gain first.
 
-    A part isn't a limit if less than 5 % of the step remains for it after overlaps are removed, or
-    if the lower end of its gain's interval is below `least_gain`. If a step without the limit was
-    measured (`without_s`), the gain may be larger or smaller than the part.
+    A part isn't a limit if it is less than 5 % of the step after overlaps are removed, or if the
+    lower bound of its gain is below `least_gain`. If a step without the limit was measured
+    (`without_s`), the gain may be larger or smaller than the part.
     """
     if step_s <= 0:
         return ()
