@@ -1,7 +1,7 @@
-"""Train a small network with accelerate and a plan: two lines differ.
+"""Train a small network with accelerate and a plan; two lines differ from a script without a plan.
 
-    evener balance --framework torch --workload examples/accelerate_train.py:build --export
-    plan.toml evener launch plan.toml examples/accelerate_train.py
+  evener balance --framework torch --workload examples/accelerate_train.py:build --export plan.toml
+  evener launch plan.toml examples/accelerate_train.py
 
 A plan with shares in passes needs one more loop, over split.parts: see docs/training_torch.md.
 """
@@ -23,14 +23,14 @@ ROWS, SIZE, CLASSES = 65_536, 256, 10
 
 
 def network() -> nn.Module:
-    """Three dense layers."""
+    """Return a network of three dense layers."""
     return nn.Sequential(
         nn.Linear(SIZE, 512), nn.ReLU(), nn.Linear(512, 512), nn.ReLU(), nn.Linear(512, CLASSES)
     )
 
 
 def vectors(rows: int = ROWS) -> TensorDataset:
-    """Generated classes with noise."""
+    """Return noisy vectors with their classes."""
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(CLASSES, SIZE, generator=generator)
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
@@ -38,7 +38,7 @@ def vectors(rows: int = ROWS) -> TensorDataset:
 
 
 def build() -> tuple[Any, ...]:
-    """For `--workload examples/accelerate_train.py:build`."""
+    """Return what `--workload examples/accelerate_train.py:build` measures."""
     model = network()
     return model, torch.optim.Adam(model.parameters(), 1e-3), nn.CrossEntropyLoss(), vectors()
 
@@ -59,7 +59,7 @@ def main() -> None:
     model, loader = (
         split.wrap(model),
         split.loader(vectors(), seed=0),
-    )  # 1: instead of preparing the loader
+    )  # 1: replaces the prepared loader
     for epoch in range(options.epochs):
         began = time.monotonic()
         for inputs, labels in loader:
@@ -68,7 +68,7 @@ def main() -> None:
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
-        mean = split.mean(loss)  # 2: over all ranks' rows
+        mean = split.mean(loss)  # 2: the mean over all ranks' rows
         accelerator.print(
             f"epoch {epoch + 1}: loss {mean:.4f}, {ROWS / (time.monotonic() - began):,.0f} "
             f"samples/s"

@@ -1,5 +1,4 @@
-"""Train a small Llama from its configuration with transformers' Trainer and a plan: two lines
-differ.
+"""Train a small, untrained Llama with transformers' Trainer and a plan; two lines differ.
 
 evener balance --framework torch --workload examples/hf_train.py:build --export plan.toml
 evener launch plan.toml examples/hf_train.py --planned
@@ -22,7 +21,7 @@ ROWS = 4096
 
 
 class Texts(torch.utils.data.Dataset[dict[str, Any]]):
-    """Generated texts, in which each word follows from the one before."""
+    """Generated texts in which each word depends on the previous one."""
 
     def __init__(self, rows: int) -> None:
         start = torch.randint(0, WORDS, (rows, 1), generator=torch.Generator().manual_seed(0))
@@ -36,7 +35,7 @@ class Texts(torch.utils.data.Dataset[dict[str, Any]]):
 
 
 def network() -> LlamaForCausalLM:
-    """Four layers."""
+    """Return a Llama with four layers."""
     sizes = {
         "hidden_size": 128,
         "intermediate_size": 256,
@@ -47,7 +46,7 @@ def network() -> LlamaForCausalLM:
 
 
 def make_trainer(kind: Any, rows: int, epochs: float) -> Any:
-    """The model, its data and how it is trained; `kind` is Trainer or a planned one."""
+    """Return a trainer with its model and data; `kind` is Trainer or a planned subclass of it."""
     torch.manual_seed(0)
     arguments = TrainingArguments(
         "hf_train_output",
@@ -56,19 +55,19 @@ def make_trainer(kind: Any, rows: int, epochs: float) -> Any:
         logging_steps=10,
         save_strategy="no",
         report_to=[],
-        ddp_find_unused_parameters=False,  # transformers' default looks for some in each step
+        ddp_find_unused_parameters=False,  # the default searches in each step
         use_cpu=not torch.cuda.is_available(),
     )
     return kind(model=network(), args=arguments, train_dataset=Texts(rows))
 
 
 def build() -> Any:
-    """For `--workload examples/hf_train.py:build`: a probe runs this trainer's own steps."""
+    """Return what `--workload examples/hf_train.py:build` measures: this trainer's own steps."""
     return make_trainer(Trainer, ROWS, 1.0)
 
 
 def main() -> None:
-    """Train, by a plan if one is given."""
+    """Train, with a plan if `--planned` is given."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,12 +1,11 @@
-"""Recurrent layers on one device and on two: time, accuracy and validation accuracy by batch size.
+"""Compare recurrent layers on one device and on two: time and accuracy by batch size.
 
-    python examples/keras_gru_digits.py --seeds 3                     # 4 x GRU 512 and Dense 128,
-    as on GPUs python examples/keras_gru_digits.py --seeds 4 --units 32 --layers 2 --epochs 20
-    --sizes 128 256   # small, for a CPU
+  python examples/keras_gru_digits.py --seeds 3     # 4 x GRU 512 and Dense 128, for GPUs
+  python examples/keras_gru_digits.py --seeds 4 --units 32 --layers 2 --epochs 20 --sizes 128 256
 
-The data are scikit-learn's handwritten digits, 1797 pictures of 8 x 8, read as 8 lines of 8 dots.
-Such a training has lost half of its accuracy on two GPUs; with correctly weighted shares it loses
-none.
+The second command is small enough for a CPU. The data are scikit-learn's handwritten digits, 1797
+pictures of 8 x 8 dots, read as 8 lines of 8 dots. Such a training has been seen to lose half of its
+accuracy on two GPUs; with correctly weighted shares it loses none.
 """
 
 from __future__ import annotations
@@ -33,7 +32,7 @@ HEADER = (
 
 
 def main() -> None:
-    """Train at each batch size on one device and on two, print the table and a verdict."""
+    """Train at each batch size on one device and on two; print the table and a verdict."""
     options = parse()
     devices = two_devices()
     data = load(options.seed)
@@ -58,7 +57,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--epochs", type=int, default=5)
     parser.add_argument(
@@ -81,7 +80,7 @@ def parse() -> argparse.Namespace:
 
 
 def two_devices() -> list[str]:
-    """Two GPUs, else two logical devices on the CPU."""
+    """Return two GPUs, or two logical CPU devices."""
     import tensorflow as tf
 
     if len(tf.config.list_physical_devices("GPU")) >= 2:
@@ -91,7 +90,10 @@ def two_devices() -> list[str]:
 
 
 def load(seed: int) -> tuple[Any, Any, Any, Any]:
-    """Training and validation digits, four to one: (rows, 8, 8) in 0 to 1, and their labels."""
+    """Return training and validation digits, four to one.
+
+    Digits have the shape (rows, 8, 8) and values from 0 to 1; they are followed by their labels.
+    """
     from sklearn.datasets import load_digits
 
     x, y = load_digits(return_X_y=True)
@@ -108,7 +110,7 @@ def train(
     data: tuple[Any, Any, Any, Any],
     seed: int,
 ) -> tuple[float, float, float]:
-    """Accuracy, validation accuracy and seconds of one training."""
+    """Train once; return the accuracy, the validation accuracy and the seconds."""
     import keras
 
     def make_model() -> Any:
@@ -137,9 +139,7 @@ def train(
 
 
 def summary(results: Any) -> list[str]:
-    """The means of (seeds, 3) results as cells; with several seeds, the spread of the
-    accuracies.
-    """
+    """Return the means of (seeds, 3) results as table cells; several seeds add the spread."""
     accuracy, validation, seconds = results.mean(0)
     if len(results) == 1:
         return [f"{accuracy:.2f}", f"{validation:.2f}", f"{seconds:.1f}"]
@@ -152,7 +152,10 @@ def summary(results: Any) -> list[str]:
 
 
 def verdict(batch: int, one: Any, two: Any) -> str:
-    """Whether the mean accuracies on two devices lie within the range of one device's seeds."""
+    """Return whether accuracies on two devices lie within the range of one device's seeds.
+
+    The mean over the seeds is compared.
+    """
     low, high, mean = one.min(0), one.max(0), two.mean(0)
     parts = []
     for column, name in enumerate(("accuracy", "validation accuracy")):

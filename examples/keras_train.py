@@ -1,9 +1,9 @@
-"""Train a Keras model by a plan: three lines of a training script, and samples/s at the end.
+"""Train a Keras model with a plan: three added lines, and samples/s at the end.
 
-    evener balance --workload examples/keras_train.py:build --export plan.toml
-    evener launch plan.toml examples/keras_train.py
+  evener balance --workload examples/keras_train.py:build --export plan.toml
+  evener launch plan.toml examples/keras_train.py
 
-A plan for keras_mnist or keras_maxer trains that network.
+With a plan for keras_mnist or keras_maxer, that network is trained.
 """
 
 from __future__ import annotations
@@ -15,26 +15,26 @@ from typing import Any
 from evener.plan.file import Plan
 
 ROWS = 60_000
-FEWEST_STEPS = 20  # an epoch, so that what happens between epochs weighs little
+FEWEST_STEPS = 20  # minimum steps per epoch, so that the time between epochs matters little
 MOST_BYTES = 4 << 30
 
 
 def build() -> Any:
-    """A compiled Keras model; what `--workload examples/keras_train.py:build` measures."""
+    """Return the compiled Keras model that `--workload examples/keras_train.py:build` measures."""
     from evener.workloads.keras_backend.models import mnist
 
     return mnist()
 
 
 def training_data() -> Any:
-    """The training data, (x, y); probes use it too."""
+    """Return the training data (x, y); probes use them too."""
     from evener.workloads.datasets import digits
 
     return digits(ROWS, seed=1)
 
 
 def main() -> None:
-    """Train by the plan of evener launch."""
+    """Train with the plan of evener launch."""
     parser = argparse.ArgumentParser(
         description="Train a small network by the plan of evener launch."
     )
@@ -58,7 +58,7 @@ def main() -> None:
     model = split.build(make_model)
     batch = plan.layout.global_batch
     x, y = make_data(whole_batches(options.rows, batch, make_data(1)))
-    # by the plan and not by a clock, so that every process makes the same number of steps
+    # counted from the plan instead of a clock, so that all processes run the same number of steps
     steps = max(1, round(options.seconds * plan.throughput.samples_per_second / batch))
     clock = clock_callback(steps, batch)
     model.fit(x, y, epochs=1_000_000, callbacks=[clock, Report(split)], verbose=0)
@@ -79,7 +79,7 @@ def main() -> None:
 
 
 def parts(plan: Plan) -> tuple[Any, Any]:
-    """The plan's network, and the function that makes rows for it."""
+    """Return the plan's network, and the function that makes its rows."""
     if plan.workload == "keras_maxer":
         from evener.workloads.keras_backend.models import maxer, maxer_batch
 
@@ -90,14 +90,15 @@ def parts(plan: Plan) -> tuple[Any, Any]:
 
 
 def whole_batches(rows: int, batch: int, one: tuple[Any, Any]) -> int:
-    """The number of rows in whole batches: enough for an epoch, if they fit into memory."""
+    """Return the number of rows in whole batches for one epoch, as far as they fit into memory."""
     fit: int = MOST_BYTES // sum(array.nbytes for array in one)
     return max(1, min(max(rows, FEWEST_STEPS * batch), fit) // batch) * batch
 
 
 def clock_callback(wanted: int, batch: int) -> Any:
-    """A callback that stops after this number of steps and has their samples/s, without the first
-    ones.
+    """Return a callback that stops after `wanted` steps and measures their samples/s.
+
+    The first steps aren't measured.
     """
     import keras
 
@@ -115,7 +116,10 @@ def clock_callback(wanted: int, batch: int) -> Any:
                 self.model.stop_training = True
 
         def now(self, logs: Any) -> float:
-            """Called when the devices have finished the step, as its loss is there."""
+            """Return the time at which the devices have finished the step.
+
+            Reading the loss waits for the devices.
+            """
             float(logs["loss"])
             return time.perf_counter()
 

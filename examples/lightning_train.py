@@ -1,4 +1,4 @@
-"""Train a small network in Lightning with a plan: three lines differ from a script for one device.
+"""Train a small network in Lightning with a plan; three lines differ from a script for one device.
 
 evener balance --framework torch --workload examples/lightning_train.py:build --export plan.toml
 evener launch plan.toml examples/lightning_train.py
@@ -20,7 +20,7 @@ ROWS, SIZE, CLASSES = 65_536, 256, 10
 
 
 class Classifier(L.LightningModule):
-    """Three dense layers."""
+    """A classifier with three dense layers."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,19 +36,19 @@ class Classifier(L.LightningModule):
     def training_step(
         self, batch: tuple[torch.Tensor, torch.Tensor], batch_idx: int
     ) -> torch.Tensor:
-        """The mean loss of a batch."""
+        """Return the mean loss of a batch."""
         inputs, labels = batch
         loss = nn.functional.cross_entropy(self.network(inputs), labels)
         self.log("loss", loss, on_step=False, on_epoch=True, sync_dist=True)
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """Adam."""
+        """Return Adam."""
         return torch.optim.Adam(self.parameters(), 1e-3)
 
 
 def vectors(rows: int = ROWS) -> TensorDataset:
-    """Generated classes with noise."""
+    """Return noisy vectors with their classes."""
     generator = torch.Generator().manual_seed(0)
     centers = torch.randn(CLASSES, SIZE, generator=generator)
     labels = torch.randint(0, CLASSES, (rows,), generator=generator)
@@ -56,7 +56,7 @@ def vectors(rows: int = ROWS) -> TensorDataset:
 
 
 def build() -> tuple[Classifier, TensorDataset]:
-    """For `--workload examples/lightning_train.py:build`."""
+    """Return what `--workload examples/lightning_train.py:build` measures."""
     return Classifier(), vectors()
 
 

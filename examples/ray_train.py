@@ -1,8 +1,9 @@
-"""Train a small network with Ray Train by a plan over several hosts; a failed training goes on from
-Ray's checkpoint.
+"""Train a small network with Ray Train and a plan for several hosts.
 
-evener balance --devices ray --framework torch --workload examples/torch_train.py:build --export
-plan.toml python examples/ray_train.py plan.toml --storage /shared/runs
+A failed training continues from Ray's checkpoint.
+
+  evener balance --devices ray --framework torch -w examples/torch_train.py:build --export plan.toml
+  python examples/ray_train.py plan.toml --storage /shared/runs
 """
 
 from __future__ import annotations
@@ -24,7 +25,7 @@ ROWS, SIZE, CLASSES = 65_536, 256, 10
 
 
 def train_loop(config: dict[str, Any]) -> None:
-    """One worker's part: evener has said which share of the plan is its own."""
+    """Train on one worker, with the share of the plan that evener assigned to it."""
     split = Split()
     torch.manual_seed(0)
     labels = torch.randint(0, CLASSES, (ROWS,))
@@ -44,7 +45,7 @@ def train_loop(config: dict[str, Any]) -> None:
 
 
 def load(parts: tuple[Any, ...]) -> int:
-    """Go on from Ray's last checkpoint; the epochs that it has."""
+    """Restore Ray's last checkpoint; return the number of epochs that it has completed."""
     checkpoint = ray.train.get_checkpoint()
     if checkpoint is None:
         return 0
@@ -56,7 +57,7 @@ def load(parts: tuple[Any, ...]) -> int:
 
 
 def save(parts: tuple[Any, ...], epoch: int, loss: float, rank: int) -> None:
-    """Every worker reports; the first one's state is the checkpoint."""
+    """Report from every worker; the first worker's state is the checkpoint."""
     with tempfile.TemporaryDirectory() as folder:
         if rank == 0:
             torch.save(([part.state_dict() for part in parts], epoch), Path(folder, "state.pt"))
@@ -67,7 +68,7 @@ def save(parts: tuple[Any, ...], epoch: int, loss: float, rank: int) -> None:
 
 
 def main() -> None:
-    """Train, and print what the first worker said last."""
+    """Train, and print the last report of the first worker."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -26,12 +26,13 @@ WORDS = 200
 LONGEST = 256
 WIDTH = 64
 ROWS = 4_096
-IGNORED = -100  # the target of padding
+IGNORED = -100  # target of padding tokens
 
 
 class Texts(Dataset):
-    """Generated texts: a word follows from the two before it. `lengths` are their words,
-    lognormal.
+    """Generated texts in which each word depends on the two before it.
+
+    `lengths` has the number of words of each text; it is lognormal.
     """
 
     def __init__(self, rows: int, seed: int) -> None:
@@ -53,7 +54,7 @@ class Texts(Dataset):
 
 
 def collate(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
-    """Words and the words that follow them, (rows, longest of these texts)."""
+    """Return words and the words that follow them, as (rows, longest text) tensors."""
     words = pad_sequence([text[:-1] for text in texts], batch_first=True)
     return words, pad_sequence(
         [text[1:] for text in texts], batch_first=True, padding_value=IGNORED
@@ -61,7 +62,7 @@ def collate(texts: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
 
 
 class Decoder(nn.Module):
-    """Words (rows, length) to the scores of the next words (rows, length, WORDS)."""
+    """Maps words (rows, length) to scores (rows, length, WORDS) of the next words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -73,7 +74,10 @@ class Decoder(nn.Module):
         self.scores = nn.Linear(WIDTH, WORDS)
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """Each word sees those before it, so padding behind a text changes nothing."""
+        """Return the scores.
+
+        A word attends only to earlier words, so padding at the end has no effect.
+        """
         length = words.shape[1]
         mask = nn.Transformer.generate_square_subsequent_mask(length, device=words.device)
         states = self.words(words) + self.places.weight[:length]
@@ -82,21 +86,23 @@ class Decoder(nn.Module):
 
 
 def mean_loss(scores: torch.Tensor, following: torch.Tensor) -> torch.Tensor:
-    """The mean over the words that aren't padding."""
+    """Return the mean loss over the words that aren't padding."""
     return nn.functional.cross_entropy(
         scores.flatten(0, 1), following.flatten(), ignore_index=IGNORED
     )
 
 
 def count(part: Any) -> torch.Tensor:
-    """What the mean of a pass is divided by."""
+    """Return the number of words over which a pass's loss is a mean."""
     counted: torch.Tensor = (part.batch[1] != IGNORED).sum()
     return counted
 
 
 def build(rows: int = ROWS) -> tuple[Any, ...]:
-    """For `--workload examples/text_train.py:build`: what is trained, the texts' lengths, and the
-    loader's options.
+    """Return what `--workload examples/text_train.py:build` measures.
+
+    The parts are the model, its optimizer and loss, the texts with their lengths, and the loader's
+    options.
     """
     model = Decoder()
     data = (Texts(rows, seed=1), {"collate_fn": collate})
@@ -104,7 +110,7 @@ def build(rows: int = ROWS) -> tuple[Any, ...]:
 
 
 def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Optimizer) -> float:
-    """One epoch; returns the mean loss of the last global batch."""
+    """Train for one epoch; return the mean loss of the last global batch."""
     loss: Any = 0.0
     for batch in loader:
         loss = 0.0

@@ -1,10 +1,13 @@
-"""Train on from one checkpoint with two batches, to see what the larger one costs: docs/learning.md
-says how.
+r"""Continue one checkpoint with two batch sizes, to see what the larger one costs.
 
-evener balance --framework torch -w examples/torch_branch.py:build --global-batch 512 --export
-plan.toml evener launch plan.toml examples/torch_branch.py --save last.pt evener launch plan.toml
-examples/torch_branch.py --resume last.pt evener launch plan.toml examples/torch_branch.py --resume
-last.pt --global-batch 1024 --rate 1.4e-3
+docs/learning.md explains how.
+
+  evener balance --framework torch -w examples/torch_branch.py:build --global-batch 512 \
+      --export plan.toml
+  evener launch plan.toml examples/torch_branch.py --save last.pt
+  evener launch plan.toml examples/torch_branch.py --resume last.pt
+  evener launch plan.toml examples/torch_branch.py --resume last.pt --global-batch 1024 \
+      --rate 1.4e-3
 """
 
 from __future__ import annotations
@@ -23,7 +26,7 @@ CRITERION = nn.CrossEntropyLoss()
 
 
 def points(rows: int, seed: int) -> TensorDataset:
-    """Random points, labelled by the largest of three coordinates and noise."""
+    """Return random points; a point's label is the largest of three coordinates plus noise."""
     generator = torch.Generator().manual_seed(seed)
     inputs = torch.randn(rows, 16, generator=generator)
     return TensorDataset(
@@ -32,14 +35,12 @@ def points(rows: int, seed: int) -> TensorDataset:
 
 
 def network() -> nn.Module:
-    """One hidden layer."""
+    """Return a network with one hidden layer."""
     return nn.Sequential(nn.Linear(16, 128), nn.Tanh(), nn.Linear(128, 3))
 
 
 def build() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
-    """For `--workload examples/torch_branch.py:build`: the same network, optimizer, loss and
-    data.
-    """
+    """Return what `--workload examples/torch_branch.py:build` measures."""
     model = network()
     return model, torch.optim.Adam(model.parameters()), CRITERION, points(HELD_OUT, seed=1)
 
@@ -47,7 +48,7 @@ def build() -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]
 def train(
     split: Split, model: Any, optimizer: torch.optim.Optimizer, loader: Any, rows: int
 ) -> int:
-    """Train on this number of rows, as near as whole steps come; returns how many they were."""
+    """Train on `rows` rows, rounded to whole steps; return the number of rows."""
     trained = 0
     while trained < rows:
         for images, labels in loader:
@@ -63,7 +64,7 @@ def train(
 
 
 def held_out_loss(split: Split, model: Any) -> float:
-    """The mean loss of rows that nothing is trained on."""
+    """Return the mean loss of rows that aren't used for training."""
     total = 0.0
     with torch.no_grad():
         for images, labels in split.loader(points(HELD_OUT, seed=2), shuffle=False, training=False):
@@ -77,7 +78,7 @@ def held_out_loss(split: Split, model: Any) -> float:
 
 
 def main() -> None:
-    """Train, and print the loss of rows that weren't seen."""
+    """Train, and print the loss of held-out rows."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -99,7 +100,7 @@ def main() -> None:
         weights, state = torch.load(options.resume, map_location=split.device)
         net.load_state_dict(weights)
         optimizer.load_state_dict(state)
-        optimizer.param_groups[0]["lr"] = options.rate  # of this branch
+        optimizer.param_groups[0]["lr"] = options.rate  # this branch's learning rate
     loader = split.loader(points(options.rows, seed=3 if options.resume else 1), drop_last=True)
     trained = train(split, model, optimizer, loader, options.rows)
     loss = held_out_loss(split, model)

@@ -1,13 +1,11 @@
-"""Four recurrent layers on handwritten digits, on one device and on several unequal ones: time,
-accuracy, table.
+"""Compare four recurrent layers on one device and on several unequal ones: time and accuracy.
 
-    python examples/torch_gru_digits.py                          # 4 x GRU 512 and Dense 128, batch
-    128 to 1024 python examples/torch_gru_digits.py --units 64 --ratios 3 1  # smaller; two devices
-    at 3:1
+  python examples/torch_gru_digits.py            # 4 x GRU 512 and Dense 128, batch 128 to 1024
+  python examples/torch_gru_digits.py --units 64 --ratios 3 1    # smaller; two devices at 3:1
 
-The digits are scikit-learn's 1797, each a sequence of 8 rows of 8 dots. Two devices take another
-time than one and learn the same: the columns (2) would be worse if the split changed what is
-learned. On a CPU a device is one thread.
+The digits are scikit-learn's 1797, each a sequence of 8 rows of 8 dots. Two devices take a
+different time than one but learn the same: the columns (2) would be worse if the split changed what
+is learned. On a CPU, a device is one thread.
 """
 
 from __future__ import annotations
@@ -32,7 +30,7 @@ COLUMNS = ("acc", "val_acc", "Time")
 
 
 class Digits(nn.Module):
-    """Recurrent layers, a dense one, and logits."""
+    """Recurrent layers, a dense layer, and logits."""
 
     def __init__(self, units: int, layers: int, dense: int) -> None:
         super().__init__()
@@ -44,7 +42,7 @@ class Digits(nn.Module):
 
 
 def data() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDataset]:
-    """Four fifths to train on, one to test."""
+    """Return digits for training and for testing, four to one."""
     images, labels = load_digits(return_X_y=True)
     parts = train_test_split(
         images.reshape(-1, 8, 8) / 16.0, labels, test_size=0.2, random_state=0, stratify=labels
@@ -55,7 +53,7 @@ def data() -> tuple[torch.utils.data.TensorDataset, torch.utils.data.TensorDatas
 
 
 def accuracy(split: Split, model: Any, loader: Any) -> float:
-    """The part of all rows, over all ranks, that is classified correctly."""
+    """Return the fraction of rows, over all ranks, that are classified correctly."""
     right = rows = 0
     model.eval()
     with torch.no_grad():
@@ -70,7 +68,7 @@ def accuracy(split: Split, model: Any, loader: Any) -> float:
 def train(
     options: argparse.Namespace, ratios: list[float], batch: int, seed: int
 ) -> dict[str, float]:
-    """One training of one cell of the table."""
+    """Run the training for one cell of the table."""
     split = Split(ratios=ratios, global_batch=batch)
     training, testing = data()
     loader = split.loader(training, seed=seed)
@@ -95,14 +93,14 @@ def train(
 
 
 def column(options: argparse.Namespace, ratios: list[float]) -> Iterator[dict[str, float]]:
-    """Every cell for the devices of this process group."""
+    """Yield the results of all cells for the devices of this process group."""
     for batch in options.batches:
         for seed in range(options.seeds):
             yield {"batch": batch, **train(options, ratios, batch, seed)}
 
 
 def several_devices(count: int) -> list[dict[str, float]]:
-    """The cells of several devices' column, from a process for each of them."""
+    """Return the cells of the column for several devices, from one process per device."""
     command = [
         sys.executable,
         "-m",
@@ -118,7 +116,7 @@ def several_devices(count: int) -> list[dict[str, float]]:
 
 
 def cell(cells: list[dict[str, float]], batch: int, name: str) -> str:
-    """The mean over seeds, and the range if there are several."""
+    """Return the mean over seeds as text, with the range if there are several."""
     values = [each[name] for each in cells if each["batch"] == batch]
     mean = sum(values) / len(values)
     if name == "Time":
@@ -129,7 +127,10 @@ def cell(cells: list[dict[str, float]], batch: int, name: str) -> str:
 
 
 def verdict(one: list[dict[str, float]], several: list[dict[str, float]], batch: int) -> str:
-    """Whether several devices' mean accuracies lie within the range of one device's seeds."""
+    """Return whether accuracies on several devices lie within the range of one device's seeds.
+
+    The mean over the seeds is compared.
+    """
     found = []
     for name in ("acc", "val_acc"):
         alone, together = (
@@ -144,7 +145,7 @@ def verdict(one: list[dict[str, float]], several: list[dict[str, float]], batch:
 
 
 def main() -> None:
-    """Print the table; with --column, be one rank of one column."""
+    """Print the table; with --column, run one rank of one column."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

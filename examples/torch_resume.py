@@ -1,7 +1,8 @@
-"""Train in PyTorch so that killed processes and lost devices cost no more than the steps since the
-last checkpoint, and a notice before the end (SIGTERM) costs nothing.
+"""Train in PyTorch so that killed processes cost no more than the steps since the last checkpoint.
 
-evener launch --max-restarts 3 plan.toml examples/torch_resume.py --checkpoint checkpoint.pt
+The same holds for lost devices. A warning before the end (SIGTERM) costs no steps.
+
+  evener launch --max-restarts 3 plan.toml examples/torch_resume.py --checkpoint checkpoint.pt
 """
 
 from __future__ import annotations
@@ -21,20 +22,20 @@ ROWS = 4096
 
 
 def points() -> TensorDataset:
-    """Random points, labelled by the quadrant of their first two coordinates."""
+    """Return random points; a point's label is the quadrant of its first two coordinates."""
     inputs = torch.randn(ROWS, 8, generator=torch.Generator().manual_seed(0))
     return TensorDataset(inputs, (inputs[:, 0] > 0).long() + 2 * (inputs[:, 1] > 0).long())
 
 
 def save(checkpoint: Path, parts: Any) -> None:
-    """In one step, as a process may be killed at any time."""
+    """Write the checkpoint atomically, because a process may be killed at any time."""
     new = checkpoint.with_suffix(".new")
     torch.save([part.state_dict() for part in parts], new)
     os.replace(new, checkpoint)
 
 
 def main() -> None:
-    """Train, and go on from the checkpoint if there is one."""
+    """Train, starting from the checkpoint if there is one."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -55,7 +56,7 @@ def main() -> None:
         net,
         optimizer,
         split,
-    )  # the bare network: its state is the same on any number of devices
+    )  # the unwrapped network, whose state is the same on any number of devices
     if options.checkpoint.exists():
         saved = torch.load(options.checkpoint, map_location=split.device)
         for part, state in zip(parts, saved, strict=True):
@@ -65,7 +66,9 @@ def main() -> None:
     for epoch in range(loader.next_epoch, options.epochs):
         for step, batch in enumerate(loader, 1):
             loss = 0.0
-            for part in split.parts(batch):  # one, unless the plan computes shares in passes
+            for part in split.parts(
+                batch
+            ):  # a single part, unless the plan computes shares in passes
                 inputs, labels = part.batch
                 loss += part.backward(
                     criterion(model(inputs.to(split.device)), labels.to(split.device))

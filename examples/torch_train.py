@@ -1,9 +1,10 @@
-"""Train a small network in PyTorch with a plan: three lines and the loop over parts differ from one
-for one device.
+"""Train a small network in PyTorch with a plan.
 
-evener balance --framework torch --workload examples/torch_train.py:build --export plan.toml
-evener launch plan.toml examples/torch_train.py
-python examples/torch_train.py --global-batch 256          # one device, without a plan
+Three lines and the loop over parts differ from a script for one device.
+
+  evener balance --framework torch --workload examples/torch_train.py:build --export plan.toml
+  evener launch plan.toml examples/torch_train.py
+  python examples/torch_train.py --global-batch 256          # one device, without a plan
 """
 
 from __future__ import annotations
@@ -24,8 +25,9 @@ ROWS = 16_384
 
 
 def pictures(rows: int, seed: int) -> TensorDataset:
-    """Ten generated patterns with noise. A TensorDataset's rows are fetched one batch at a time,
-    not one by one.
+    """Return ten generated patterns with noise, as a TensorDataset.
+
+    evener fetches a TensorDataset's rows one batch at a time instead of one by one.
     """
     patterns = torch.rand(CLASSES, 1, SIZE, SIZE, generator=torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(seed)
@@ -35,7 +37,7 @@ def pictures(rows: int, seed: int) -> TensorDataset:
 
 
 def network() -> nn.Module:
-    """Two convolutions and two dense layers."""
+    """Return a network of two convolutions and two dense layers."""
     return nn.Sequential(
         nn.Conv2d(1, 16, 3, padding=1),
         nn.ReLU(),
@@ -51,9 +53,7 @@ def network() -> nn.Module:
 
 
 def build(rows: int = ROWS) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module, TensorDataset]:
-    """For `--workload examples/torch_train.py:build`: the same network, optimizer, loss and data
-    set.
-    """
+    """Return what `--workload examples/torch_train.py:build` measures."""
     model = network()
     return (
         model,
@@ -64,13 +64,13 @@ def build(rows: int = ROWS) -> tuple[nn.Module, torch.optim.Optimizer, nn.Module
 
 
 def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Optimizer) -> float:
-    """One epoch; returns the mean loss of the last global batch."""
+    """Train for one epoch; return the mean loss of the last global batch."""
     criterion = nn.CrossEntropyLoss()
     loss = 0.0
     for batch in loader:
         optimizer.zero_grad()
         loss = 0.0
-        for part in split.parts(batch):  # one, unless the plan computes shares in passes
+        for part in split.parts(batch):  # a single part, unless the plan computes shares in passes
             images, labels = part.batch
             loss += part.backward(
                 criterion(model(images.to(split.device)), labels.to(split.device))
@@ -80,7 +80,7 @@ def train_epoch(split: Split, model: Any, loader: Any, optimizer: torch.optim.Op
 
 
 def accuracy(split: Split, model: Any, loader: Any) -> float:
-    """The part of all rows that is classified correctly; padding rows don't count."""
+    """Return the fraction of rows that are classified correctly; padding rows don't count."""
     right = rows = 0
     with torch.no_grad():
         for images, labels in loader:
@@ -135,12 +135,15 @@ def main() -> None:
 
 
 def summary(rates: list[float], split: Split) -> str:
-    """Samples/s over all epochs but the first, in which memory is allocated and kernels are
-    chosen.
+    """Return the samples/s over all epochs except the first, as text.
+
+    In the first epoch, memory is allocated and kernels are chosen.
     """
     steady = rates[1:] or rates
     rate = len(steady) / sum(1 / each for each in steady)
-    promised = split.plan.throughput.samples_per_second if split.plan else 0.0  # 0: a plan by hand
+    promised = (
+        split.plan.throughput.samples_per_second if split.plan else 0.0
+    )  # 0: the plan was written by hand
     said = f"; the plan says {promised:,.0f}" if promised else ""
     return f"{rate:,.0f} samples/s over {len(steady)} epochs{said}"
 

@@ -1,1 +1,1 @@
-"""Models that train one optimizer step at a time; independent of the balancer."""
+"""Models that train one optimizer step at a time; they don't depend on the balancer."""

@@ -1,4 +1,4 @@
-"""Synthetic data sets: the same seed gives the same data, and nothing is downloaded."""
+"""Synthetic data sets: a seed always gives the same data, and nothing is downloaded."""
 
 from __future__ import annotations
 
@@ -24,10 +24,10 @@ NOISE = 0.3
 
 
 def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
-    """Return `rows` shifted and noisy pictures of digits, with their labels.
+    """Return `rows` noisy, shifted pictures of digits, with their labels.
 
-    The pictures have the shape (rows, 28, 28, 1) and are float32 from 0 to 1. The labels (rows,)
-    are the digits, as int64.
+    The pictures are float32 from 0 to 1 with the shape (rows, 28, 28, 1). The labels (rows,) are
+    the digits, as int64.
     """
     random = np.random.default_rng(seed)
     labels = random.integers(0, 10, rows)
@@ -43,7 +43,7 @@ def digits(rows: int, seed: int = 0) -> tuple[Any, Any]:
 
 
 def _draw_digits() -> Any:
-    """Return pictures of the ten digits (10, height, width); each dot is a square of ones."""
+    """Return pictures (10, height, width) of the ten digits; each dot is a square of ones."""
     glyphs = []
     for text in _FONT:
         lines = [[int(dot) for dot in line] for line in text.split()]
@@ -54,7 +54,7 @@ def _draw_digits() -> Any:
 def stripes(rows: int, side: int = 32, classes: int = 10, seed: int = 0) -> tuple[Any, Any]:
     """Return coloured pictures of stripes, with their labels.
 
-    The pictures have the shape (rows, side, side, 3) and are float32 around 0. The labels have the
+    The pictures are float32 around 0 with the shape (rows, side, side, 3). The labels have the
     shape (rows,); each class is an angle of the stripes.
     """
     random = np.random.default_rng(seed)
@@ -87,7 +87,7 @@ def sine_waves(
 
 
 def grey_noise(rows: int) -> tuple[Any, Any]:
-    """Return random grey values 0 to 255 (rows, 28, 28, 1) as float32 and labels (rows,).
+    """Return random grey values from 0 to 255 as float32 (rows, 28, 28, 1), and labels (rows,).
 
     They have MNIST's shapes, but nothing can be learned from them.
     """
@@ -99,8 +99,7 @@ def grey_noise(rows: int) -> tuple[Any, Any]:
 def text_lengths(rows: int, median: float, sigma: float, longest: int, seed: int = 0) -> Any:
     """Return random text lengths (rows,) in tokens, as int64.
 
-    The lengths are lognormal with this median and `sigma`, clipped to the range from
-    1 to `longest`.
+    They are lognormal with this median and `sigma`, clipped to the range from 1 to `longest`.
     """
     lengths = np.random.default_rng(seed).lognormal(np.log(median), sigma, rows)
     return np.clip(np.rint(lengths), 1, longest).astype(np.int64)

@@ -36,13 +36,13 @@ class WorkerSetup(msgspec.Struct, frozen=True):
 
     # the framework's own names in this process: ("cuda:0",), ("GPU:0", "GPU:1")
     devices: tuple[str, ...]
-    # the framework's memory cap for each, if it can set one
+    # the framework's memory cap for each device, if it supports caps
     memory_limit_bytes: tuple[int | None, ...] = ()
     rank: int = 0
     # the address of each rank, this one included: "127.0.0.1:port"; for PyTorch on one host, the
     # path of their rendezvous file instead; empty: no group
     peers: tuple[str, ...] = ()
-    trainings: int = 1  # separate trainings side by side: a pack
+    trainings: int = 1  # number of separate trainings that run at the same time (a pack)
     threads: int | None = None  # compute threads; None: the framework's own choice
     precision: Precision = "float32"
     xla: bool = False
@@ -50,24 +50,24 @@ class WorkerSetup(msgspec.Struct, frozen=True):
     # worker processes of the loader for the user's data; None: as in the user's code
     loader_workers: int | None = None
     placement: str = ""  # the name of one of the workload's placements, or empty
-    # the fraction of a sharded model on each rank; for a rank measured alone, only its own fraction
+    # fraction of a sharded model on each rank; only its own fraction for a rank measured alone
     state: tuple[float, ...] = ()
 
     @property
     def world(self) -> int:
-        """The number of processes that step together."""
+        """The number of processes in the group."""
         return max(1, len(self.peers))
 
 
 class PhaseSeconds(msgspec.Struct, frozen=True):
-    """The duration of two phases of the steps since the last reading; None if unknown."""
+    """The total duration of two phases of the steps since the last reading; None if unknown."""
 
     input_seconds: float | None = None  # waiting for the rows of a batch
     update_seconds: float | None = None  # the optimizer's own step
 
 
 class LinkSpeed(msgspec.Struct, frozen=True):
-    """The latency and speed of an all-reduce between the ranks of a group.
+    """The latency and bandwidth of an all-reduce between the ranks of a group.
 
     `wrong` describes an incorrect sum; it is empty if all sums were correct.
     """
@@ -87,7 +87,7 @@ class Workload(ABC):
 
     @abstractmethod
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Prepare batches with these shares (rows per device), and whatever the first step needs.
+        """Prepare batches with these shares (rows per device), and all that the first step needs.
 
         In a group, `shares` has one share per rank, otherwise one per device of the setup, in
         order. A device with share 0 is left out. This method is called again for each new size.
@@ -106,16 +106,16 @@ class Workload(ABC):
         raise NotImplementedError
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare shares whose rows are padded to this length in every pass."""
+        """Prepare shares whose rows are padded to `length` tokens in every pass."""
         raise NotImplementedError
 
     @abstractmethod
     def step(self) -> None:
-        """Take an optimizer step on the next batch, over all devices of the layout."""
+        """Run an optimizer step on the next batch, over all devices of the layout."""
 
     @abstractmethod
     def synchronize(self) -> None:
-        """Wait until every enqueued step is done on the devices."""
+        """Wait until the devices have finished all enqueued steps."""
 
     @abstractmethod
     def loss_is_finite(self) -> bool:
@@ -125,13 +125,13 @@ class Workload(ABC):
         """
 
     def work(self) -> Work | None:
-        """Return the total work of all steps in this process; None if rows have no lengths."""
+        """Return the total work of this process's steps; None if rows have no lengths."""
         return None
 
     def read_waits(self) -> float | None:
-        """Return how long this process's device waited for other ranks since the last reading.
+        """Return the seconds that this process's device waited for other ranks, or None.
 
-        The result is in seconds; None if the wait can't be measured.
+        They are counted from the last reading. None means that the wait can't be measured.
         """
         return None
 
@@ -143,9 +143,9 @@ class Workload(ABC):
         return PhaseSeconds()
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all following steps if `kept`, otherwise take new batches again.
+        """Reuse one batch in all following steps if `kept`, otherwise use new batches again.
 
-        Returns False if the workload can't reuse a batch. After `prepare`, steps take new batches.
+        Returns False if the workload can't reuse a batch. After `prepare`, steps use new batches.
         """
         return False
 
@@ -158,17 +158,17 @@ class Workload(ABC):
         return None
 
     def time_on_device(self) -> float | None:
-        """Return the device's time for one step whose kernels are all enqueued beforehand.
+        """Return the device time of one step whose kernels are all enqueued beforehand, in seconds.
 
-        The result is in seconds; None if the device doesn't support this. All ranks of a group must
-        call this method at the same time.
+        Return None if the device doesn't support this. All ranks of a group must call this method
+        at the same time.
         """
         return None
 
     def max_memory_bytes(self) -> tuple[int | None, ...]:
-        """Return the peak memory on each of this process's devices since `prepare`.
+        """Return the peak memory on each of this process's devices since `prepare`, in bytes.
 
-        It is measured in bytes, by the framework's allocator if that reports it; None if unknown.
+        It is reported by the framework's allocator if possible; None if unknown.
         """
         return self.memory.read()
 
@@ -180,39 +180,39 @@ class Workload(ABC):
         return self.memory.release()
 
     def read_shortage(self) -> str:
-        """Return the out-of-memory error of a step that was completed in smaller passes.
+        """Return the out-of-memory error of a step that was then completed in smaller passes.
 
         A rank of a group completes such a step because the other ranks wait for it. The result is
-        empty if no step since `prepare` ran out of memory this way.
+        empty if no such step has occurred since `prepare`.
         """
         return ""
 
     def recover(self) -> bool:
         """Release the memory of a step that ran out of memory.
 
-        Return True if the workload is back in its state before that step, so it can
-        be prepared again.
+        Return True if the workload is back in its state before that step, so that it can be
+        prepared again.
         """
         return False
 
     @abstractmethod
     def facts(self) -> Mapping[str, str]:
-        """Return the workload's facts that the plan records.
+        """Return facts about the workload for the plan.
 
         Examples are the framework's version, the number of parameters and the engine.
         """
 
 
 class Entry(msgspec.Struct, frozen=True):
-    """A workload in the registry. No framework is imported until it is built."""
+    """A workload in the registry. Its framework isn't imported until it is built."""
 
     name: str
     framework: Literal["tensorflow", "torch", "none"]
-    home: str  # its build function: "evener.workloads.keras_backend.models:build"
-    summary: str  # one line
+    home: str  # its build function, such as "evener.workloads.keras_backend.models:build"
+    summary: str  # a description in one line
     source: str  # where the model comes from
     settings: dict[str, Any]  # parameters that `--set` can override, with their defaults
-    # the largest batch that its data or its kernels allow
+    # maximum batch for its data or kernels
     largest_share: int | None = None
     least: Mapping[str, int] = {}  # minimum values of settings
     # names of its placements on several devices; "single" is one device, as in a solo layout
@@ -226,7 +226,7 @@ def pick(function: Callable[..., Any], settings: Mapping[str, Any]) -> dict[str,
 
 
 class MemoryMeter:
-    """Measures the growth of this process's memory, because allocators on a CPU report nothing.
+    """Measures the growth of this process's memory, because CPU allocators report nothing.
 
     Create the meter before the model. Subclasses for GPUs read their framework's allocator instead.
     """
@@ -237,7 +237,7 @@ class MemoryMeter:
         self._before = _status_bytes("VmRSS") or 0
 
     def reset(self) -> None:
-        """Start measuring the peak from here, after releasing unused memory of earlier sizes."""
+        """Start a new measurement of the peak, after releasing unused memory of earlier sizes."""
         _return_unused()
         with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets the peak to the resident memory
@@ -245,8 +245,8 @@ class MemoryMeter:
     def read(self) -> tuple[int | None, ...]:
         """Return the process's peak memory since `reset`, minus its memory before the model.
 
-        It is in bytes; None for each device if several devices share the process's memory, or if
-        the kernel doesn't report the peak.
+        The value is in bytes. It is None for each device if several devices share the process's
+        memory, or if the kernel doesn't report the peak.
         """
         peak = _status_bytes("VmHWM")
         if self._devices != 1 or peak is None:

@@ -1,6 +1,6 @@
-"""Map names to workloads: list them, check their settings and build them.
+"""Maps names to workloads: lists workloads, checks their settings and builds them.
 
-No framework is imported until a workload is built. A name is in the table below, or names the
+No framework is imported until a workload is built. A name is in the table below, or refers to the
 user's own function as `file.py:attribute` or `package.module:attribute`.
 """
 
@@ -27,7 +27,7 @@ _MAXER = (
 )
 _MNIST = "a small convolutional network on 28 x 28 images made in code; nothing is downloaded"
 _GRU = "the multi-GPU recurrent demo: 4 x GRU 512 and Dense 128, on sequences made in code"
-LARGEST_MNIST = 16384  # more than a quarter of such a data set in one step trains poorly
+LARGEST_MNIST = 16384  # steps on more than a quarter of such a data set train poorly
 _MNIST_SETTINGS: dict[str, Any] = {"filters": 16, "dense": 64, "learning_rate": 0.001}
 _GRU_SIZES = {"steps": 64, "features": 32, "units": 512, "layers": 4, "dense": 128, "classes": 10}
 _TOWERS = {
@@ -42,10 +42,7 @@ _GRU_SETTINGS: dict[str, Any] = {**_GRU_SIZES, "learning_rate": 0.001}
 
 
 def _model(name: str, summary: str, source: str, settings: dict[str, Any], **limits: Any) -> Entry:
-    """Return the entry of a model, whose backend follows from the prefix of its name.
-
-    The prefix is keras_ or torch_.
-    """
+    """Return the entry of a model, whose backend follows from its prefix, keras_ or torch_."""
     framework: Framework = "tensorflow" if name.startswith("keras_") else "torch"
     return Entry(
         name, framework, f"{BACKENDS[framework]}.models:build", summary, source, settings, **limits
@@ -61,7 +58,7 @@ _TABLE = (
         ),
         _MAXER,
         {"learning_rate": 0.001},
-        # more, and its first tensors pass the 2^31 elements that TensorFlow counts on a GPU
+        # beyond this, its first tensors exceed TensorFlow's 2^31 elements on a GPU
         largest_share=10_699,
     ),
     _model(
@@ -126,7 +123,7 @@ _TABLE = (
         ),
         "slides on several GPUs: model parallelism in depth",
         {"side": 32, "classes": 10, "norm": "group", "micro_batches": 4, "learning_rate": 0.001},
-        least={"side": 32, "micro_batches": 2},  # five poolings
+        least={"side": 32, "micro_batches": 2},  # for five poolings
         placements=("single", "halves", "halves-micro"),
     ),
     _model(
@@ -137,7 +134,7 @@ _TABLE = (
         ),
         "slides on several GPUs: tile parallelism for images",
         {"side": 128, "classes": 10, "learning_rate": 0.001},
-        least={"side": 8},  # two poolings, and no tile is empty
+        least={"side": 8},  # for two poolings without empty tiles
         placements=("single", "tiles"),
         placement_devices=4,
     ),
@@ -146,7 +143,7 @@ _ENTRIES = {entry.name: entry for entry in _TABLE}
 
 
 def names(framework: str = "") -> tuple[str, ...]:
-    """Return the names in the table; only workloads of `framework` if it is given."""
+    """Return the names in the table, limited to workloads of `framework` if it is given."""
     return tuple(entry.name for entry in _ENTRIES.values() if framework in ("", entry.framework))
 
 
@@ -161,7 +158,7 @@ def default_name(framework: str, on_cpu: bool) -> str:
 
 
 def find(name: str, framework: str = "") -> Entry:
-    """Return the entry of the workload called `name`.
+    """Return the entry of the workload `name`.
 
     Raises RequestError for an unknown name; its message lists known names, the closest matches
     first. The user's own code is not run, because it may import a framework, and commands never
@@ -193,7 +190,7 @@ def find(name: str, framework: str = "") -> Entry:
 def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return the default settings updated with `given`, each converted to its default's type.
 
-    Raises RequestError, which names the invalid setting. The user's own workload accepts any
+    Raises RequestError with the name of an invalid setting. The user's own workload accepts any
     setting here: its function's signature is checked when it is called.
     """
     if ":" in entry.name:
@@ -220,11 +217,11 @@ def resolve_settings(entry: Entry, given: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def find_imports(name: str, framework: str) -> tuple[str, ...]:
-    """Return what to import before a workload's child processes are forked; empty if unknown.
+    """Return the modules to import before a workload's child processes are forked.
 
-    Each item is "module" or "module:attribute", in order: the backend's module and the libraries
-    of a script. None of the user's own modules is imported: they may start CUDA, so each child
-    imports them itself.
+    Each item is "module" or "module:attribute", in order: the backend's module and the libraries of
+    a script. The result is empty if they are unknown. None of the user's own modules is included:
+    they may start CUDA, so each child imports them itself.
     """
     from . import user_code
 

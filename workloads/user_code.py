@@ -1,4 +1,4 @@
-"""The user's own model as a workload: find its function, call it, and report the line of errors.
+"""Finds and calls the user's function that builds a model, and reports the line of its errors.
 
 No framework is imported here; the workload's entry names the backend that trains the model.
 """
@@ -30,7 +30,7 @@ _PACKAGES = {
     "tensorflow": {"keras", "tensorflow"},
     "torch": {"accelerate", "lightning", "pytorch_lightning", "torch", "transformers", "trl"},
 }
-LIBRARIES = frozenset(  # libraries that start neither CUDA nor threads of their own on import
+LIBRARIES = frozenset(  # libraries that start neither CUDA nor threads on import
     (
         "accelerate",
         "datasets",
@@ -43,7 +43,7 @@ LIBRARIES = frozenset(  # libraries that start neither CUDA nor threads of their
         "trl",
     )
 )
-# a script sets environment variables before it imports the libraries that read them
+# expressions by which a script sets environment variables
 _SETS_VARIABLES = ("environ", "putenv")
 _SCOPES = (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef, ast.Lambda)
 
@@ -59,7 +59,7 @@ class UserCodeError(EvenerError):
 
 
 class UserModule(NamedTuple):
-    """The result of the user's function, and the functions beside it that make its data.
+    """The result of the user's function, and the data functions in its module.
 
     A missing function is None.
     """
@@ -99,7 +99,7 @@ def entry(name: str, framework: str) -> Entry:
 
 
 def names_a_file(home: str) -> bool:
-    """True for the path of a file, False for a module or a name that the registry knows."""
+    """True if `home` is the path of a file, not a module or a name in the registry."""
     return home.endswith(".py") or "/" in home
 
 
@@ -141,7 +141,7 @@ def list_imports(node: ast.AST) -> list[str]:
 
 
 def package_of(name: str) -> str:
-    """Return the package of a name that `list_imports` returned."""
+    """Return the top-level package of a name returned by `list_imports`."""
     return name.partition(":")[0].partition(".")[0]
 
 
@@ -184,11 +184,11 @@ def load(name: str, settings: Mapping[str, Any]) -> UserModule:
 
 
 def find_line(error: BaseException, name: str = "") -> str:
-    """Return the last line of user code that an error passed through, such as "file.py:12".
+    """Return the last line of user code in an error's traceback, such as "file.py:12".
 
     The result is empty if there is no such line. User code is code outside evener, Python itself
     and installed packages, or the module of the workload `name` wherever it is. An error from a
-    TensorFlow graph names its lines only in its message, so the message is searched too.
+    TensorFlow graph has its lines only in its message, so the message is searched too.
     """
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     places = [*_PLACE_IN_TEXT.findall(str(error)), *frames]
@@ -200,7 +200,7 @@ def find_line(error: BaseException, name: str = "") -> str:
     return ""
 
 
-# names of folders with installed packages, in this environment or another
+# names of folders with installed packages, in any environment
 INSTALLED = {"site-packages", "dist-packages"}
 
 
@@ -231,7 +231,9 @@ def _import(home: str, source: Path | None) -> ModuleType:
     if spec is None or spec.loader is None:
         raise RequestError(f"{source} can't be imported.", "Give a Python file.")
     module = util.module_from_spec(spec)
-    sys.path.insert(0, str(source.parent))  # modules beside it, as for a script
+    sys.path.insert(
+        0, str(source.parent)
+    )  # makes the modules in its folder importable, as for a script
     sys.modules.setdefault(source.stem, module)
     spec.loader.exec_module(module)
     return module
@@ -288,9 +290,9 @@ _BUILDS = ("build", "make", "create", "get_model", "model", "trainer")
 def find_models(folder: Path) -> tuple[str, ...]:
     """Return the functions in a folder's Python files that could build a model.
 
-    Each is named like `train.py:build`. Functions with a typical name, such as `build`, come first;
-    among other functions, the functions of the newest files. Files that can't be parsed, or that
-    import no framework, are left out. No code is run.
+    Each has a name like "train.py:build". Functions with a typical name, such as `build`, come
+    first, then functions of the newest files. Files that can't be parsed, or that import no
+    framework, are left out. No code is run.
     """
     with suppress(OSError):
         files = [path for path in folder.glob("*.py") if _is_small_file(path)]
@@ -305,7 +307,7 @@ def _is_small_file(path: Path) -> bool:
 
 
 def _list_models(path: Path) -> list[str]:
-    """Return the functions of a file that could build a model and need no arguments.
+    """Return the functions of a file that could build a model and have no required arguments.
 
     The result is empty if the file imports no framework.
     """
@@ -331,7 +333,7 @@ def _rank_model(name: str) -> int:
 def _could_build(function: ast.FunctionDef) -> bool:
     """True if a function is public, returns a value, and isn't one of the data functions.
 
-    Data functions are `sample_batch`, `training_data` and `lengths`.
+    The data functions are `sample_batch`, `training_data` and `lengths`.
     """
     if function.name.startswith("_") or function.name in _DATA_FUNCTIONS:
         return False
@@ -339,7 +341,7 @@ def _could_build(function: ast.FunctionDef) -> bool:
 
 
 def _own_returns(function: ast.FunctionDef) -> Iterator[ast.Return]:
-    """Yield the return statements of a function, except in nested functions and classes."""
+    """Yield the return statements of a function, except those in nested functions and classes."""
     left: list[ast.AST] = [*function.body]
     while left:
         node = left.pop()

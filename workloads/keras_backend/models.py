@@ -1,8 +1,7 @@
 """The Keras models that ship with evener: classifiers, and a two-tower model for ratings.
 
-The two-tower model predicts ratings from reviews, on one device or two.
-
-All data are synthetic. The registry lists the models' sources.
+The two-tower model predicts ratings from reviews, on one device or two. All data are synthetic. The
+registry lists the models' sources.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ DENSE = (2048, 2048, 2048, 2048, 2048, 1024)
 CUDNN = {"auto": "auto", "true": True, "false": False}
 SPARSE = "sparse_categorical_crossentropy"
 TOWERS = ("user", "item")
-TOWER = ("conv", "pool", "flat", "dense")  # the operations of each tower, after the lookup of words
+TOWER = ("conv", "pool", "flat", "dense")  # the operations of each tower after the embedding lookup
 
 
 def maxer(learning_rate: float = 0.001) -> Any:
@@ -65,14 +64,16 @@ def mnist(filters: int = 16, dense: int = 64, learning_rate: float = 0.001) -> A
 def gru(use_cudnn: str | bool, learning_rate: float, **sizes: int) -> Any:
     """Return a network of GRUs, a dense layer and a softmax.
 
-    Its step time hardly increases with the batch until the batch is large.
+    Its step time hardly grows with the batch until the batch is large.
     """
     chosen = CUDNN.get(str(use_cudnn).lower())
     if chosen is None:
         raise RequestError(f"use_cudnn can't be {use_cudnn!r}.", "It is auto, true or false.")
     stack = [keras.Input((sizes["steps"], sizes["features"]))]
     for number in range(1, sizes["layers"] + 1):
-        whole = number < sizes["layers"]  # for the next GRU; the dense layer takes the last step
+        whole = (
+            number < sizes["layers"]
+        )  # whole sequences for the next GRU; the dense layer needs only the last step
         stack.append(layers.GRU(sizes["units"], return_sequences=whole, use_cudnn=chosen))
     stack += [layers.Dense(sizes["dense"], activation="relu"), _softmax(sizes["classes"])]
     network = keras.Sequential(stack, name="gru")
@@ -107,9 +108,9 @@ def _compiled(network: Any, learning_rate: float, loss: Any, **options: Any) -> 
 
 
 def tower_devices(setup: WorkerSetup) -> tuple[tuple[str, ...], tuple[str, ...]]:
-    """Return the devices of the user's tower and of the item's tower.
+    """Return the devices of the user tower and of the item tower.
 
-    Each tuple has the device of each operation: lookup, convolution, pool, flatten, dense.
+    Each tuple has one device per operation: lookup, convolution, pool, flatten, dense.
     """
     first, second = setup.devices[:2]
     if setup.placement == "towers":
@@ -127,9 +128,9 @@ def towers(
     """Return DeepCoNN, a model with two towers whose outputs' dot product is the rating.
 
     One tower processes the words of a user's reviews, the other the words of an item's reviews.
-    Inputs (users, items), each (samples, words) of ids; output (samples, 1). Each layer's weights
-    are on the layer's device. The single embedding table and its lookups stay on the first device,
-    where TensorFlow keeps them.
+    Inputs are (users, items), each (samples, words) of ids; the output is (samples, 1). Each
+    layer's weights are on the layer's device. The shared embedding table and its lookups stay on
+    the first device, where TensorFlow keeps them.
     """
     words = sizes["words"]
     kernel = sizes["kernel"]
@@ -162,9 +163,9 @@ def towers(
 
 
 class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not followed
-    """Adam on the summed gradient of each row of the embedding table.
+    """Adam that sums the gradient of each embedding row before it updates the row.
 
-    A group of processes computes the same. Keras' own Adam squares the contributions of a sparse
+    A group of processes does the same. Keras' own Adam squares the contributions of a sparse
     gradient one by one. One device would then learn differently from a group, and be slower,
     because every operation would have a row for each word of the batch.
     """
@@ -181,7 +182,7 @@ class DenseAdam(keras.optimizers.Adam):  # type: ignore[misc]  # keras is not fo
 class AdamInPlace(DenseAdam):
     """Adam that updates each weight on the weight's own device.
 
-    Therefore neither the weight nor its moments are copied to another device.
+    This avoids copies of weights and moments between devices.
     """
 
     def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -195,7 +196,7 @@ class AdamInPlace(DenseAdam):
 
 
 def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict[str, Any]:
-    """Take Keras' train step, with each tower's operations on the devices in `places`.
+    """Run Keras' train step with each tower's operations on the devices in `places`.
 
     The rating is computed on the first device.
     """
@@ -203,7 +204,7 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
     ends = [call_tower(model, *each) for each in zip(TOWERS, places, x, strict=True)]
     with tf.device(places[0][0]):
         loss = model.compute_loss(x=x, y=y, y_pred=model.get_layer("rating")(ends))
-        # unlike a tape, this computes the gradient of an operation on its device
+        # unlike a tape, this computes an operation's gradient on the operation's device
         weights = [each.value for each in model.trainable_variables]
         gradients = tf.gradients(model.optimizer.scale_loss(loss), weights)
     model.optimizer.apply_gradients(zip(gradients, model.trainable_variables, strict=True))
@@ -211,7 +212,7 @@ def placed_step(places: Sequence[Sequence[str]], model: Any, batch: Any) -> dict
 
 
 def call_tower(model: Any, tower: str, places: Sequence[str], flow: Any) -> Any:
-    """Return a tower's output for these words, with each operation on its device."""
+    """Return a tower's output for `flow`, with each operation on its device in `places`."""
     names = ("words", *(f"{tower}_{kind}" for kind in TOWER))
     for name, device in zip(names, places, strict=True):
         with tf.device(device):

@@ -26,7 +26,7 @@ TrainStep = Callable[[Any, Any], Any]  # (model, batch) -> logs
 
 
 class KerasSteps:
-    """Runs the training steps of a model with a `Split`.
+    """Runs a model's training steps with a `Split`.
 
     Each set of devices has one `Split` with passes and one without; each `Split` is traced once.
     `placed` is the train step of a workload that places its own parts on several devices. The
@@ -54,7 +54,7 @@ class KerasSteps:
             self.engine = "multiworker"
         else:
             self.engine = "towers" if several else "solo"
-        # keys: the devices, and whether shares are in passes
+        # by devices, and by whether shares have several passes
         self._made: dict[tuple[tuple[str, ...], bool], tuple[Split, Any, StepTimes]] = {}
         self.split = self._make_split(self._devices, [1] * len(self._devices), ())
 
@@ -80,9 +80,9 @@ class KerasSteps:
         self._take(self._devices, passes=False)
 
     def _take(self, devices: tuple[str, ...], passes: bool) -> None:
-        """Train with the `Split` for these devices from now on.
+        """Switch to the `Split` for these devices.
 
-        The train function is made on first use.
+        Its train function is created on first use.
         """
         model = self.model
         split = self.split
@@ -91,7 +91,7 @@ class KerasSteps:
             if self._placed is not None:
                 model.train_step = partial(self._placed, model)
             model.make_train_function(force=True)
-            # without inspecting the first batch, which towers have in pieces
+            # `fit` would inspect the first batch, but towers have it in pieces
             if self.setup.input == "device":
                 if self.engine == "towers":
                     model.train_step = partial(train_on_pieces, Towers(model, devices, split.cut))
@@ -100,7 +100,7 @@ class KerasSteps:
         self.split, model.train_function, self.times = self._made[devices, passes]
 
     def move(self, shares: Sequence[int], micro: Sequence[int]) -> None:
-        """Step on these shares from now on, in passes if `micro` isn't empty.
+        """Use these shares in the following steps, in passes if `micro` isn't empty.
 
         Raises RequestError if the shares don't match the setup's devices.
         """
@@ -128,7 +128,7 @@ class KerasSteps:
             )
 
     def own(self, sizes: Sequence[int]) -> list[int]:
-        """Return the sizes of this process's devices, without zeros.
+        """Return the sizes for this process's devices, without zeros.
 
         If the model's parts are on several devices, return only the sum of all sizes.
         """
@@ -141,7 +141,7 @@ class KerasSteps:
     def send(self, batch: Any, shares: Sequence[int]) -> Any:
         """Send this process's rows (x, y) to its devices.
 
-        With towers, x is sent in pieces, one per device, and y whole, because the loss is
+        With towers, x is sent in one piece per device, but y as a whole, because the loss is
         computed only once.
         """
         own = self.own(shares)
@@ -161,7 +161,7 @@ class KerasSteps:
 
 
 def train_on_pieces(towers: Towers, batch: Sequence[Any]) -> Any:
-    """Run one step of towers on (a piece of x for each device, the labels of all rows)."""
+    """Run one step of towers; a batch has a piece of x per device, and the labels of all rows."""
     *pieces, y = batch
     sizes = [count_rows(piece) for piece in pieces]
     return towers.train_on_pieces(

@@ -1,8 +1,8 @@
-"""The user's own compiled Keras model as a workload.
+"""A workload for the user's own compiled Keras model.
 
 Its data come from other functions of the same file: `training_data()`, which returns the data that
-the training uses, or `sample_batch(n)`, which makes n rows of (x, y). Without these functions, rows
-are generated from the model's shapes.
+the training uses, or `sample_batch(n)`, which returns n rows of (x, y). Without these functions,
+rows are generated from the model's shapes.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ def noise_for(model: Any, rows: int) -> tuple[Any, Any]:
 
 
 def _structures(model: Any) -> tuple[Any, Any]:
-    """Return the symbolic inputs and outputs in the structure in which the model is called.
+    """Return the symbolic inputs and outputs, structured as in calls of the model.
 
     A Sequential model has lists of inputs and outputs, but is called with a single tensor.
     """
@@ -116,7 +116,7 @@ def _input(random: Any, rows: int, tensor: Any, model: Any) -> Any:
 
 
 def _label(rows: int, tensor: Any, loss: str) -> Any:
-    """Return labels of the first class: class number 0 for a sparse loss, otherwise one-hot rows.
+    """Return labels of the first class: 0 for a sparse loss, otherwise one-hot rows.
 
     Every loss accepts such labels.
     """
@@ -148,9 +148,6 @@ def _loss_names(model: Any, outputs: int) -> list[str]:
 
 
 def _vocabulary(model: Any) -> int:
-    """Return the number of token ids that all embeddings of the model accept.
-
-    Return 2 if the model has no embeddings.
-    """
+    """Return the number of token ids that all embeddings accept; 2 without embeddings."""
     sizes = [layer.input_dim for layer in model.layers if isinstance(layer, keras.layers.Embedding)]
     return min(sizes, default=2)

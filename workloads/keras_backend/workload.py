@@ -1,9 +1,9 @@
-"""A workload from a Keras model and its training data, stepped as `fit` steps the user's training.
+"""A workload from a Keras model and its training data, with the same steps as in `fit`.
 
 All batch sizes use one trace, because `fit` also relaxes shapes. Batches come from host memory each
 step, through the training's pipeline and train function, unless the worker's setup specifies
 otherwise. `sample_batch` is called for a pool of more rows than fit in a processor's caches, which
-are reused in a shuffled order. The user's `training_data` is fed as in a training run.
+are reused in a shuffled order. The user's `training_data` is read as in a training run.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ MOST_ROWS = 1 << 16
 
 
 class KerasData(NamedTuple):
-    """The data to train on.
+    """Training data.
 
     `batches(split, batch)` returns an endless iterable of global batches of `batch` rows, in the
     form that the split's steps accept.
@@ -64,7 +64,7 @@ def make_row_data(arrays: tuple[Any, ...], made: bool = False) -> KerasData:
 
 
 def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
-    """Return data from the datasets that `make(batch)` returns for a number of rows per batch.
+    """Return data from the datasets that `make(batch)` returns for a batch size.
 
     The data's `batches` raises RequestError if `make` returns something else.
     """
@@ -95,7 +95,7 @@ def make_stream_data(make: Callable[[int], Any], rows: int = 0) -> KerasData:
 
 
 def pool(sample_batch: SampleBatch) -> KerasData:
-    """Return data from a pool of rows that `sample_batch` makes.
+    """Return data from a reused pool of rows of `sample_batch`.
 
     The pool has as many rows as `POOL_BYTES` allows, within `FEWEST_ROWS` and `MOST_ROWS`.
     """
@@ -112,8 +112,8 @@ def pool(sample_batch: SampleBatch) -> KerasData:
 def as_training_data(given: Any) -> KerasData:
     """Convert the user's data to `KerasData`.
 
-    The data are arrays (x, y) or (x, y, weight), a tf.data.Dataset of single samples, or a function
-    that returns a dataset for a batch size. Raises RequestError for anything else.
+    The data may be arrays (x, y) or (x, y, weight), a tf.data.Dataset of single samples, or a
+    function that returns a dataset for a batch size. Raises RequestError for anything else.
     """
     if isinstance(given, tf.data.Dataset):
         rows = max(0, int(given.cardinality()))  # negative: unknown, or endless
@@ -132,7 +132,7 @@ def as_training_data(given: Any) -> KerasData:
 
 
 def as_arrays(data: tuple[Any, ...]) -> Any:
-    """Convert nested arrays to numpy arrays, as `fit` does.
+    """Convert nested arrays to NumPy arrays, as `fit` does.
 
     Floats are converted to Keras' default float type.
     """
@@ -192,7 +192,7 @@ class KerasWorkload(Workload):
         self._inputs: dict[StepTimes, float] = {}  # seconds of waiting at the last reading
 
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
-        """Start making batches for these shares.
+        """Start creating batches for these shares.
 
         Raises RequestError if this process would get no samples.
         """
@@ -211,9 +211,9 @@ class KerasWorkload(Workload):
         self._position = 0
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse one batch in all following steps if `kept`.
+        """Reuse one batch in all following steps if `kept` is True.
 
-        Otherwise read the data from the beginning again.
+        If it is False, read the data from the beginning again.
         """
         if self.setup.input == "device":
             return True
@@ -222,9 +222,9 @@ class KerasWorkload(Workload):
         return True
 
     def step(self) -> None:
-        """Take an optimizer step on the next batch, including what `fit` does around a step."""
+        """Run an optimizer step on the next batch, including the work of `fit` around a step."""
         if self._position == 1 and self._on_gpus:
-            self.memory.reset()  # the first step tried out kernels, which uses all free memory
+            self.memory.reset()  # the first step benchmarked kernels in all free memory
         self._callbacks.on_train_batch_begin(self._position)
         self._logs = self.model.train_function(self._batches)
         self._callbacks.on_train_batch_end(self._position, self._logs)
@@ -233,14 +233,14 @@ class KerasWorkload(Workload):
     def synchronize(self) -> None:
         """Wait until the devices have finished, and read the loss."""
         if self.setup.world == 1 and self._on_gpus:
-            tf.test.experimental.sync_devices()  # not in a group: its devices include other ranks'
+            tf.test.experimental.sync_devices()  # a group's devices include other ranks'
         if self._logs is not None:
             self._loss = float(self._logs["loss"])
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the time spent waiting for rows since the last reading, in seconds.
+        """Return the seconds spent waiting for rows since the last reading.
 
-        It is None if the steps don't measure it.
+        The value is None if the steps don't measure it.
         """
         times = self.steps.times
         now, before = times.read_input_s(), self._inputs.get(times, 0.0)
@@ -250,18 +250,18 @@ class KerasWorkload(Workload):
         return PhaseSeconds(input_seconds=now - before)
 
     def loss_is_finite(self) -> bool:
-        """True if Keras' mean loss so far is finite.
+        """True if Keras' running mean of the loss is finite.
 
-        The mean stays non-finite once a loss was non-finite.
+        After a non-finite loss, the mean stays non-finite.
         """
         return math.isfinite(self._loss)
 
     def facts(self) -> Mapping[str, str]:
         """Return facts about the workload as text.
 
-        They are the versions of TensorFlow and Keras, the engine, the parameter count, the
-        model's digest, the rows per epoch (0: unknown), and the class of a layer that
-        computes batch statistics.
+        They are the versions of TensorFlow and Keras, the engine, the parameter count, the model's
+        digest, the rows per epoch (0: unknown), and the class of a layer that computes batch
+        statistics.
         """
         layers = all_layers(self.model)
         return {
@@ -283,7 +283,7 @@ class KerasWorkload(Workload):
 
 
 class AllocatorMemory(MemoryMeter):
-    """Measures the memory of TensorFlow's allocator on GPUs (GPU:0, ...).
+    """Measures the memory of TensorFlow's allocator on GPUs such as "GPU:0".
 
     The allocator never returns memory to the GPU.
     """
@@ -293,7 +293,7 @@ class AllocatorMemory(MemoryMeter):
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Start measuring the peak from here."""
+        """Start a new measurement of the peak."""
         for name in self._gpus:
             tf.config.experimental.reset_memory_stats(name)
 
@@ -307,7 +307,7 @@ class AllocatorMemory(MemoryMeter):
 def configure(setup: WorkerSetup) -> None:
     """Set the precision, the number of threads and each GPU's memory cap.
 
-    It must be called before TensorFlow's first operation.
+    Must be called before TensorFlow's first operation.
     """
     keras.config.set_dtype_policy(setup.precision)
     if setup.threads is not None:
@@ -328,14 +328,14 @@ MOST_ELEMENTS = 2**31 - 1
 
 
 class TooManyElementsError(MemoryError):
-    """Raised if a batch has tensors with too many elements for TensorFlow's GPU kernels.
+    """Raised if a tensor of a batch has too many elements for TensorFlow's GPU kernels.
 
     It is a MemoryError because it limits the batch as memory does.
     """
 
 
 def largest_rows(model: Any) -> int | None:
-    """Return the largest number of rows for which no tensor exceeds 2^31 - 1 elements.
+    """Return the maximum number of rows with at most 2^31 - 1 elements in every tensor.
 
     Return None if no shape of the model's tensors is known.
     """
@@ -345,7 +345,7 @@ def largest_rows(model: Any) -> int | None:
 
 
 def check_rows(model: Any, rows: int) -> None:
-    """Raise TooManyElementsError for more rows on one GPU than TensorFlow's kernels support."""
+    """Raise TooManyElementsError if one GPU has more rows than TensorFlow's kernels support."""
     most = largest_rows(model)
     if most is not None and rows > most:
         raise TooManyElementsError(
@@ -357,7 +357,7 @@ def check_rows(model: Any, rows: int) -> None:
 def _tensors(model: Any) -> list[Any]:
     """Return the output tensors of each layer, including layers of nested models.
 
-    A layer that was never called has no output tensors.
+    A layer that was never called has none.
     """
     found: list[Any] = []
     for layer in model._flatten_layers(include_self=False):

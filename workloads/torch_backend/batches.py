@@ -2,7 +2,7 @@
 
 A data set is read epoch after epoch and reshuffled each time. A `sample_batch` function is called
 for a pool of rows that is then reused. The pool is larger than a processor's cache, unless rows are
-slow to make. The work of each pass is recorded if rows have lengths.
+slow to create. The work of each pass is recorded if rows have lengths.
 """
 
 from __future__ import annotations
@@ -26,16 +26,16 @@ from evener.torch.rows.sampler import LengthSampler, UnevenBatchSampler
 from evener.torch.rows.structure import AssignedBatch, each_item, each_tensor
 from evener.training.row_assignment import RowAssigner
 
-# options that a DataLoader only accepts with workers
+# options that a DataLoader accepts only with workers
 OF_WORKERS = ("prefetch_factor", "persistent_workers", "multiprocessing_context", "timeout")
 SAMPLED = 256  # the number of lengths that represent the lengths of all rows
 ENDLESS_STEPS = 1 << 40
 
 
 class EndlessSampler(UnevenBatchSampler):
-    """Yields the rows of endlessly many steps.
+    """Yields the rows of an endless number of steps.
 
-    Each step takes the next rows of one shuffled order, which repeats.
+    Each step uses the next rows of one shuffled order, which repeats.
     """
 
     def __init__(self, rows: int, sizes: Sequence[int], rank: int) -> None:
@@ -43,7 +43,7 @@ class EndlessSampler(UnevenBatchSampler):
         self._rows = rows
 
     def batches(self) -> Iterator[torch.Tensor]:
-        """Return an iterator over this rank's rows of each step.
+        """Return an iterator over this rank's rows in each step.
 
         A row may occur twice if the batch is larger than the pool.
         """
@@ -55,7 +55,7 @@ class EndlessSampler(UnevenBatchSampler):
 
 
 class Lengths:
-    """The number of tokens of each row of a data set.
+    """The number of tokens in each row of a data set.
 
     Raises RequestError if the number of lengths isn't the number of rows, or a length is invalid.
     """
@@ -71,7 +71,7 @@ class Lengths:
         return int(self._rising[-1])
 
     def sample(self) -> tuple[int, ...]:
-        """Return up to `SAMPLED` of the lengths in increasing order, including the longest.
+        """Return up to `SAMPLED` lengths in increasing order, including the longest.
 
         They are evenly spaced among all lengths.
         """
@@ -82,9 +82,9 @@ class Lengths:
         return (*(rising[setup] for setup in places), rising[-1])
 
     def nearest(self, length: int, rows: int) -> torch.Tensor:
-        """Return the numbers of the longest rows with at most `length` tokens, as a tensor (rows,).
+        """Return the indices (rows,) of the longest rows with at most `length` tokens.
 
-        The longest row comes first. Numbers are repeated if there are too few such rows.
+        The longest row comes first. Indices are repeated if there are too few such rows.
         """
         stop = max(1, bisect_right(self.tokens[self._rising].tolist(), length))
         below = self._rising[:stop].flip(0)
@@ -99,7 +99,7 @@ class Lengths:
 
 
 class RepeatingSampler(UnevenBatchSampler):
-    """Yields the same rows in endlessly many steps."""
+    """Yields the same rows in an endless number of steps."""
 
     def __init__(self, rows: torch.Tensor, sizes: Sequence[int], rank: int) -> None:
         super().__init__(ENDLESS_STEPS * sum(sizes), sizes, rank)
@@ -111,10 +111,7 @@ class RepeatingSampler(UnevenBatchSampler):
 
 
 def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSampler:
-    """Make a sampler append the work of each batch to its new attribute `works`.
-
-    The order is the one in which batches are drawn.
-    """
+    """Make a sampler append the work of each batch that it draws to its new attribute `works`."""
     works, draw = deque[Work](), sampler.batches
 
     def batches() -> Iterator[torch.Tensor]:
@@ -127,7 +124,7 @@ def count_work(sampler: UnevenBatchSampler, lengths: Lengths) -> UnevenBatchSamp
 
 
 def read_lengths(given: Any, rows: int) -> Lengths | None:
-    """Return the row lengths that a user gave; None if none are given or all are equal.
+    """Return the row lengths from the user; None if there are none or all are equal.
 
     Raises RequestError unless there is one whole number per row.
     """
@@ -145,15 +142,15 @@ def read_lengths(given: Any, rows: int) -> Lengths | None:
 
 
 SampleBatch = Callable[[int], Any]  # n -> (inputs, targets), tensors of n rows each, on the host
-SAMPLE_ROWS = 8  # rows from which the size of a row is estimated
-POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by the type of the training device
-POOL_ROWS = 1 << 16  # maximum
-SLOW_ROW_SECONDS = 2e-4  # per row; if rows take longer to make, a pool has only:
+SAMPLE_ROWS = 8  # number of rows from which the size of a row is estimated
+POOL_BYTES = {"cpu": 32 << 20, "cuda": 256 << 20}  # by type of the training device
+POOL_ROWS = 1 << 16  # maximum rows of a pool
+SLOW_ROW_SECONDS = 2e-4  # seconds per row; if creating a row takes longer, a pool has fewer rows:
 SLOW_POOL_ROWS = 1024
 
 
 class Data:
-    """A data set, with the options that the training passes to `Split.loader`."""
+    """A data set, with the loader options of the training."""
 
     def __init__(self, dataset: Any, options: Mapping[str, Any] | None = None) -> None:
         self.dataset = dataset
@@ -165,9 +162,9 @@ class Data:
         self.lengths = read_lengths(None if callable(given) else given, self.rows)
 
     def use_workers(self, count: int) -> None:
-        """Load rows with `count` worker processes, which persist from one epoch to the next.
+        """Load rows with `count` worker processes, which persist over epochs.
 
-        With 0, rows are loaded without workers.
+        With 0, rows are loaded in the main process.
         """
         options = self.options
         if not count:
@@ -192,7 +189,7 @@ class Data:
     def assigned(
         self, sizes: Sequence[int], rank: int, assigner: RowAssigner, epoch: int
     ) -> UnevenBatchSampler:
-        """Return a sampler whose global batches are distributed over the ranks by cost.
+        """Return a sampler whose global batches are assigned to the ranks by cost.
 
         Global batches have equal numbers of rows and start with the epoch's first row.
         """
@@ -205,10 +202,7 @@ class Data:
         return count_work(rows, self.lengths)
 
     def of_one_length(self, sizes: Sequence[int], rank: int, length: int) -> UnevenBatchSampler:
-        """Return a sampler that repeats the same rows endlessly.
-
-        They are the longest rows with at most `length` tokens.
-        """
+        """Return a sampler that repeats the same rows: the longest with at most `length` tokens."""
         assert self.lengths is not None
         return count_work(
             RepeatingSampler(self.lengths.nearest(length, sizes[rank]), sizes, rank), self.lengths
@@ -216,7 +210,7 @@ class Data:
 
 
 class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Rows made by `sample_batch` in one call, then fetched a batch at a time.
+    """Rows from a single call of `sample_batch`, fetched one batch at a time.
 
     Raises RequestError if `sample_batch` returns anything but batches of the requested size.
     """
@@ -243,8 +237,8 @@ class Pool(Dataset):  # type: ignore[misc]  # torch is not followed
 class Batches:
     """The batches of this rank's share, epoch after epoch.
 
-    With `on_device`, it is a single batch that stays in the device's memory. `listener` is notified
-    of each batch as it is taken, as in a training run.
+    With `on_device`, there is a single batch that stays in the device's memory. `listener` is
+    notified of each batch as it is used, as in a training run.
     """
 
     def __init__(
@@ -261,7 +255,7 @@ class Batches:
         self._kept: Any = None
 
     def drop(self) -> None:
-        """Release every batch, including prefetched batches."""
+        """Release all batches, including prefetched ones."""
         if isinstance(self._steps, Generator):
             self._steps.close()
         self._kept = None
@@ -271,7 +265,7 @@ class Batches:
         """Start loading a sampler's rows for this rank.
 
         With `on_host`, the batches stay in host memory, so that each pass can be sent to the device
-        by itself. Raises RequestError if the data are unusable.
+        separately. Raises RequestError if the data are unusable.
         """
         prefetch = 0 if self._on_device else self.data.prefetch
         options = self.data.options
@@ -300,7 +294,7 @@ class Batches:
         return next(self._steps) if self._kept is None else self._kept
 
     def keep(self, kept: bool) -> bool:
-        """Make `take` return the next batch repeatedly if `kept`, otherwise new batches.
+        """Make `take` return one batch repeatedly if `kept`, otherwise new batches.
 
         Returns False if the sampler records the work of batches, because it records only batches
         that are drawn.
@@ -311,7 +305,7 @@ class Batches:
         return True
 
     def works(self, batch: Any) -> list[Work]:
-        """Return the work of each pass of the latest batch; empty if rows have no lengths."""
+        """Return the work of each pass of the last batch; empty if rows have no lengths."""
         drawn = getattr(self._sampler, "works", ())
         return (
             [drawn.popleft() for _ in (batch.rows if isinstance(batch, AssignedBatch) else (0,))]
@@ -320,7 +314,7 @@ class Batches:
         )
 
     def settle(self) -> None:
-        """Wait until the prefetched batches have arrived.
+        """Wait until all prefetched batches have arrived.
 
         Timed steps then load as many batches as they use.
         """
@@ -328,7 +322,7 @@ class Batches:
             self._loader.wait_until_full()
 
     def _repeat_first(self, loader: Loader) -> Iterator[Any]:
-        """Yield the loader's first batch repeatedly, without ending the loop over the loader."""
+        """Yield the loader's first batch repeatedly, without ending the iteration over it."""
         steps = iter(loader)
         batch = self._checked(next(steps))
         while True:
@@ -358,10 +352,10 @@ def _checked(sample_batch: SampleBatch, rows: int) -> tuple[Any, Any]:
 
 
 def as_pair(batch: Any) -> tuple[Any, Any]:
-    """Return (inputs, targets) of a batch.
+    """Return the (inputs, targets) of a batch.
 
-    Targets are None if the batch is a single tensor or a mapping. Raises RequestError
-    for anything else.
+    Targets are None if the batch is a single tensor or a mapping. Raises RequestError for anything
+    else.
     """
     if isinstance(batch, tuple | list) and len(batch) == 2:
         return batch[0], batch[1]
@@ -386,10 +380,10 @@ def check_rows(batch: Any, rows: int) -> None:
 
 
 def send(batch: Any, device: torch.device) -> Any:
-    """Copy the batch to a device; from pinned memory the copy is asynchronous."""
+    """Copy the batch to a device; copies from pinned memory are asynchronous."""
     return each_tensor(lambda tensor: tensor.to(device, non_blocking=True), batch)
 
 
 def to_tensors(data: Any) -> Any:
-    """Return the structure with numpy arrays converted to tensors."""
+    """Return the nested data with NumPy arrays converted to tensors."""
     return torch.as_tensor(data) if hasattr(data, "__array__") else each_item(to_tensors, data)

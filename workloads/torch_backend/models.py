@@ -1,6 +1,6 @@
 """The PyTorch models that ship with evener, except the tiled model in `tiling.py`.
 
-They are classifiers, a convolutional stack in two halves, and a language model. All data are
+They are classifiers, a convolutional network in two halves, and a language model. All data are
 synthetic. The registry lists the models' sources.
 """
 
@@ -34,7 +34,7 @@ def classifier(
 ) -> Recipe:
     """Return a recipe for a module that returns logits.
 
-    The recipe has Adam, cross-entropy and synthetic rows.
+    It has Adam, cross-entropy and synthetic rows.
     """
     optimizer = torch.optim.Adam(module.parameters(), learning_rate)
     return Recipe(
@@ -48,7 +48,7 @@ def cross_entropy(logits: Tensor, labels: Tensor) -> Tensor:
 
 
 def as_tensors(batch: tuple[Any, Any]) -> tuple[Tensor, Tensor]:
-    """Convert arrays (x, labels) to tensors, with pictures from channels-last to channels-first."""
+    """Convert arrays (x, labels) to tensors, and pictures from channels-last to channels-first."""
     x, labels = (torch.from_numpy(array) for array in batch)
     return x.permute(0, 3, 1, 2).contiguous() if x.ndim == 4 else x, labels
 
@@ -85,9 +85,9 @@ def mnist(filters: int, dense: int) -> nn.Sequential:
 
 
 class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
-    """`layers` GRUs of `units` units, then a dense layer and logits.
+    """A network of `layers` GRUs with `units` units each, a dense layer and logits.
 
-    The step time hardly increases with the batch until the batch is large.
+    The step time hardly grows with the batch until the batch is large.
     """
 
     def __init__(self, features: int, units: int, layers: int, dense: int, classes: int) -> None:
@@ -96,7 +96,7 @@ class GruNet(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.head = nn.Sequential(nn.Linear(units, dense), nn.ReLU(), nn.Linear(dense, classes))
 
     def forward(self, sequences: Tensor) -> Tensor:
-        """Return logits (samples, classes) of sequences (samples, steps, features)."""
+        """Return logits (samples, classes) for sequences (samples, steps, features)."""
         states, _ = self.recurrent(sequences)
         logits: Tensor = self.head(states[:, -1])
         return logits
@@ -110,10 +110,10 @@ NORMS = ("group", "batch")
 class DepthNet(nn.Module):  # type: ignore[misc]
     """Blocks of Conv3x3, normalisation, ReLU and MaxPool2, then a linear head.
 
-    The first half has 16 and 32 channels, the second half 128, 256 and 512. Input (samples, 3,
-    side, side) with a side of 32 or more, output (samples, classes). `norm` is "group", which
-    normalises each sample by itself, or "batch", which normalises over the batch as in the slides.
-    With "batch", micro-batches would train a different model.
+    The first half has 16 and 32 channels, the second half 128, 256 and 512. The input is (samples,
+    3, side, side) with a side of at least 32, the output (samples, classes). `norm` is "group",
+    which normalises each sample separately, or "batch", which normalises over the batch. With
+    "batch", micro-batches would train a different model.
     """
 
     def __init__(self, classes: int = 10, norm: str = "group") -> None:
@@ -134,8 +134,8 @@ class DepthNet(nn.Module):  # type: ignore[misc]
     def lay(self, devices: Sequence[torch.device], micro_batches: int = 1) -> DepthNet:
         """Move the halves to the first two of `devices`, and return this module.
 
-        Raises RequestError for micro-batches with batch normalisation, because they would
-        give another result.
+        Raises RequestError for micro-batches with batch normalisation, because they would give a
+        different result.
         """
         if micro_batches > 1 and self.norm == "batch":
             raise RequestError(
@@ -155,7 +155,7 @@ class DepthNet(nn.Module):  # type: ignore[misc]
         first, second = self._devices
         outputs = []
         for piece in images.chunk(self._micro_batches):
-            # nothing here waits: the first device begins the next piece while the copy and the
+            # nothing here blocks: the first device begins the next piece while the copy and the
             # second half of this piece are pending
             middle = self.first(piece.to(first, non_blocking=True))
             outputs.append(self._end(middle.to(second, non_blocking=True)))
@@ -168,11 +168,11 @@ class DepthNet(nn.Module):  # type: ignore[misc]
 
 PADDING = 0  # the padding token
 IGNORED = -100  # the target that cross-entropy ignores
-EXPANSION = 4  # width of the hidden layer in a block's dense part, relative to the model's width
+EXPANSION = 4  # width of a block's hidden dense layer, relative to the model's width
 
 
 def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rate: float) -> Recipe:
-    """Return the recipe of the language model: AdamW, cross-entropy and random texts."""
+    """Return a recipe of the language model with AdamW, cross-entropy and random texts."""
     decoder = Decoder(**model)
     data = Data(Texts(**texts), {"collate_fn": pad_texts})
     return Recipe(
@@ -181,7 +181,7 @@ def make_recipe(model: Mapping[str, int], texts: Mapping[str, Any], learning_rat
 
 
 class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
-    """Random texts whose `lengths`, in tokens, are lognormal around `median`, at most `longest`."""
+    """Random texts; their `lengths` in tokens are lognormal around `median`, at most `longest`."""
 
     def __init__(
         self, rows: int, median: float, sigma: float, longest: int, vocabulary: int, seed: int
@@ -196,7 +196,7 @@ class Texts(Dataset):  # type: ignore[misc]  # torch is not followed
     def __getitem__(self, row: int) -> Tensor:
         """Return the text's tokens, one more than its length.
 
-        Each token except the first is predicted from the tokens before it.
+        Each token except the first is predicted from the previous tokens.
         """
         return self._tokens[row : row + self.lengths[row] + 1]
 
@@ -227,7 +227,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch is not followed
         self.head = nn.Linear(width, vocabulary, bias=False)
 
     def forward(self, tokens: Tensor) -> Tensor:
-        """Return the logits. Padding comes last, so no token attends to it."""
+        """Return the logits. Padding is at the end, so no token attends to it."""
         states = self.tokens(tokens) + self.positions.weight[: tokens.shape[1]]
         for block in self.blocks:
             states = block(states)

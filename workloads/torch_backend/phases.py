@@ -1,4 +1,4 @@
-"""Measure the phases of a step by the clock of the workload's device."""
+"""Measure the phases of a step with the clock of the workload's device."""
 
 from __future__ import annotations
 
@@ -7,16 +7,18 @@ from typing import Any, Literal
 import torch
 
 Phase = Literal["input", "update"]
-MOST_MARKED = 512  # most phases that are timed between two readings; they represent all phases
-HIGHEST_CLOCK_HZ = 2e9  # upper bound for a GPU, so that a pause is never shorter than requested
+MOST_MARKED = 512  # maximum number of phases timed between two readings; they represent all phases
+HIGHEST_CLOCK_HZ = (
+    2e9  # upper bound of a GPU's clock, so that a pause is never shorter than requested
+)
 LONGEST_PAUSE_SECONDS = 2.0
 
 
 class PhaseClock:
-    """Measures the seconds of each phase.
+    """Measures the duration of each phase in seconds.
 
-    On a GPU, the events that begin and end a phase are enqueued after all earlier work, so time in
-    which the GPU still does earlier work isn't counted.
+    On a GPU, the events at the start and end of a phase are enqueued after all earlier work, so
+    time in which the GPU still does earlier work isn't counted.
     """
 
     def __init__(self, clock: Any) -> None:
@@ -40,14 +42,14 @@ class PhaseClock:
             self._begun = None
 
     def add(self, phase: Phase, seconds: float) -> None:
-        """Add time to a phase that the host measured itself while the device was idle."""
+        """Add time that the host itself measured for a phase while the device was idle."""
         self._added[phase] += seconds
 
     def read(self) -> dict[Phase, float]:
         """Return the seconds of each phase since the last reading.
 
-        The device must have finished the phases. Beyond `MOST_MARKED` phases, the
-        sum is extrapolated.
+        The device must have finished the phases. Beyond `MOST_MARKED` phases, the sum is
+        extrapolated.
         """
         found = dict(self._added)
         for phase, count in self._counts.items():
@@ -64,5 +66,5 @@ class PhaseClock:
 
 
 def enqueue_pause(seconds: float) -> None:
-    """Make the current GPU idle for at least this long, while the host continues."""
+    """Keep the current GPU idle for at least `seconds`, while the host continues."""
     torch.cuda._sleep(int(min(seconds, LONGEST_PAUSE_SECONDS) * HIGHEST_CLOCK_HZ))

@@ -1,4 +1,4 @@
-"""A recipe's model in shards, as `Split.shard` trains it.
+"""A recipe's model in shards, trained as by `Split.shard`.
 
 Its rank is one of a group, or is measured alone.
 """
@@ -19,14 +19,14 @@ from evener.torch.step.wrapped import hook_forward
 
 from ..protocol import WorkerSetup
 
-# GPU memory of a process outside of PyTorch's allocator, as measured on H200: CUDA's context with
+# GPU memory of a process outside of PyTorch's allocator, measured on an H200: CUDA's context with
 # its libraries, and NCCL's buffers
 CONTEXT_BYTES = 600 << 20
 NCCL_BYTES = 900 << 20
 
 
 def leave_trainers_on_host() -> None:
-    """Prevent transformers' Trainers from moving their models to a device.
+    """Keep transformers' Trainers from moving their models to a device.
 
     This also works if transformers is imported later. The model is sharded from host memory,
     because a device may be too small for the whole model.
@@ -41,7 +41,7 @@ def _leave_on_host(module: Any) -> None:
 class RecipeShards:
     """The shards of a recipe's module on this rank's device.
 
-    Once this object is created, the recipe's optimizer updates the shards.
+    After this object is created, the recipe's optimizer updates the shards.
     """
 
     def __init__(self, recipe: Any, setup: WorkerSetup, device: torch.device) -> None:
@@ -54,7 +54,7 @@ class RecipeShards:
         capped = any(limit is not None for limit in setup.memory_limit_bytes)
         on_whole_gpu = device.type == "cuda" and not capped
         self._beside = CONTEXT_BYTES + NCCL_BYTES if on_whole_gpu else 0
-        # packed parameters are two per byte
+        # there are two packed parameters per byte
         sizes = [(2 * each.nbytes if is_packed(each) else each.numel()) for each in replaced]
         self._parameters = sum(sizes)
         self._trained = sum(each.numel() for each in replaced if each.requires_grad)
@@ -70,18 +70,18 @@ class RecipeShards:
     def describe(self) -> str:
         """Return seven numbers about the whole model's memory, separated by spaces.
 
-        They are the bytes of the model's state, of gathered units and of an optimizer
-        step; the number of parameters and of trained parameters; the bytes of gradients,
-        included in the state, that a step frees before its forward pass; and the bytes
-        outside of PyTorch's allocator.
+        They are the bytes of the model's state, of gathered units and of an optimizer step; the
+        number of parameters and of trained parameters; the bytes of gradients, included in the
+        state, that a step frees before its forward pass; and the bytes outside of PyTorch's
+        allocator.
         """
         figures = (self._state, self._gathered, self._step, self._parameters, self._trained)
         return " ".join(map(str, (*figures, self._gradients, self._beside)))
 
     def _measure(self, optimizer: Any, device: torch.device) -> tuple[int, int]:
-        """Return the bytes of the whole model's state, and of an optimizer step's temporary memory.
+        """Return the bytes of the whole model's state, and an optimizer step's temporary memory.
 
-        Both are extrapolated from this rank's shard, in a first step with zero gradients.
+        Both are extrapolated from this rank's shard in a first step with zero gradients.
         """
         for each in self.sharded.parameters:
             each.grad = torch.zeros_like(each)

@@ -1,4 +1,4 @@
-"""Cut an image into tiles on several devices, which copy their borders to each other.
+"""Cut an image into tiles on several devices, which copy borders from each other.
 
 The result equals the whole image's result exactly. Each output tile of a layer is a range of rows
 and columns. Its device already has most of the input that the tile's windows read, copies the rest
@@ -17,8 +17,8 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812 - the name that torch's own documentation uses
 
-SIDE = 2  # tiles along each axis
-GROUPS = 8  # groups of GroupNorm
+SIDE = 2  # number of tiles along each axis
+GROUPS = 8  # number of groups in GroupNorm
 CHANNELS = (16, 32)
 
 
@@ -66,7 +66,7 @@ class Tiles:
     def gather(
         self, rows: tuple[int, int], columns: tuple[int, int], device: torch.device
     ) -> Tensor:
-        """Return the part of the whole image in these half-open ranges, on `device`.
+        """Return this half-open range of the whole image, on `device`.
 
         Positions outside the image are 0.
         """
@@ -111,7 +111,7 @@ def tile_device(devices: Sequence[torch.device], i: int, j: int) -> torch.device
 
 
 def run_tiled(layers: nn.Sequential, tiles: Tiles) -> Tiles:
-    """Return the output of `conv_blocks` for the whole image, computed tile by tile.
+    """Return the output of `conv_blocks` for the whole image, computed in tiles.
 
     The parameters stay on their device. In each step, every device gets a copy of a convolution's
     weights, and the gradients of all copies are summed in the original.
@@ -168,7 +168,7 @@ def _normalise(layer: nn.BatchNorm2d, tiles: Tiles) -> Tiles:
 
 
 def _total(tiles: Tiles, home: torch.device) -> Tensor:
-    """Return the sum over samples and pixels for each channel, over all tiles, on `home`."""
+    """Return the sum over samples and pixels of all tiles, per channel, on `home`."""
     return torch.stack(
         [part.sum(dim=(0, 2, 3)).to(home, non_blocking=True) for part in tiles.every]
     ).sum(dim=0)
@@ -195,8 +195,8 @@ def conv_blocks(channels: Sequence[int], norm: str) -> list[nn.Module]:
 class TilesNet(nn.Module):  # type: ignore[misc]
     """Blocks of Conv3x3, BatchNorm, ReLU and MaxPool2, then the mean over pixels and a linear head.
 
-    Blocks have 16 and 32 channels. Input (samples, 3, height, width), with height and width of 8 or
-    more; output (samples, classes) on the first device.
+    Blocks have 16 and 32 channels. The input is (samples, 3, height, width), with height and width
+    of at least 8; the output is (samples, classes) on the first device.
     """
 
     def __init__(self, classes: int = 10) -> None:
@@ -208,7 +208,7 @@ class TilesNet(nn.Module):  # type: ignore[misc]
     def lay(self, devices: Sequence[torch.device]) -> TilesNet:
         """Compute in tiles on these devices from now on, and return this module.
 
-        The parameters move to the first device.
+        The parameters are moved to the first device.
         """
         self._devices = tuple(devices)
         self.to(devices[0])

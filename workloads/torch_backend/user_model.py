@@ -53,7 +53,7 @@ def build(name: str, setup: WorkerSetup, settings: Mapping[str, Any]) -> Workloa
 def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
     """Return the recipe from the user's function and its data functions.
 
-    Raises RequestError if these functions return something else or if there is no data.
+    Raises RequestError if these functions return something else or if there are no data.
     """
     own = user_code.load(name, settings)
     recipe = find_recipe(name, own.result)
@@ -76,7 +76,7 @@ def load_recipe(name: str, settings: Mapping[str, Any]) -> Recipe:
 def from_user(name: str, result: Any) -> Recipe:
     """Convert the return value of a user's function to a recipe.
 
-    Raises RequestError if the value is invalid; its message says why.
+    Raises RequestError with the reason if the value is invalid.
     """
     given = _by_name(name, result)
     module, optimizer, loss, sample, data = (given.get(key) for key in _KEYS)
@@ -168,7 +168,7 @@ def find_recipe(name: str, result: Any) -> Recipe | None:
 
 
 class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followed
-    """Wraps a module so that it returns its loss for a batch, computed as the trainer does."""
+    """Wraps a module so that it returns its loss for a batch, computed as by the trainer."""
 
     def __init__(self, module: Any, compute: Callable[[Any], Any]) -> None:
         super().__init__()
@@ -181,14 +181,14 @@ class LossModule(torch.nn.Module):  # type: ignore[misc]  # torch is not followe
 
 
 class TrainerSteps:
-    """Runs the passes of a Trainer as in a training run by a plan.
+    """Runs the passes of a Trainer as in a training run with a plan.
 
     This includes the Trainer's work on the host between passes and between steps.
     """
 
     def __init__(self, trainer: Any, optimizer: Any) -> None:
         self._trainer = trainer
-        self._passes = 0  # number of passes of this step
+        self._passes = 0  # number of passes in this step
         self._loss: Any = None  # the sum of these passes' losses
         self._batch: Any = None  # the batch of the last pass
         optimizer.register_step_pre_hook(self._finish)
@@ -197,7 +197,7 @@ class TrainerSteps:
     def compute(self, batch: Any) -> Any:
         """Return the loss of a pass.
 
-        The batch's labels are counted before the forward pass, as the Trainer does.
+        The batch's labels are counted before the forward pass, as by the Trainer.
         """
         trainer = self._trainer
         trainer.model.train()
@@ -210,7 +210,7 @@ class TrainerSteps:
         return loss
 
     def _finish(self, *given: Any) -> None:
-        """Do the work that the Trainer does before each optimizer step.
+        """Do the Trainer's work before each optimizer step.
 
         - Wait for the loss.
         - Count the operations of each pass, which visits all parameters.
@@ -284,7 +284,7 @@ def _from_lightning(name: str, module: Any, given: Any) -> Recipe:
 def _read_data(given: Any) -> Data:
     """Return the data set as `Data`.
 
-    For a DataLoader, `Data` has its data set, collate function, workers and pinning.
+    From a DataLoader, `Data` takes its data set, collate function, workers and pinning.
     """
     if isinstance(given, DataLoader):
         return _to_data(given.dataset, given.collate_fn, given.num_workers, given.pin_memory)
@@ -318,12 +318,12 @@ def _to_data(rows: Any, collate: Any, workers: int = 0, pinned: bool = False, **
 
 
 def _collate(collate: Any, rows: list[Any]) -> tuple[dict[str, Any], torch.Tensor]:
-    """Collate rows to a pair: the module's keyword arguments, and an unused target for each row."""
+    """Collate rows to a pair of the module's keyword arguments and an unused target per row."""
     return {"batch": collate(rows)}, torch.zeros(len(rows))
 
 
 def _is_a(value: Any, package: str, name: str) -> bool:
-    """True if a value is an instance of the package's class `name`; imports nothing."""
+    """True if a value is an instance of the package's class `name`; doesn't import the package."""
     kinds = type(value).__mro__
     return any(
         kind.__name__ == name and f"{kind.__module__}.".startswith((package, f"pytorch_{package}"))

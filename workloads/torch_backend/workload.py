@@ -1,9 +1,9 @@
 """A workload from a torch module, an optimizer, a loss and their batches.
 
-It is stepped as in the user's training. One device runs a plain loop. Several devices have a
-process each, which all-reduce their gradients as `evener.torch` does, or one process in
-which the workload places its own parts. Batches come from host memory each step unless the
-worker's setup specifies otherwise.
+It runs the same steps as the user's training. One device runs a plain loop. Several devices have
+one process each, which all-reduce their gradients as in `evener.torch`, or one process in which the
+workload places its own parts. Batches come from host memory each step unless the worker's setup
+specifies otherwise.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, cast
 
 import msgspec
 import torch
-import torch._dynamo  # optimizers load it on their first step: better now than under a memory cap
+import torch._dynamo  # optimizers import it in their first step, which may be under a memory cap
 import torch.distributed as dist
 from torch.nn.modules.batchnorm import _BatchNorm
 
@@ -46,7 +46,7 @@ from .shards import RecipeShards, leave_trainers_on_host
 
 MEETING_TIME = timedelta(seconds=300)  # timeout for the rendezvous of a group's ranks
 NOTED_STEPS = 2  # the optimizer creates its state in the first step
-LEFT_BYTES = 128 << 20  # memory that libraries allocate on first use and keep
+LEFT_BYTES = 128 << 20  # memory that libraries allocate on first use and never free
 _HALVES = {"mixed_bfloat16": torch.bfloat16, "mixed_float16": torch.float16}
 
 
@@ -57,21 +57,21 @@ class Recipe(msgspec.Struct, frozen=True):
     """
 
     module: Any  # torch.nn.Module
-    optimizer: Any  # over the module's parameters
+    optimizer: Any  # has the module's parameters
     loss: (
         Callable[..., Any] | None
     )  # (outputs, targets) -> mean over the rows; None: the module returns its loss
     data: Data | None = None  # training data; None: rows that `sample_batch` makes
     sample_batch: SampleBatch | None = None
-    mixed_precision: str = ""  # a Trainer's mixed precision in accelerate's words: no | fp16 | bf16
-    casts: Any = None  # the type of an autocast around the module's forward pass, if it is known
+    mixed_precision: str = ""  # a Trainer's mixed precision as accelerate's value: no | fp16 | bf16
+    casts: Any = None  # dtype of an autocast around the module's forward pass, if known
     accumulates: bool = False  # gradients of several batches are accumulated before a step
     # called once before any sharding, with True if the model will be sharded
     prepare: Callable[[bool], None] = lambda _: None
 
 
 class Waits:
-    """Measures how long a GPU waits for other ranks and for the all-reduce, in seconds.
+    """Measures how many seconds a GPU waits for other ranks and for the all-reduce.
 
     A wait begins after the GPU's own last gradient.
     """
@@ -89,7 +89,7 @@ class Waits:
         self._pairs.append((self._ready, self._clock.mark()))
 
     def read(self) -> float:
-        """Return the total time waited since the last reading, in seconds.
+        """Return the total seconds of waiting since the last reading.
 
         The device must have finished the steps.
         """
@@ -101,7 +101,7 @@ class Waits:
 
 DrawRows = Callable[
     [Data, Sequence[int], int], UnevenBatchSampler
-]  # (data, the ranks' rows, this one's number)
+]  # (data, rows of every rank, this rank)
 BuildRecipe = Callable[[], Recipe]
 Lay = Callable[
     [Any, tuple[torch.device, ...]], Any
@@ -152,7 +152,7 @@ class TorchWorkload(Workload, StepListener):
         self._members: tuple[int, ...] = ()
         self._micro = 0  # the maximum rows per pass
         self._passes = Passes(setup.rank, self.device, lambda _: None)
-        self._steps = 0  # since `prepare`
+        self._steps = 0  # number of steps since `prepare`
         # the error of a group's step that ran out of memory and was completed in smaller passes
         self._short_of_memory = ""
         self._updates = False  # the optimizer's step is running
@@ -161,9 +161,7 @@ class TorchWorkload(Workload, StepListener):
         self._work = Work(0.0, 0.0, 0.0, 0.0)
         self._waits: Waits | None = None
         self._phases = PhaseClock(GpuClock() if _on_gpu(self.device) else HostClock())
-        self._assignments: Counter[RowAssigner] = (
-            Counter()
-        )  # how often rows were assigned by each assigner
+        self._assignments: Counter[RowAssigner] = Counter()  # number of uses of each assigner
         self._model: Any = (
             self.recipe.module if lay is None else lay(self.recipe.module, self.devices)
         )
@@ -190,7 +188,7 @@ class TorchWorkload(Workload, StepListener):
     def prepare_assigned(
         self, shares: Sequence[int], costs: Sequence[Cost], tokens: Sequence[int]
     ) -> None:
-        """Prepare shares of global batches whose rows are distributed by cost.
+        """Prepare shares of global batches whose rows are assigned by cost.
 
         A pass has at most `tokens` padded tokens.
         """
@@ -207,7 +205,7 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def prepare_length(self, shares: Sequence[int], micro: Sequence[int], length: int) -> None:
-        """Prepare shares whose rows are padded to this length in every pass."""
+        """Prepare shares whose rows are padded to `length` tokens in every pass."""
         self._micro = own_share(self.setup, micro or shares)
         self._prepare(
             shares, lambda data, sizes, rank: data.of_one_length(sizes, rank, length), on_host=True
@@ -227,9 +225,9 @@ class TorchWorkload(Workload, StepListener):
             batches.make(draw(batches.data, sizes, rank), on_host)
 
     def step(self) -> None:
-        """Take an optimizer step on the next batch, with gradients all-reduced over the ranks.
+        """Run an optimizer step on the next batch, with gradients all-reduced over the ranks.
 
-        It does nothing on a rank without rows.
+        A rank without rows does nothing.
         """
         if self._batches is None or not self._batches.rows:
             return
@@ -240,7 +238,7 @@ class TorchWorkload(Workload, StepListener):
         optimizer.zero_grad(set_to_none=True)
         self._note_held()
         passes = 1
-        # only the first step of each size: later steps seldom run out of memory, and are timed
+        # only in the first step of each size: later steps are timed, and seldom run out of memory
         grouped = self._shards is None and isinstance(self._model, Exchanged)
         survives = grouped and not self._steps
         self._steps += 1
@@ -249,7 +247,7 @@ class TorchWorkload(Workload, StepListener):
         else:
             passes = self._step_in_passes(batch, [self._model.exchange] if survives else [])
         if not optimizer.state and _on_gpu(self.device):
-            torch.cuda.empty_cache()  # as a training does before the optimizer makes its state
+            torch.cuda.empty_cache()  # as in a training before the optimizer creates its state
         self._phases.enter("update")
         self._updates = True
         self._scaler.step(optimizer)
@@ -259,11 +257,11 @@ class TorchWorkload(Workload, StepListener):
         self._count(self._batches.works(batch), passes)
 
     def _step_in_passes(self, batch: Any, exchanges: Sequence[Exchange]) -> int:
-        """Compute a batch in its passes, as a training run does; return their number.
+        """Compute a batch in its passes, as in a training run; return the number of passes.
 
-        With `exchanges`, a pass that runs out of memory is computed again in smaller
-        passes, because the other ranks of the group wait in the all-reduce. The error is
-        recorded for `read_shortage`.
+        With `exchanges`, a pass that runs out of memory is computed again in smaller passes,
+        because the other ranks of the group wait in the all-reduce. The error is recorded for
+        `read_shortage`.
         """
         assert self._batches is not None
         rows = sum(batch.rows) if isinstance(batch, AssignedBatch) else self._batches.rows
@@ -275,11 +273,14 @@ class TorchWorkload(Workload, StepListener):
         return len(parts)
 
     def read_shortage(self) -> str:
-        """Return the error if the first step since `prepare` was completed in smaller passes."""
+        """Return the error of the first step if it was completed in smaller passes.
+
+        The first step is the first one since `prepare`.
+        """
         return self._short_of_memory
 
     def _count(self, works: Sequence[Work], passes: int) -> None:
-        """Add the work that a step computed.
+        """Add the work of a step to the total.
 
         A batch that is cut into passes was padded before it was cut, so only the number of passes
         differs from the work of one pass.
@@ -291,9 +292,9 @@ class TorchWorkload(Workload, StepListener):
             )
 
     def _note_held(self) -> None:
-        """Record the bytes allocated as a step begins, in the first `NOTED_STEPS` steps only.
+        """Record the bytes allocated at the start of a step, in the first `NOTED_STEPS` steps only.
 
-        Later steps begin with the same amount, because the optimizer has created its state by then.
+        Later steps start with the same amount, because the optimizer has created its state by then.
         """
         if self._noted < NOTED_STEPS:
             self._noted += 1
@@ -320,13 +321,13 @@ class TorchWorkload(Workload, StepListener):
         return ended or self.memory.held() <= self._held + LEFT_BYTES
 
     def work(self) -> Work | None:
-        """Return the total work of all steps so far; None if rows have no lengths."""
+        """Return the total work of all steps; None if rows have no lengths."""
         return self._work if self._work.passes else None
 
     def read_waits(self) -> float | None:
-        """Return how long this rank's GPU waited for other ranks since the last reading.
+        """Return the seconds that this rank's GPU waited for other ranks since the last reading.
 
-        The result is in seconds; None on a CPU or without other ranks.
+        Return None on a CPU or without other ranks.
         """
         return None if self._waits is None else self._waits.read()
 
@@ -339,7 +340,7 @@ class TorchWorkload(Workload, StepListener):
     def synchronize(self) -> None:
         """Wait until the GPUs have finished and prefetched batches have arrived.
 
-        A CPU has finished when `step` returns.
+        On a CPU, the work is done when `step` returns.
         """
         for device in self.devices:
             if _on_gpu(device):
@@ -350,15 +351,12 @@ class TorchWorkload(Workload, StepListener):
             self._phases.add("input", time.perf_counter() - started)
 
     def read_phases(self) -> PhaseSeconds:
-        """Return the total time of input and of the optimizer's update since the last reading.
-
-        Both are in seconds, summed over all steps.
-        """
+        """Return the total seconds of input and of the optimizer's update since the last call."""
         seconds = self._phases.read()
         return PhaseSeconds(seconds["input"], seconds["update"])
 
     def keep_batch(self, kept: bool) -> bool:
-        """Reuse the next batch in all following steps if `kept`, otherwise take new batches again.
+        """Reuse the next batch in all following steps if `kept`, otherwise use new batches again.
 
         Returns False if rows have lengths, because batches then differ in work.
         """
@@ -374,7 +372,7 @@ class TorchWorkload(Workload, StepListener):
         return LinkSpeed(*measure_sums(dist.group.WORLD, self.setup.rank, members, self.device))
 
     def time_on_device(self) -> float | None:
-        """Return the seconds that a GPU needs for one step; None on a CPU.
+        """Return the seconds that a GPU takes for one step; None on a CPU.
 
         The step is enqueued behind a pause, so that the host has enqueued all of the step's kernels
         before the GPU begins. Waits of the host within the step, such as `.item()`, are included.
@@ -427,7 +425,7 @@ class TorchWorkload(Workload, StepListener):
         if data is not None and data.lengths is not None and known["batch_statistics"] is None:
             known["lengths"] = " ".join(
                 map(str, data.lengths.sample())
-            )  # rows distributed by length allow no batch statistics
+            )  # rows assigned by length allow no batch statistics
             known["longest_row"] = data.lengths.longest_row
         return {key: str(value) for key, value in known.items() if value is not None}
 
@@ -443,10 +441,10 @@ class TorchWorkload(Workload, StepListener):
         )
 
     def _open_batches(self) -> Batches:
-        """Return the batches, opened on the first call.
+        """Return the batches, which are opened on the first call.
 
-        The first call comes after the memory cap is set, and before `prepare` resets
-        the peak memory.
+        The first call comes after the memory cap is set, and before `prepare` resets the peak
+        memory.
         """
         if self._batches is None:
             data = self.recipe.data or Data(
@@ -458,7 +456,7 @@ class TorchWorkload(Workload, StepListener):
         return self._batches
 
     def begin(self, origin: object, sizes: tuple[int, ...], batch: Any) -> None:
-        """Set the weight of this rank's gradients as a step begins.
+        """Set the weight of this rank's gradients at the start of a step.
 
         `sizes` has each rank's rows.
         """
@@ -504,7 +502,7 @@ class TorchWorkload(Workload, StepListener):
 class GpuMemory(MemoryMeter):
     """Measures the memory of tensors on GPUs, which grows with the batch.
 
-    The memory that the allocator reserves isn't used, because it also depends on earlier sizes.
+    The allocator's reserved memory isn't used, because it also depends on earlier sizes.
     """
 
     def __init__(self, gpus: Sequence[torch.device]) -> None:
@@ -512,7 +510,7 @@ class GpuMemory(MemoryMeter):
         self._gpus = gpus
 
     def reset(self) -> None:
-        """Start measuring the peak from here."""
+        """Start a new measurement of the peak."""
         torch.cuda.empty_cache()
         for device in self._gpus:
             torch.cuda.reset_peak_memory_stats(device)
@@ -526,13 +524,13 @@ class GpuMemory(MemoryMeter):
         return sum(int(torch.cuda.memory_allocated(device)) for device in self._gpus)
 
     def release(self) -> tuple[int | None, ...]:
-        """Free the allocator's cache; return the bytes that it still reserves on each GPU."""
+        """Free the allocator's cache; return the bytes that stay reserved on each GPU."""
         torch.cuda.empty_cache()
         return tuple(int(torch.cuda.memory_reserved(device)) for device in self._gpus)
 
 
 def check_setup(setup: WorkerSetup, placed: bool = False) -> None:
-    """Raise RequestError for a place that PyTorch doesn't support.
+    """Raise RequestError for a setup that PyTorch doesn't support.
 
     `placed` is True if the workload places its own parts on several devices.
     """
@@ -571,7 +569,7 @@ def torch_device(name: str) -> torch.device:
 
 
 def join(setup: WorkerSetup, device: torch.device) -> bool:
-    """Create the process group, through a rendezvous file or at the first rank's address.
+    """Create the process group, through a rendezvous file or the first rank's address.
 
     Returns False if there are no other ranks.
     """
@@ -589,7 +587,7 @@ def join(setup: WorkerSetup, device: torch.device) -> bool:
 
 
 def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
-    """Return this process's rows.
+    """Return the number of this process's rows.
 
     Raises RequestError if the shares don't match the setup.
     """
@@ -607,8 +605,8 @@ def own_share(setup: WorkerSetup, shares: Sequence[int]) -> int:
 def call(model: Any, inputs: Any) -> Any:
     """Call the model with its inputs.
 
-    A tuple or list is passed as positional arguments, a mapping as keyword arguments, and anything
-    else as the only argument.
+    A tuple or list provides positional arguments, a mapping keyword arguments; anything else is the
+    only argument.
     """
     if isinstance(inputs, Mapping):
         return model(**inputs)
