@@ -1,6 +1,6 @@
 """The entry point of `evener` and `python -m evener`.
 
-It is the only module of the package's top level that imports `tui`.
+It is the only module at the package's top level that imports `tui`.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import sys
 
 
 def main() -> None:
-    """Run the command line. `--version` alone is answered before anything else is imported."""
+    """Run the command line. `--version` alone is handled before any other import."""
     if sys.argv[1:] == ["--version"]:
         from . import __version__
 

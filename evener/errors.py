@@ -1,4 +1,4 @@
-"""Errors that a person can act on: whose fault it is, what was seen and what to do.
+"""Errors that users can act on: whose fault it is, what was seen and what to do.
 
 Only these errors reach the user as errors. Running out of memory or losing a child process is
 recorded as an observation instead.
@@ -16,9 +16,9 @@ from .printable import printable
 class EvenerError(Exception):
     """Base class of evener's errors; only subclasses are raised.
 
-    The message says what is wrong, and the remedy says what to do. Both may quote a plan
-    or a driver, and Python prints an exception's text unescaped, so characters that
-    control a terminal are replaced.
+    The message says what is wrong, and the remedy says what to do. Both may quote a plan or a
+    driver, and Python prints an exception's text unescaped, so terminal control characters are
+    replaced.
     """
 
     kind: ClassVar[str] = "error"
@@ -34,7 +34,7 @@ class EvenerError(Exception):
 
 
 class RequestError(EvenerError):
-    """The request can't be carried out, because a name, number or file in it is wrong."""
+    """The request can't be carried out because a name, number or file in it is invalid."""
 
     kind = "request"
     exit_code = 2
@@ -44,19 +44,19 @@ class RequestError(EvenerError):
 def as_request_error(
     what: str, remedy: str, kind: type[RequestError] = RequestError
 ) -> Iterator[None]:
-    """Return a context that turns an OSError or ValueError raised inside it into a `kind` error.
+    """Return a context that converts an OSError or ValueError into a `kind` error.
 
-    The error's message is `what`, which says what can't be done, followed by the system's
-    reason; `remedy` says what to do.
+    The error's message is `what`, which says what failed, followed by the system's reason; `remedy`
+    is its remedy.
     """
     try:
         yield
-    except (OSError, ValueError) as error:  # ValueError: a name that no file can have
+    except (OSError, ValueError) as error:  # ValueError: an invalid file name
         raise kind(f"{what}: {getattr(error, 'strerror', None) or error}.", remedy) from None
 
 
 class PlanError(RequestError):
-    """A plan that can't be read, or that doesn't fit the training run that uses it."""
+    """The plan can't be read, or doesn't fit the training run that uses it."""
 
     kind = "plan"
 

@@ -1,6 +1,4 @@
-"""Import a package's names only when they are first used, so that
-importing the package is cheap.
-"""
+"""Import a package's names on first use, so that importing the package is cheap."""
 
 from __future__ import annotations
 

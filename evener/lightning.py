@@ -1,4 +1,4 @@
-"""Train by a plan with Lightning: pass `strategy=split.strategy()` to the trainer.
+"""Train with a plan in Lightning: pass `strategy=split.strategy()` to the trainer.
 
 The whole call is `L.Trainer(strategy=split.strategy(), use_distributed_sampler=False)`. The
 trainer's batch is this rank's share of a global batch, so the trainer counts global batches. The
@@ -72,7 +72,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     ) -> None:
         """Set the PlannedTraining and its options, and reset the strategy's state.
 
-        `__init__` calls this method. Code that makes a strategy without `__init__` calls it, too.
+        `__init__` calls this method, and so does code that creates a strategy without `__init__`.
         """
         self._planned, self._passes, self._count, self._checks = planned, passes, count, check
         planned.weights.weigh = "trainer"
@@ -86,13 +86,13 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         self._part: Part | None = None  # the part being computed
         self._put_back: Callable[[], None] = lambda: None  # restores what the part has logged
         self._recovery = planned.passes.recovery
-        self._exchanges: list[Exchange] = []  # of gradients; empty if DDP sums them
+        self._exchanges: list[Exchange] = []  # exchanges of gradients; empty if DDP sums them
         self._metrics: PassMetrics
         self._has_metrics = False  # True once `setup` has created `_metrics`
 
     @property
     def trains(self) -> bool:
-        """True while a trainer fits a module with this strategy, including the first hooks."""
+        """True while a trainer fits a module with this strategy, including its first hooks."""
         module = self.lightning_module
         trainer = None if module is None else module._trainer
         if trainer is None or trainer.strategy is not self:
@@ -106,7 +106,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def count(self) -> OfPart | None:
-        """What the loss is a mean over, such as tokens; None if it is a mean over rows."""
+        """A function that counts what the loss is a mean over, such as tokens; None: rows."""
         return self._count
 
     @property
@@ -135,15 +135,15 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return loader
 
     def _begin_loop(self, rows: UnevenBatchSampler) -> None:
-        """Turn shuffling off at the start of a training loop if `overfit_batches` is set."""
+        """Turn off shuffling at the start of a training loop if `overfit_batches` is set."""
         if self.trains and self.lightning_module.trainer.overfit_batches and rows.order is None:
-            rows.shuffle = False  # as Lightning does with a loader of its own
+            rows.shuffle = False  # as Lightning does with its own loaders
 
     def _end_batch(self) -> None:
         """End the previous step when the trainer requests its next batch.
 
-        Raises RequestError if the trainer has another strategy, because losses would then
-        not be weighted.
+        Raises RequestError if the trainer uses another strategy, because losses would then not be
+        weighted.
         """
         if not self.trains:
             raise _other_strategy()
@@ -152,7 +152,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def setup(self, trainer: Any) -> None:
         """Set up training.
 
-        Raises RequestError for settings that would split rows again or step within a pass.
+        Raises RequestError for settings that would divide rows again or step within a pass.
         """
         if self.trains:
             self._check(trainer)
@@ -162,7 +162,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self.sum_by_shares()
 
     def prepare_metrics(self) -> None:
-        """Prepare to reduce logged metrics, and to retry passes that run out of memory."""
+        """Prepare to reduce logged metrics and to retry passes that run out of memory."""
         self._metrics = PassMetrics(
             self.lightning_module, self.root_device, super().reduce, self._planned.timer
         )
@@ -185,8 +185,8 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
         The ranks communicate over gloo, so that Lightning's loop doesn't wait for its GPU.
         Lightning's own handler would synchronize with the other ranks immediately, while they may
-        be in a step's all-reduce. The handler installed here only records the signal. A rank that
-        alone receives SIGTERM stops by itself one batch later.
+        be in a step's all-reduce. The handler installed here only records the signal. If another
+        rank alone receives SIGTERM, it stops by itself one batch later.
         """
         loop, trainer, group = (
             self._trainer.fit_loop.epoch_loop,
@@ -218,7 +218,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             super().configure_ddp()
 
     def teardown(self) -> None:
-        """Release the exchanges and remaining passes, and unwrap the model, when training ends."""
+        """Release the exchanges and remaining passes, and unwrap the model, after training."""
         self._exchanges, self._turns, self._part = [], iter(()), None
         vars(self._trainer.fit_loop.epoch_loop).pop(private.ASKS, None)
         self.model = self.lightning_module
@@ -231,7 +231,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
                 "Write L.Trainer(..., use_distributed_sampler=False).",
             )
         if not self.lightning_module.automatic_optimization:
-            self._planned.weights.computes_at_once = True  # a pass can't be computed again
+            self._planned.weights.computes_at_once = True  # passes can't be computed again
         if self._passes > 1 and not self.lightning_module.automatic_optimization:
             raise RequestError(
                 f"The plan takes {self._passes} passes for a step, which manual optimization "
@@ -246,7 +246,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         """Check loaders and optimizers before the first step, once they exist.
 
         Raises RequestError if training data don't come from one `split.loader`, if training_step
-        takes batches itself, or if LBFGS or a learning-rate search is used with several passes.
+        fetches batches itself, or if LBFGS or a learning-rate search is used with several passes.
         """
         given = private.loaders(self._trainer.fit_loop)
         if len(given) != 1 or getattr(given[0], "strategy", None) is not self:
@@ -281,9 +281,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
 
     @property
     def _searches(self) -> bool:
-        """True if the value of the loss, not just its gradient, decides what happens next.
+        """True if the value of the loss, not only its gradient, affects later steps.
 
-        It does with LBFGS or a learning-rate search. All ranks must then see the same loss.
+        This is the case with LBFGS or a learning-rate search. All ranks must then see the same
+        loss.
         """
         finds_rate = any(map(private.searches_rate, self._trainer.callbacks))
         return finds_rate or self._has_lbfgs
@@ -298,7 +299,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def validation_step(self, *arguments: Any, **keywords: Any) -> Any:
-        """Compute a validation batch, and record in the step timer that validation runs."""
+        """Compute a validation batch, and record the validation in the step timer."""
         self._planned.timer.note_validation()
         return super().validation_step(*arguments, **keywords)
 
@@ -325,7 +326,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         if self._count is not None:
             weigh_by_count(parts, self._count_rows, sizes, rank, self._planned.add_up)
         for part in parts:
-            part.weight = part.weight * gradient_weight(sizes, rank)  # of the global batch
+            part.weight = part.weight * gradient_weight(sizes, rank)  # weight in the global batch
         return parts
 
     def _count_rows(self, part: Part) -> Any:
@@ -361,7 +362,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._audit.after_step(loader, self._newest, self._arguments[1:])
 
     def _take_next(self) -> Any:
-        """Return what training_step returns for the next pass, or for the next piece of a pass.
+        """Return the result of training_step for the next pass, or for the next piece of a pass.
 
         A pass is cut into pieces if it ran out of memory. Return None after the last pass.
         """
@@ -388,7 +389,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
             self._planned.weights.in_pass = False
 
     def _share_loss(self, result: Any) -> Any:
-        """Return a loss with this rank's gradients but the value of the global batch's loss.
+        """Return a loss with this rank's gradients and the value of the global batch's loss.
 
         All ranks then make the same decisions.
         """
@@ -436,10 +437,10 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
         return precision.post_backward(weighed, module)
 
     def pre_backward(self, closure_loss: Any) -> None:
-        """Announce a loss to the gradient exchanges.
+        """Register a loss with the gradient exchanges.
 
-        Losses are announced here only in manual optimization, in which the backward pass runs
-        within training_step. Without exchanges, do what DDPStrategy does.
+        This is done here only in manual optimization, in which the backward pass runs within
+        training_step. Without exchanges, do the same as DDPStrategy.
         """
         if not self._exchanges:
             super().pre_backward(closure_loss)
@@ -450,7 +451,7 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def optimizer_step(
         self, optimizer: Any, closure: Callable[[], Any], *args: Any, **kwargs: Any
     ) -> Any:
-        """Step the optimizer, but check before its first step that its state fits in memory.
+        """Run the optimizer's step; before its first step, check that its state fits in memory.
 
         Raises DeviceError, before any weight changes, if the state won't fit.
         """
@@ -478,15 +479,15 @@ class PlanStrategy(DDPStrategy):  # type: ignore[misc]  # lightning isn't follow
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduce a tensor over ranks as DDPStrategy does.
 
-        Within a pass, return the metric of the global batch over its passes so far. Before `setup`
-        there are no passes.
+        Within a pass, return the metric of the global batch over the passes up to this one. Before
+        `setup` there are no passes.
         """
         if not self._has_metrics:
             return super().reduce(tensor, group, reduce_op)
         return self._metrics.reduce(tensor, group, reduce_op)
 
 
-_MANUAL = (  # why a failed pass isn't computed again, and what to do
+_MANUAL = (  # why a failed pass isn't computed again, and the remedy
     "training_step takes the steps of its optimizers itself",
     "Use automatic optimization, or split.step in a loop of your own.",
 )

@@ -1,9 +1,8 @@
 """Audits of a LightningModule: compare training_step's gradients with and without shares.
 
-An audit computes a few rows of the batch.
-
-In manual optimization training_step calls its optimizers itself. During an audit its optimizers do
-nothing, and the loss is what training_step passes to manual_backward.
+An audit computes a few rows of the batch. In manual optimization, training_step calls its
+optimizers itself. During an audit its optimizers do nothing, and the loss is the argument of
+manual_backward.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from .torch.audit.step import Audited, audit
 from .torch.step.part import Part
 from .torch.step.wrapped import is_sharded
 
-MOST_BYTES = 1 << 30  # limit for copying weights, which training_step may change itself
+MOST_BYTES = 1 << 30  # maximum size of weights to copy, because training_step may change them
 REMEDIES = {
     "rows": (
         "For a mean over tokens or class weights, say what it is a mean over"
@@ -44,7 +43,7 @@ class ModuleAudit:
         self._audits.question = " Is it a mean over rows?"
 
     def after_step(self, loader: Any, step: int, others: Sequence[Any]) -> None:
-        """Audit the epoch's batch number `step` if an audit is due.
+        """Audit batch number `step` of the epoch if an audit is due.
 
         `others` are the arguments of training_step other than the batch. Raises RequestError if the
         audit finds a difference.
@@ -126,9 +125,7 @@ def _list_weights(module: Any) -> list[torch.Tensor]:
 def _kept_steps(strategy: Any) -> Iterator[None]:
     """Return a context in which no optimizer, schedule or step counter advances.
 
-    Gradients are restored when the context ends.
-
-    Raises RequestError if the weights are too large to copy.
+    Gradients are restored on exit. Raises RequestError if the weights are too large to copy.
     """
     weights = _list_weights(strategy.lightning_module)
     if sum(each.nbytes for each in weights) > MOST_BYTES:
@@ -150,7 +147,7 @@ def _kept_steps(strategy: Any) -> Iterator[None]:
 
 
 def _list_stubs(strategy: Any) -> Iterator[tuple[Any, str, Any]]:
-    """Yield the methods by which training_step may take a step, with their stubs.
+    """Yield the methods with which training_step may step, with their stubs.
 
     Each item is (object, method name, stub); the stub replaces the method during an audit.
     """

@@ -1,4 +1,4 @@
-"""The loss and the logged metrics of a LightningModule whose batch is computed in several passes.
+"""The loss and the logged metrics of a LightningModule whose batch has several passes.
 
 Metrics are combined over passes, and over the pieces of a pass that ran out of memory.
 """
@@ -23,7 +23,7 @@ from .torch.private import own_buffers
 from .torch.ranks.own_work import StepTimer
 from .torch.step.part import Part
 
-# one library under two names; use pytorch_lightning only if the program loaded just that
+# the library has two names; pytorch_lightning is used only if the program loaded only that one
 LIGHTNING = (
     "pytorch_lightning"
     if {"pytorch_lightning", "lightning.pytorch"} & {*sys.modules} == {"pytorch_lightning"}
@@ -38,7 +38,7 @@ DummyLogger = import_module(f"{LIGHTNING}.loggers.logger").DummyLogger
 def check_module_part(strategy: Any, part: Part, rows: int) -> None:
     """Check that a pass may be cut into parts of up to `rows` rows.
 
-    The weighted gradients of the parts must sum to the gradient of the whole pass. Raises
+    The weighted gradients of the parts must add up to the gradient of the whole pass. Raises
     RequestError, on this rank only, if the gradients differ or the optimizer is LBFGS.
     """
     module = strategy.lightning_module
@@ -60,8 +60,8 @@ def check_module_part(strategy: Any, part: Part, rows: int) -> None:
 def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None) -> Any:
     """Return the loss of a part, computed as in a step.
 
-    `others` are the arguments of training_step other than the batch; the default is the arguments
-    for an epoch's first batch.
+    `others` are the arguments of training_step other than the batch, by default those of an epoch's
+    first batch.
     """
     module, precision = strategy.lightning_module, strategy.precision_plugin
     converted = precision.convert_input(part.batch)
@@ -73,7 +73,7 @@ def compute_part(strategy: Any, part: Part, others: Sequence[Any] | None = None)
 
 
 def _step(strategy: Any, batch: Any) -> Any:
-    """Return the loss of a batch that is on the device."""
+    """Return the loss of a batch that is already on the device."""
     module = strategy.lightning_module
     step = module.training_step
     # As Lightning does: the number of a batch may have any name.
@@ -89,7 +89,7 @@ def loss_of(result: Any) -> Any:
 
 @contextmanager
 def silent(module: Any) -> Iterator[None]:
-    """Return a context in which the module logs nothing."""
+    """Return a context in which the module doesn't log."""
     trainer = module.trainer
     loggers, trainer.loggers = trainer.loggers, [DummyLogger() for _ in trainer.loggers]
     module.log = module.log_dict = lambda *_, **__: None
@@ -113,10 +113,10 @@ Sums = tuple[
 
 
 class PassMetrics:
-    """The logged metrics of a batch over its passes so far.
+    """The logged metrics of a batch over the passes that are computed.
 
-    Ranks reduce each metric once in a pass, with the pass's last piece. `reduce` is the
-    strategy's own reduction over ranks.
+    Ranks reduce each metric once per pass, with the pass's last piece. `reduce` is the strategy's
+    own reduction over ranks.
     """
 
     def __init__(
@@ -125,7 +125,7 @@ class PassMetrics:
         self._module, self._device, self._reduce, self._timer = module, device, reduce, timer
         self._metrics = [each for each in module.modules() if isinstance(each, Metric)]
         self._part: Part | None = None  # the part whose forward pass is running
-        self._calls = 0  # number of reductions over ranks so far in this forward pass
+        self._calls = 0  # number of reductions over ranks in this forward pass
         self._earlier: dict[
             Any, Sums
         ] = {}  # metrics of earlier passes, by the call's number or the metric's name
@@ -141,7 +141,7 @@ class PassMetrics:
         self._earlier, self._pieces, self._met = {}, {}, {}
 
     def end(self, part: Part) -> None:
-        """Add a pass's metrics to those of earlier passes if `part` was the pass's last piece."""
+        """Add a pass's metrics to those of earlier passes if `part` is the pass's last piece."""
         if part.turn.ends:
             self._earlier |= self._met
             self._pieces, self._met = {}, {}
@@ -167,7 +167,7 @@ class PassMetrics:
         before = {name: dict(vars(figure)) for name, figure in self._logged.items()}
 
         def put_back() -> None:
-            # a new metric isn't removed, as other ranks will reduce it too
+            # a new metric isn't removed, because other ranks will reduce it too
             for name, figure in self._logged.items():
                 for state, default in private.default_states(figure).items():
                     setattr(
@@ -178,7 +178,7 @@ class PassMetrics:
 
     @contextmanager
     def counting(self, part: Part, rows: Any) -> Iterator[None]:
-        """Return the context of a part's forward pass, in which metrics count with weight `rows`.
+        """Return a context for a part's forward pass, in which metrics have the weight `rows`.
 
         Metrics don't count if the part's weight is 0.
         """
@@ -198,9 +198,9 @@ class PassMetrics:
             self._part, (module._current_fx_name, logged.batch_size) = None, before
 
     def _average_steps(self, before: dict[str, Any]) -> None:
-        """Replace each step metric that isn't reduced over ranks by its mean over passes so far.
+        """Replace each step metric that isn't reduced over ranks by its mean over the passes.
 
-        Metrics that are reduced over ranks are already means over the passes so far.
+        Metrics that are reduced over ranks are already means over the passes.
         """
         for name, figure in self._logged.items():
             meta, own = figure.meta, figure._forward_cache
@@ -218,9 +218,9 @@ class PassMetrics:
     def reduce(self, tensor: Any, group: Any, op: Any) -> Any:
         """Reduce a metric over all ranks.
 
-        In a pass, a mean is taken over the global batch's passes so far. A mean of integers is
-        computed in double precision instead of being truncated, because Lightning divides by the
-        mean number of rows.
+        In a pass, a mean is computed over the global batch's passes up to this one. A mean of
+        integers is computed in double precision instead of being truncated, because Lightning
+        divides by the mean number of rows.
         """
         whole = isinstance(tensor, torch.Tensor) and not tensor.is_floating_point()
         figure = tensor.double() if whole else tensor

@@ -1,7 +1,7 @@
 """The private parts of Lightning that evener uses, each with its purpose.
 
 tests/evener/test_lightning_private.py checks each name, so it fails first if a new version of
-Lightning has changed one of them. This module imports nothing of Lightning, which has two names.
+Lightning changes one of them. This module doesn't import Lightning, because it has two names.
 """
 
 from __future__ import annotations
@@ -9,27 +9,27 @@ from __future__ import annotations
 import weakref
 from typing import Any
 
-# The method that the loop calls before each batch to find out whether a rank received SIGTERM.
+# The method that the loop calls before each batch to check whether a rank received SIGTERM.
 ASKS = "_broadcast_sigterm_tensor"
 # The methods that an optimizer's wrapper calls around a step of manual optimization.
 AROUND_STEPS = ("_on_before_step", "_on_after_step")
 
 
 def loaders(fit_loop: Any) -> list[Any]:
-    """Return the loaders that a training takes its batches from."""
+    """Return the loaders from which a training fetches its batches."""
     found: list[Any] = fit_loop._combined_loader.flattened
     return found
 
 
 def replace_loader(fit_loop: Any, loader: Any) -> None:
-    """Replace a training's loaders with one loader, before any batch is taken from them."""
+    """Replace a training's loaders with a single loader, before any batch is fetched."""
     fit_loop._combined_loader.flattened = [loader]
     fit_loop._data_fetcher.setup(fit_loop._combined_loader)
     iter(fit_loop._data_fetcher)
 
 
 def searches_rate(callback: Any) -> bool:
-    """True if the callback is that of Lightning's learning-rate search."""
+    """True if the callback belongs to Lightning's learning-rate search."""
     return any(kind.__name__ == "_LRCallback" for kind in type(callback).__mro__)
 
 
@@ -39,7 +39,7 @@ def shares_out_rows(trainer: Any) -> bool:
 
 
 def set_strategy(trainer: Any, strategy: Any) -> None:
-    """Set the strategy of a trainer and of the wrappers of its optimizers."""
+    """Set the strategy of a trainer and of its optimizers' wrappers."""
     trainer._accelerator_connector.strategy = strategy
     for each in wrapped_optimizers(strategy):
         each._strategy = weakref.proxy(strategy)
@@ -56,7 +56,7 @@ def logged(loop: Any) -> Any:
 
 
 def default_states(metric: Any) -> dict[str, Any]:
-    """Return the states of one of torchmetrics' metrics before its first update."""
+    """Return the states of a torchmetrics metric before its first update."""
     found: dict[str, Any] = metric._defaults
     return found
 

@@ -19,10 +19,10 @@ extract_batch_size = import_module(f"{LIGHTNING}.utilities.data").extract_batch_
 class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     """Reports steps to the monitor, and their metrics to the trainer's loggers.
 
-    The metrics are compute time (own work), waiting time, shares and samples/s. Under a plan or
-    `evener run` steps are reported to the monitor even without this callback. Without a plan the
+    The metrics are compute time (own work), waiting time, shares and samples/s. With a plan or
+    `evener run`, steps are reported to the monitor even without this callback. Without a plan, the
     metrics are samples/s, the step time and the wait for data. Loggers receive the metrics every
-    `log_every_n_steps` steps, as often as values that a module logs per step.
+    `log_every_n_steps` steps, as often as a module's step metrics.
     """
 
     def __init__(self) -> None:
@@ -40,7 +40,7 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
     def on_train_batch_start(
         self, trainer: Any, pl_module: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Begin an optimizer step with its first batch, and count the rows of each batch."""
+        """Begin an optimizer step with its first batch; count the rows of each batch."""
         if self._clock is not None:
             if not self._rows:
                 self._clock.begin()
@@ -63,11 +63,11 @@ class Report(Callback):  # type: ignore[misc]  # lightning isn't followed
                 logger.log_metrics(found, step=trainer.global_step - 1)
 
     def on_validation_start(self, trainer: Any, pl_module: Any) -> None:
-        """Exclude the validation's time from the time of the next step."""
+        """Exclude the validation from the time of the next step."""
         if self._clock is not None:
             self._clock.interrupt()
 
     def on_train_end(self, trainer: Any, pl_module: Any) -> None:
-        """Close this training run in the monitor."""
+        """Remove this training run from the monitor."""
         if self._clock is not None:
             self._clock.close()

@@ -1,4 +1,4 @@
-"""Text for a terminal: sanitize text from outside, print evener's own lines and align columns."""
+"""Text for a terminal: sanitize external text, print evener's own lines and align columns."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ CONTROLS = ("Cc", "Cf", "Zl", "Zp")  # Unicode's control, format and separator c
 
 
 def printable(text: str) -> str:
-    """Return the text with the characters replaced that can control a terminal.
+    """Return the text with terminal control characters replaced.
 
     Control and format characters become spaces, and lone surrogates, which no encoding can
     represent, become question marks.
@@ -36,15 +36,16 @@ def plain(text: str, limit: int = 500) -> str:
 def say(*lines: str) -> None:
     """Print evener's own lines on standard error.
 
-    Each line begins with `evener: `, to tell it from a training script's output.
+    Each line begins with `evener: `, to distinguish it from a training script's output.
     """
     for line in lines:
         print(f"evener: {plain(line, 1000)}", file=sys.stderr, flush=True)
 
 
 def align(rows: Sequence[Sequence[str]], numbers_from: int) -> list[str]:
-    """Return the rows as lines of columns two spaces apart, right-aligned
-    from column `numbers_from` on.
+    """Return the rows as aligned lines, with columns two spaces apart.
+
+    Columns from `numbers_from` on are right-aligned.
     """
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = []

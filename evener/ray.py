@@ -1,7 +1,7 @@
-"""Train by a plan with Ray Train: `trainer("plan.toml", train_loop).fit()`.
+"""Train with a plan in Ray Train: `trainer("plan.toml", train_loop).fit()`.
 
 The training loop calls `Split()`. Each worker runs on the host and device of its share. Ray assigns
-ranks, makes the process group and keeps checkpoints.
+ranks, creates the process group and keeps checkpoints.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def trainer(
     ray_address: str = "",
     **options: Any,
 ) -> TorchTrainer:
-    """Return a TorchTrainer with one worker for each share, on the share's host and device.
+    """Return a TorchTrainer with one worker per share, on the share's host and device.
 
     `options` are passed to TorchTrainer. If the plan uses only some GPUs of a host, the host's
     other GPUs stay reserved for as long as the trainer exists. Raises PlanError, RequestError or
@@ -106,10 +106,10 @@ def _check(plan: Plan, options: dict[str, Any]) -> None:
 
 
 def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
-    """Return the resources of each worker, which Ray requires to be equal for all workers.
+    """Return the resources per worker, which Ray requires to be equal for all workers.
 
-    Each worker gets one CPU, or less if a host has fewer CPUs than workers, and
-    one GPU if the plan uses GPUs.
+    Each worker gets one CPU, or less if a host has fewer CPUs than workers, and one GPU if the plan
+    uses GPUs.
     """
     shares = [share.host for share in plan.layout.active]
     resources = {"CPU": min(1.0, *(node.cpus / shares.count(host) for host, node in nodes.items()))}
@@ -119,7 +119,7 @@ def _choose_resources(plan: Plan, nodes: dict[str, Node]) -> dict[str, float]:
 def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]:
     """Return the training loop wrapped so that a worker finds the plan and its device.
 
-    They are in the same environment variables that evener launch sets.
+    They are passed in the same environment variables as by evener launch.
     """
     text = to_toml(plan)
 
@@ -140,11 +140,9 @@ def _with_plan(plan: Plan, train_loop: Callable[..., Any]) -> Callable[..., Any]
 
 @dataclass
 class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
-    """Ray's PyTorch configuration, extended with the host of the plan
-    that each Ray node stands for.
-    """
+    """Ray's PyTorch configuration, with the plan's host for each Ray node."""
 
-    hosts: dict[str, str] = field(default_factory=dict)  # by the node's id
+    hosts: dict[str, str] = field(default_factory=dict)  # by node id
 
     @property
     def backend_cls(self) -> type:
@@ -154,7 +152,7 @@ class PlanConfig(TorchConfig):  # type: ignore[misc]  # Ray isn't followed
 
 class _PlanBackend(TorchConfig().backend_cls):  # type: ignore[misc]
     def on_start(self, worker_group: Any, backend_config: PlanConfig) -> None:
-        """Before the process group is created, choose gloo's and NCCL's network interface.
+        """Choose gloo's and NCCL's network interface before the process group is created.
 
         It is the interface that reaches the other hosts.
         """

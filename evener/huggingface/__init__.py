@@ -1,10 +1,10 @@
-"""Train any `transformers.Trainer` by a plan, with uneven shares of each batch.
+"""Train any `transformers.Trainer` with a plan, with uneven shares of each batch.
 
-What is learned stays the same.
+The shares don't change what is learned.
 
     trainer = with_plan(Trainer, "plan.toml")(model=model, args=args, train_dataset=data)
 
-Start the script with torchrun or accelerate launch, one process for each active device of the plan.
+Start the script with torchrun or accelerate launch, one process per active device of the plan.
 docs/training_huggingface.md describes what is exact.
 """
 

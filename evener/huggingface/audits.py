@@ -1,7 +1,7 @@
-"""Audits of a Trainer: compare a few rows' gradient in one process with the gradient by shares.
+"""Audits of a Trainer: compare the gradient of a few rows in one process with that by shares.
 
 An audit calls the trainer's own `compute_loss`, with each part collated separately and weighted
-like its passes. Under `evener run` the reference is what the program's own launcher would compute:
+like its passes. Under `evener run`, the reference is the computation of the program's own launcher:
 equal parts, each with the trainer's own factors.
 """
 
@@ -34,8 +34,8 @@ REMEDIES = {
         " on one device."
     ),
 }
-PROCESSES = 2  # among which an audit divides its rows; a trainer may multiply its loss by this
-FEW = 2  # rows of a pass in an audit
+PROCESSES = 2  # number of processes in an audit; a trainer may multiply its loss by it
+FEW = 2  # rows per pass in an audit
 _OURS = "evener."
 
 
@@ -57,7 +57,7 @@ class TrainerAudit:
     def after_step(self, numbers: Sequence[int], loss: TrainerLoss) -> None:
         """Audit a step on the rows `numbers` of the data set, if an audit is due.
 
-        Call it once the step's gradients are computed, before the optimizer uses them. Raises
+        Call it after the step's gradients are computed and before the optimizer uses them. Raises
         RequestError if the gradients differ.
         """
         trainer = self._trainer
@@ -166,7 +166,7 @@ class TrainerComputations:
         ]
 
     def count_items(self, batches: Sequence[Any]) -> Any:
-        """Return the number of items that a loss of all these batches is a mean over.
+        """Return the number of items that the loss of all these batches is a mean over.
 
         Return None if the trainer doesn't count items.
         """
@@ -175,7 +175,7 @@ class TrainerComputations:
             return private.count_items(trainer, batches, trainer.args.device)
 
     def _loss(self, batch: Any, items: Any, world: int) -> Any:
-        """Return a function that computes the trainer's own loss as in one of `world` processes."""
+        """Return a function for the trainer's own loss, as one of `world` processes computes it."""
         return refuse_collectives(partial(self._compute, batch, items, world))
 
     def _compute(self, batch: Any, items: Any, world: int) -> Any:
@@ -187,7 +187,7 @@ class TrainerComputations:
 
 
 def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[float]:
-    """Return the weight of each part's loss; `parts` are batches with their numbers of rows."""
+    """Return the weight of each part's loss; a part is a batch with its number of rows."""
     if loss.mean_over == ITEMS:
         return [1.0] * len(parts)
     counts = [float(rows) for _, rows in parts]
@@ -197,7 +197,10 @@ def _weigh_parts(parts: Sequence[tuple[Any, int]], loss: TrainerLoss) -> list[fl
 
 
 def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
-    """Return the passes of a part with their numbers of rows; one pass if it can't be cut."""
+    """Return the passes of a part with their numbers of rows.
+
+    A part that can't be cut is a single pass.
+    """
     if not micro or rows <= micro:
         return [(batch, rows)]
     firsts = range(0, rows, micro)
@@ -211,7 +214,7 @@ def _cut_passes(batch: Any, rows: int, micro: int) -> list[tuple[Any, int]]:
 
 
 def _find_own_loss(kind: type) -> Any:
-    """Return the `compute_loss` function of the Trainer class, without evener's override."""
+    """Return the `compute_loss` function of the Trainer class that evener's class extends."""
     for each in kind.__mro__:
         if "compute_loss" in vars(each) and not each.__module__.startswith(_OURS):
             return vars(each)["compute_loss"]

@@ -58,7 +58,7 @@ class PassValues(torch.Tensor):  # type: ignore[misc]  # torch is not followed
     def __torch_function__(
         cls, function: Any, types: Any, args: Any = (), kwargs: Any = None
     ) -> Any:
-        """Compute with a plain tensor, so that results are plain too."""
+        """Compute with plain tensors, so that results are plain too."""
         with plain_tensors():
             return function(*args, **(kwargs or {}))
 
@@ -75,16 +75,16 @@ class Gathering:
         self._world, self._local, self._shift = accelerator.num_processes, False, 0.0
         self.calls = 0  # number of calls to `gather` inside `local`
         self._rows: int | None = None  # number of rows that count in the current batch; None: all
-        self._repeats = 0  # rows for which evaluation repeats a loss
+        self._repeats = 0  # number of rows for which evaluation repeats a loss
         self._call = 0
         self._ends = True  # this is the last piece of the pass
-        self._earlier: list[list[Any]] = []  # what each call gathered in the passes of the batch
+        self._earlier: list[list[Any]] = []  # values that each call gathered, by pass of the batch
         self._pieces: list[
             list[tuple[torch.Tensor, int]]
-        ] = []  # what each call was given in earlier pieces of the pass, with their rows
+        ] = []  # arguments of each call in earlier pieces of the pass, with their rows
         self._gathered_calls: list[
             Any
-        ] = []  # what each call gathered in the pass: other ranks gather once
+        ] = []  # values that each call gathered in the pass, because other ranks gather only once
         accelerator.gather = self.gather
 
     def begin_batch(self) -> None:

@@ -1,6 +1,6 @@
 """The meaning of a Trainer's loss: whether it is a mean over rows, labels or items.
 
-`meaning.py` finds the meaning before the first step, and `passes.py` weights passes accordingly.
+`meaning.py` determines it before the first step, and `passes.py` weights passes accordingly.
 """
 
 from __future__ import annotations
@@ -17,11 +17,11 @@ ITEMS, ROWS = "num_items_in_batch", "rows"
 
 
 class TrainerLoss(msgspec.Struct, frozen=True):
-    """The meaning of a trainer's loss.
+    """What a trainer's loss is a mean over.
 
-    `mean_over`, what the loss is a mean over, is num_items_in_batch, rows, labels or shifted
-    labels. `multiplied` is the factor by which the trainer multiplies the loss when several
-    processes train. `certain` is True if the rows that were checked distinguish rows from labels.
+    `mean_over` is num_items_in_batch, rows, labels or shifted labels. `multiplied` is the factor by
+    which the trainer multiplies the loss when several processes train. `certain` is True if the
+    checked rows distinguish rows from labels.
     """
 
     mean_over: str
@@ -32,13 +32,12 @@ class TrainerLoss(msgspec.Struct, frozen=True):
     def excess(self) -> int:
         """The factor by which the trainer's own loss is too large.
 
-        It is the number of processes if the trainer multiplies a mean as if the mean were a part of
-        a sum. Otherwise it is 1.
+        It is the number of processes if the trainer treats a mean as a part of a sum, otherwise 1.
         """
         return 1 if self.mean_over == ITEMS else self.multiplied
 
     def count(self, batch: Any) -> float:
-        """Return the number of a pass's labels that the loss is a mean over.
+        """Return the number of labels in a pass that the loss is a mean over.
 
         Return 0 if the loss isn't a mean over labels.
         """
@@ -59,12 +58,12 @@ class TrainerLoss(msgspec.Struct, frozen=True):
 
 
 def silent(trainer: Any) -> Any:
-    """Return a context in which a trainer logs nothing."""
+    """Return a context in which a trainer doesn't log."""
     return replaced(trainer, "log", lambda *_, **__: None)
 
 
 def assume_loss(trainer: Any, world: int) -> TrainerLoss:
-    """Return the meaning that transformers itself assumes for the loss, unchecked."""
+    """Return the loss's meaning as transformers assumes it, unchecked."""
     scaled = is_scaled(trainer)
     return TrainerLoss(ITEMS if scaled else ROWS, world if scaled else 1)
 
@@ -84,8 +83,8 @@ def is_scaled(trainer: Any, items: Any = 0) -> bool:
 def count_labels(batch: Any) -> dict[str, float]:
     """Count a batch's labels that aren't ignored.
 
-    "labels" counts all such labels; "shifted labels" counts the labels that remain if the model
-    shifts labels by one.
+    "labels" counts all of them; "shifted labels" counts those that remain if the model shifts
+    labels by one.
     """
     labels, shifted = _labels(batch)
     if labels is None:
@@ -97,7 +96,7 @@ def count_labels(batch: Any) -> dict[str, float]:
 
 
 def has_ignored(batch: Any) -> bool:
-    """True if some labels of the batch are ignored, so the loss supports ignored labels."""
+    """True if the batch has ignored labels, which shows that the loss supports them."""
     labels, _ = _labels(batch)
     return labels is not None and bool((labels == IGNORED).any())
 

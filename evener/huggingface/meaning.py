@@ -1,9 +1,9 @@
-"""The meaning of a Trainer's loss, found before the first step from gradients of a few rows.
+"""Determine what a Trainer's loss is a mean over, before the first step.
 
-Many models of transformers accept `num_items_in_batch` and still compute a mean of their own, so
-their signature says nothing about their loss. The loss is a mean over whatever makes the weighted
-gradients of parts equal to the gradient of all rows computed together. The gradients are compared
-as in an audit.
+Many models of transformers accept `num_items_in_batch` but compute a mean of their own, so their
+signature says nothing about their loss. The loss is a mean over whatever makes the weighted
+gradients of parts equal to the gradient of all rows together. The gradients of a few rows are
+compared as in an audit.
 """
 
 from __future__ import annotations
@@ -37,9 +37,9 @@ from .audits import REMEDIES, TrainerComputations
 from .gathering import Gathering
 from .loss import IGNORED, ITEMS, ROWS, TrainerLoss, assume_loss, count_labels
 
-SHIFT = 1e4  # added to gathered values: a loss that depends on them changes
-GROSS = 0.25  # relative difference of gradients that needs no repeats to be certain
-MASKED = 2  # rows whose labels are mostly ignored, to distinguish labels from rows
+SHIFT = 1e4  # added to gathered values, so that a loss that depends on them changes
+GROSS = 0.25  # relative difference of gradients that is certain without repeats
+MASKED = 2  # number of rows whose labels are masked, to distinguish labels from rows
 LEFT = 4  # one of this many labels is kept in a masked row
 TELLING = 0.25  # relative difference of weights by labels and by rows that distinguishes them
 PARTIAL = (
@@ -62,15 +62,15 @@ def find_loss(
     ignores: bool,
     in_parts: bool = False,
 ) -> TrainerLoss:
-    """Return the meaning of the trainer's loss.
+    """Return what the trainer's loss is a mean over.
 
-    If the rows don't reveal the meaning, return what transformers assumes. Every rank has to call
-    this function. It raises RequestError on every rank if the loss isn't a mean over rows, labels
-    or items. `make` returns a few rows of the trainer's data. `ignores` is True if some labels of
-    the data are ignored. In that case more labels are masked if means over rows and over labels
-    can't be distinguished otherwise. On a CPU, masking is tried in any case, because an error can
-    be caught there; on a GPU, a loss that doesn't support ignored labels would kill the process.
-    `in_parts` is True if a single process needs smaller passes; then any error is raised.
+    If the rows don't show it, return what transformers assumes. Every rank has to call this
+    function. It raises RequestError on every rank if the loss isn't a mean over rows, labels or
+    items. `make` returns a few rows of the trainer's data. `ignores` is True if some labels of the
+    data are ignored. In that case more labels are masked if means over rows and over labels can't
+    be distinguished otherwise. On a CPU, masking is always tried, because an error can be caught
+    there; on a GPU, a loss that doesn't support ignored labels would kill the process. `in_parts`
+    is True if a single process needs smaller passes; any error is then raised.
     """
     passes = trainer._shares.passes
     calls = gathering.calls
@@ -105,7 +105,7 @@ def find_loss(
 
 
 class LossFinder:
-    """Finds what a trainer's loss of a few rows is a mean over.
+    """Determines what a trainer's loss is a mean over, from a few rows.
 
     `gathering_in_passes` is the Gathering of the loss's metrics if passes would gather them over
     fewer rows than a batch has, or None.
@@ -125,13 +125,13 @@ class LossFinder:
         self._passes = trainer._shares.passes
         self._keeps_launcher = trainer.keeps_launcher
         self._sketcher: GradientSketcher = computations.sketcher()
-        self._repeats: list[Sketch] = []  # of the reference, once needed
+        self._repeats: list[Sketch] = []  # repeats of the reference, computed when needed
         self._nearest = ROWS  # the name with the smallest difference
 
     def find(self) -> TrainerLoss | None:
         """Return what the loss is a mean over.
 
-        Return None if these rows don't reveal it, or if ranks communicate in the loss. Raises
+        Return None if these rows don't show it, or if ranks communicate in the loss. Raises
         RequestError if ranks would communicate there in different numbers of passes, or if the
         program's own launcher would give the ranks equal numbers of rows.
         """
@@ -201,7 +201,7 @@ class LossFinder:
         )
 
     def _find_fitting(self, names: list[str], multiplied: int, reference: Sketch) -> list[str]:
-        """Return the names whose weights make the parts' gradients sum to the whole gradient."""
+        """Return the names whose weights make the parts' gradients add up to the whole gradient."""
         few = self._few
         fitting = []
         far = {}
@@ -218,10 +218,10 @@ class LossFinder:
         return fitting
 
     def _agree(self, reference: Sketch, other: Sketch) -> bool:
-        """True if gradients and losses of two computations of the rows differ only by rounding.
+        """True if gradients and losses of two computations differ only by rounding.
 
-        A small term of the loss, such as one that balances experts, may at first change only the
-        loss by more than rounding.
+        A small term of the loss, such as a load-balancing term of experts, may at first change only
+        the loss by more than rounding.
         """
         found = compare(reference, other)
         if found is not None and found.relative > GROSS:
@@ -238,7 +238,7 @@ class LossFinder:
         )
 
     def _refuse(self, loss: TrainerLoss) -> None:
-        """Audit the loss; raise RequestError if gradients or losses differ unexplained."""
+        """Audit the loss; raise RequestError if gradients or losses differ without explanation."""
         found = self._audit(loss)
         if found is None:
             return
@@ -270,7 +270,7 @@ def _double(sketch: Sketch) -> Sketch:
 
 
 class _Finding(msgspec.Struct):
-    """The result of one rank's check, or the reason why the rank can't train."""
+    """One rank's result, or the reason why the rank can't train."""
 
     found: TrainerLoss | None = None
     message: str = ""
@@ -280,15 +280,15 @@ class _Finding(msgspec.Struct):
 def _find_together(
     find: Callable[[], TrainerLoss | None], keeps_launcher: bool, in_shards: bool
 ) -> TrainerLoss | None:
-    """Return the result of `find` on the first rank where it isn't None; every rank calls this.
+    """Return the result of `find` from the first rank where it isn't None; every rank calls this.
 
     Raises RequestError on every rank if `find` raises one on any rank. After any other error the
-    meaning of the loss is unknown: either the program has an error of its own, which its first step
-    raises again, or memory ran out. A program that has a launcher of its own isn't trained by
-    shares after an error of its own.
+    result is unknown: either the program itself has an error, which its first step raises again, or
+    memory ran out. After an error of its own, a program with its own launcher isn't trained by
+    shares.
 
-    With a model in shards, raises DeviceError on a rank that ran out of memory: the other ranks are
-    waiting for its part of the model, and exit when it exits.
+    With a sharded model, raises DeviceError on a rank that ran out of memory: the other ranks wait
+    for its part of the model, and exit when it exits.
     """
     own = _Finding()
     try:
@@ -314,7 +314,7 @@ def _find_together(
 
 
 def _mask_some(few: FewRows) -> FewRows:
-    """Return the rows with most labels of some first rows ignored.
+    """Return the rows with most labels of the first rows ignored.
 
     Labels are masked only if a part has about the same fraction of all labels as of all rows,
     because means over rows and over labels then can't be distinguished.

@@ -1,4 +1,4 @@
-"""The passes of a Trainer: the weights of their losses, and the retry when memory runs out."""
+"""The passes of a Trainer: the weights of their losses, and the retry if memory runs out."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from .loss import ITEMS, ROWS, TrainerLoss, has_ignored
 class PassWeights(NamedTuple):
     """The weights of an optimizer step's passes, in the order of its global batches."""
 
-    weights: list[float]  # of each pass, in the mean over its global batch
+    weights: list[float]  # weight of each pass in the mean over its global batch
     items: Any  # num_items_in_batch of all ranks, or None
-    ignores: bool  # some rank has ignored labels; False where that doesn't matter
+    ignores: bool  # True if some rank has ignored labels; False if that doesn't matter
 
 
 def weigh_passes(
@@ -33,7 +33,7 @@ def weigh_passes(
     gathering: Gathering,
     device: torch.device,
 ) -> PassWeights:
-    """Return the weights of an optimizer step's passes, by what the loss is a mean over.
+    """Return the weights of an optimizer step's passes, according to the loss.
 
     `sizes` are this rank's rows in the passes of each global batch, `totals` each global batch's
     rows over all ranks.
@@ -73,9 +73,9 @@ def _weigh_by_labels(counts: list[list[float]], totals: list[float]) -> list[flo
 def _count_labels(
     loss: TrainerLoss, passes: list[Any], sizes: list[tuple[int, ...]]
 ) -> list[list[float]]:
-    """Return the number of labels that the loss of each pass is a mean over, by global batch.
+    """Return how many labels the loss of each pass is a mean over, by global batch.
 
-    It is 0 for a pass that has only a filler row.
+    It is 0 for a pass with only a filler row.
     """
     counts = []
     first = 0
@@ -94,7 +94,7 @@ def weigh_loss(loss: Any, factor: float, model: Any) -> Any:
 
 
 def count_tokens(trainer: Any, inputs: Any) -> int:
-    """Return the number of tokens of a pass, without padding if `args` specify "non_padding"."""
+    """Return the number of tokens in a pass; without padding if the arguments say "non_padding"."""
     name = getattr(trainer.model, "main_input_name", "input_ids")
     if name not in inputs:
         return 0
@@ -104,7 +104,7 @@ def count_tokens(trainer: Any, inputs: Any) -> int:
 
 
 class TrainerPasses:
-    """Computes the passes of a Trainer's batches, and retries in pieces if memory runs out."""
+    """Computes the passes of a Trainer's batches, and retries them in pieces if memory runs out."""
 
     def __init__(self, trainer: Any, planned: PlannedTraining, gathering: Gathering) -> None:
         self._trainer, self._weights, self._passes = trainer, planned.weights, planned.passes
@@ -112,7 +112,7 @@ class TrainerPasses:
         self._model: Any = None  # model of the newest pass
         self._exchanges: list[
             Exchange
-        ] = []  # of the model's gradients; empty if a library sums them
+        ] = []  # exchanges of the model's gradients; empty if a library sums them
         self._backward = trainer.accelerator.backward
         trainer.accelerator.backward = self.backward
 
@@ -125,8 +125,8 @@ class TrainerPasses:
     ) -> torch.Tensor:
         """Return the sum of the results of `train` for the passes of a batch, or their pieces.
 
-        The second argument of `train` is True for the batch's last part. Metrics that are recorded
-        during the computation count once.
+        The second argument of `train` is True for the batch's last part. Metrics recorded during
+        the computation count once.
         """
         if model is not self._model:
             self._model, self._exchanges = model, self._weights.exchange_gradients(model)
@@ -155,11 +155,11 @@ class TrainerPasses:
         return total
 
     def no_sync(self) -> Any:
-        """Return a context in which gradients aren't reduced yet; the last pass reduces them."""
+        """Return a context without gradient reduction; the last pass reduces the gradients."""
         return self._trainer.accelerator.no_sync(self._model)
 
     def note(self, loss: Any) -> None:
-        """Add a hook to a pass's loss that detects a backward pass which the trainer starts itself.
+        """Add a hook to a pass's loss that detects a backward pass started by the trainer itself.
 
         The gradients of such a pass can't be undone.
         """
@@ -167,15 +167,12 @@ class TrainerPasses:
             loss.register_hook(lambda _: self._passes.note_backward())
 
     def backward(self, loss: Any, **options: Any) -> None:
-        """Run the accelerator's backward pass.
-
-        If memory runs out during this backward pass, the pass can be undone.
-        """
+        """Run the accelerator's backward pass; if it runs out of memory, the pass can be undone."""
         self._passes.open()
         self._backward(loss, **options)
         self._passes.close()
 
     def _keep(self) -> Callable[[], None]:
-        """Save the trainer's state before a pass; return the function that restores it."""
+        """Save the trainer's state before a pass; return a function that restores it."""
         trainer = self._trainer
         return keep_attributes(trainer, apart=(trainer.train_dataset, trainer.eval_dataset))

@@ -1,7 +1,7 @@
-"""The private parts of transformers, accelerate and TRL that evener uses, each with its purpose.
+"""The private parts of transformers, accelerate and TRL that evener uses, with their purposes.
 
-tests/evener/test_huggingface_private.py checks each name, so it fails first if a new version has
-changed one of them.
+tests/evener/test_huggingface_private.py checks each name, so it fails first if a new version
+changes one of them.
 """
 
 from __future__ import annotations
@@ -26,10 +26,10 @@ def output_folder(trainer: Any, trial: Any) -> str:
 
 
 def pass_rows(trainer: Any) -> int:
-    """Return the rows of a process's pass, which `auto_find_batch_size` may have changed."""
+    """Return a process's rows per pass, which `auto_find_batch_size` may have changed."""
     return int(trainer._train_batch_size)
 
 
 def generates_rows(trainer_class: type) -> bool:
-    """True if one of TRL's trainers generates the rows that it trains on."""
+    """True if the class is a trainer of TRL that generates its training rows."""
     return hasattr(trainer_class, "_generate_and_score_completions")

@@ -1,4 +1,4 @@
-"""Report a trainer's speed to the monitor and its trackers, with or without a plan."""
+"""Report a trainer's speed to the monitor and to its trackers, with or without a plan."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from ..live.step_clock import ClockedReports
 def report(trainer: Trainer) -> None:
     """Report a trainer's steps to the monitor, and its speed metrics to its trackers.
 
-    The argument `report_to` lists the trackers. The metrics are compute time (own work), waiting
-    time, shares and samples/s. Call this function once, before `train`. Under a plan or `evener
-    run` the steps are reported anyway; without either, the metrics are samples/s, the time of a
-    step, and the wait for data. Nothing else changes.
+    The trackers are those in the argument `report_to`. The metrics are compute time (own work),
+    waiting time, shares and samples/s. Call this function once, before `train`. With a plan or
+    `evener run`, steps are reported anyway; without either, the metrics are samples/s, the step
+    time and the wait for data. Nothing else changes.
     """
     callbacks = trainer.callback_handler.callbacks
     console = next(
@@ -33,11 +33,11 @@ def report(trainer: Trainer) -> None:
 
 
 class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers has no complete types
-    """The first callback, so that all trackers receive the metrics that it adds to a log."""
+    """Adds speed metrics to each log; it is the first callback, so all trackers receive them."""
 
     def __init__(self, trainer: Trainer) -> None:
         self._trainer = trainer
-        self._clock: ClockedReports | None = None  # if nothing else reports the steps
+        self._clock: ClockedReports | None = None  # set if nothing else reports the steps
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
         """Start a step clock, unless a plan already reports the trainer's steps."""
@@ -51,9 +51,9 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.begin()
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Report an optimizer step, with the number of rows of a full step.
+        """Report an optimizer step with the rows of a full step.
 
-        The last step of an epoch may have fewer rows.
+        An epoch's last step may have fewer rows.
         """
         if self._clock is not None:
             rows = args.train_batch_size * args.gradient_accumulation_steps
@@ -61,7 +61,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
             self._clock.end(rows, () if index is None else (index,))
 
     def on_evaluate(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Interrupt the step clock, so that the step after an evaluation isn't counted as slow."""
+        """Interrupt the step clock, so that the step after an evaluation doesn't count as slow."""
         if self._clock is not None:
             self._clock.interrupt()
 
@@ -77,7 +77,7 @@ class _ReportCallback(TrainerCallback):  # type: ignore[misc]  # transformers ha
 
 
 class _OffTheConsole(TrainerCallback):  # type: ignore[misc]
-    """Removes the speed metrics again before the callback that prints a log entry."""
+    """Removes the speed metrics before the callback that prints a log entry."""
 
     def on_log(self, args: Any, state: Any, control: Any, logs: Any = None, **_: Any) -> None:
         """Remove the speed metrics, so that the printed log stays unchanged."""

@@ -1,4 +1,4 @@
-"""The rows that a Trainer trains on, their order, and the checks of the Trainer's setup.
+"""The rows of a Trainer, their order, and checks of the Trainer's setup.
 
 The rows come from the trainer's data set or its own training loader. The checks refuse a trainer
 whose result would depend on the shares.
@@ -34,7 +34,7 @@ CHECKPOINT = "evener.json"  # beside trainer_state.json
 
 
 def check_trainer_class(trainer_class: Any) -> None:
-    """Raise RequestError if the class isn't a Trainer, or generates the rows that it trains on."""
+    """Raise RequestError if the class isn't a Trainer, or generates its training rows."""
     if not (isinstance(trainer_class, type) and issubclass(trainer_class, Trainer)):
         raise RequestError(
             f"{trainer_class!r} isn't a Trainer class.",
@@ -87,7 +87,7 @@ def check_setup(trainer: Any) -> None:
     sizes = (
         getattr(trainer, name, int)() for name in ("get_tp_size", "get_cp_size", "get_sp_size")
     )
-    if max(sizes) > 1:  # older versions of transformers have fewer of them
+    if max(sizes) > 1:  # older versions of transformers don't have all of them
         raise RequestError(
             "Tensor, context and sequence parallelism put several ranks on one row.",
             "Use data parallelism with a plan.",
@@ -101,7 +101,7 @@ def check_setup(trainer: Any) -> None:
 
 
 def check_rebalance(trainer: Any, share: Share) -> None:
-    """Raise RequestError if shares can't follow the ranks' compute time (own work).
+    """Raise RequestError if shares can't adapt to the ranks' compute time (own work).
 
     `share` is this rank's share in the plan.
     """
@@ -128,12 +128,11 @@ def needs_equal_passes(trainer: Any) -> bool:
 def check_checkpoint(folder: Path, rows: int, step_rows: int, epoch_steps: float) -> None:
     """Raise RequestError if the checkpoint's steps had another number of rows than this training's.
 
-    Positions in the epoch are counted in steps, so the number of rows for each step must
-    be the same.
+    Positions in the epoch are counted in steps, so the number of rows per step must be the same.
     """
     try:
         state = json.loads((folder / CHECKPOINT).read_text())
-    except FileNotFoundError:  # written without a plan; rows are drawn in the same order
+    except FileNotFoundError:  # written without a plan, whose rows have the same order
         _check_bare_checkpoint(folder / "trainer_state.json", step_rows, epoch_steps)
         return
     if state != {"rows": rows, "step_rows": step_rows}:
@@ -166,10 +165,10 @@ def _check_bare_checkpoint(path: Path, step_rows: int, epoch_steps: float) -> No
 
 
 class PassSampler(StepSampler):
-    """This rank's rows of each global batch, as one tuple of row numbers for each pass.
+    """Yields this rank's rows of each global batch, as one tuple of row numbers per pass.
 
-    A pass without rows gets a tuple with one row that doesn't count. Every batch has the same
-    number of passes, unless rows are assigned by length.
+    A pass without rows has a tuple with one row that doesn't count. Every batch has the same number
+    of passes, unless rows are assigned by length.
     """
 
     def __init__(self, sampler: UnevenBatchSampler, passes: int) -> None:
@@ -213,9 +212,9 @@ class PassRows(Dataset):  # type: ignore[misc]  # torch is not followed
 
 
 def find_lengths(trainer: Any) -> list[int] | None:
-    """Return the number of tokens of each training row, or None if rows have no token ids.
+    """Return the number of tokens in each training row, or None if rows have no token ids.
 
-    Lengths are found as the trainer finds them to group rows by length.
+    Lengths are determined as the trainer does it to group rows by length.
     """
     dataset, name = trainer.train_dataset, trainer.args.length_column_name
     if name in (getattr(dataset, "column_names", None) or ()):
@@ -229,11 +228,11 @@ def find_lengths(trainer: Any) -> list[int] | None:
         return None
     return [
         len(dataset[row][names[0]]) for row in range(len(dataset))
-    ]  # iterating over the data set itself might never end
+    ]  # iterating over the data set itself might never finish
 
 
 def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
-    """True if the loader of the trainer's class uses a batch sampler of its own."""
+    """True if the loader of the trainer's class uses its own batch sampler."""
     loader = make_undivided(trainer, make_loader)
     kind = type(getattr(loader, "batch_sampler", None))
     return isinstance(loader, DataLoader) and kind not in (BatchSampler, type(None))
@@ -242,7 +241,7 @@ def makes_batches(trainer: Any, make_loader: Callable[[], Any]) -> bool:
 def training_rows(trainer: Any, make_loader: Callable[[], Any]) -> tuple[Any, Any, Any]:
     """Return the training data, collator and sampler of the trainer class's own loader.
 
-    Raises RequestError if that loader makes its batches itself.
+    Raises RequestError if that loader creates its own batches.
     """
     loader = make_undivided(trainer, make_loader)
     if not isinstance(loader, DataLoader) or type(loader.batch_sampler) is not BatchSampler:
@@ -261,7 +260,7 @@ def make_sampler(
 ) -> UnevenBatchSampler:
     """Return the sampler of this rank's rows of each global batch.
 
-    Rows come in the order of `order`, the sampler of the trainer's own loader.
+    Rows have the order of `order`, the sampler of the trainer's own loader.
     """
     rows, shares = count_rows(dataset), planned.ranks
     if isinstance(order, LengthGroupedSampler):
@@ -278,11 +277,10 @@ def make_sampler(
 
 
 def _make_order(trainer: Any, sampler: Any, rows: int) -> RowOrder | None:
-    """Return the order in which the trainer without a plan draws each epoch's rows.
+    """Return the order in which one process would draw each epoch's rows without a plan.
 
-    It is the order in one process. Return None if rows are drawn in the data set's order. The seed
-    of a random order is `data_seed` or, by default, the seed that the first rank's process was
-    last seeded with.
+    Return None if rows are drawn in the data set's order. The seed of a random order is `data_seed`
+    or, by default, the seed with which the first rank's process was last seeded.
     """
     if type(sampler) is SequentialSampler:
         return None

@@ -1,4 +1,4 @@
-"""A Trainer whose plan shards the model: how the model is sharded, and its checkpoints."""
+"""A Trainer whose plan shards the model: its shards and its checkpoints."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ARGUMENTS = "training_args.bin"
 class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
     """A mixin for a Trainer class whose plan shards the model.
 
-    Its checkpoints are written like those of `Split.save`.
+    Its checkpoints have the format of `Split.save`.
     """
 
     args: Any
@@ -36,10 +36,10 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     _planned: PlannedTraining
 
     def _move_model_to_device(self, model: Any, device: Any) -> None:
-        """Leave the model on the host, because its shards are made there."""
+        """Leave the model on the host, where it is cut into shards."""
 
     def begin_plan(self) -> None:
-        """Train by the plan from now on, with a shard of the model on each device."""
+        """Switch to training with the plan, with a shard of the model on each device."""
         check_shards(self)
         super().begin_plan()
         casts = find_autocast(self.accelerator)
@@ -61,7 +61,7 @@ class ShardMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         whole = _internal_call and not self.args.save_only_model
         checkpoint.save(folder, self.model, _own_optimizer(self) if whole else None)
         if self.args.should_save:
-            if not hasattr(self.model, "peft_config"):  # PEFT's files are written already
+            if not hasattr(self.model, "peft_config"):  # PEFT's files are already written
                 self.model.config.save_pretrained(folder)
                 if self.model.can_generate():
                     self.model.generation_config.save_pretrained(folder)
@@ -93,14 +93,14 @@ HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def find_autocast(accelerator: Any) -> torch.dtype | None:
-    """Return the type to which accelerate's autocast casts linear layers' operands, or None."""
+    """Return the dtype of accelerate's autocast for linear layers' operands, or None."""
     return HALVES.get(str(accelerator.mixed_precision)) if accelerator.native_amp else None
 
 
 def keep_no_casts(accelerator: Any) -> None:
     """Disable autocast's cache of half-precision copies.
 
-    The cache would keep the copies of all gathered units until the forward pass ends.
+    The cache would keep the copies of all gathered units until the end of the forward pass.
     """
     accelerator.autocast_handler = AutocastKwargs(cache_enabled=False)
 
@@ -113,12 +113,12 @@ def _note_device(model: Any, device: torch.device) -> None:
 
 
 def _own_optimizer(trainer: Any) -> Any:
-    """Return the trainer's optimizer itself, without accelerate's wrapper."""
+    """Return the trainer's optimizer without accelerate's wrapper."""
     return getattr(trainer.optimizer, "optimizer", trainer.optimizer)
 
 
 def check_shards(trainer: Any) -> None:
-    """Raise RequestError if the Trainer uses something that doesn't work with a sharded model."""
+    """Raise RequestError if the Trainer uses a feature that doesn't support sharded models."""
     refused = {
         "an optimizer that was made before": trainer.optimizer is not None,
         "FSDP or DeepSpeed, which have shards of their own": trainer.is_fsdp_enabled

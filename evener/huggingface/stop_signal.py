@@ -1,8 +1,7 @@
-"""Support for transformers' `enable_jit_checkpoint` on several ranks.
+"""Support transformers' `enable_jit_checkpoint` on several ranks.
 
-All ranks save one checkpoint at a step that they agree on. transformers' own callback saves three
-seconds after SIGTERM according to each rank's own clock, so ranks that are in different steps by
-then would wait for each other forever.
+All ranks save one checkpoint at the same step. transformers' own callback saves three seconds after
+SIGTERM by each rank's own clock, so ranks in different steps would wait for each other forever.
 """
 
 from __future__ import annotations
@@ -15,13 +14,13 @@ from ..torch.ranks.stop_signal import StopSignal
 
 
 def stop_on_signal(trainer: Trainer, world: int) -> None:
-    """Make SIGTERM to any of the `world` ranks save a checkpoint and end the training after a step.
+    """After SIGTERM to any of the `world` ranks, save a checkpoint and end the training.
 
     Does nothing unless the trainer's arguments set `enable_jit_checkpoint`.
     """
     if not getattr(trainer.args, "enable_jit_checkpoint", False):
         return
-    from transformers.trainer_jit_checkpoint import JITCheckpointCallback  # of transformers 5
+    from transformers.trainer_jit_checkpoint import JITCheckpointCallback  # only in transformers 5
 
     own = trainer.pop_callback(JITCheckpointCallback)
     if own is not None:
@@ -35,15 +34,15 @@ class _StopOnSignal(TrainerCallback):  # type: ignore[misc]  # transformers has 
         self._stop_signal: StopSignal | None = None
 
     def on_train_begin(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Start to handle SIGTERM as a notice to save and end."""
+        """Install a handler of SIGTERM."""
         self._stop_signal = StopSignal(self._world)
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Save a checkpoint and end the training, on all ranks at the same step."""
+        """After the signal, save a checkpoint and end the training, on all ranks at one step."""
         if self._stop_signal is not None and self._stop_signal.is_agreed():
             control.should_save = control.should_training_stop = True
 
     def on_train_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """Restore the SIGTERM handler that was installed before the training."""
+        """Restore the previous handler of SIGTERM."""
         if self._stop_signal is not None:
             self._stop_signal.close()

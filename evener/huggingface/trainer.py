@@ -1,4 +1,4 @@
-"""A Trainer under a plan: its rows, the weights of its passes and the metrics that it logs."""
+"""A Trainer with a plan: its rows, the weights of its passes and its logged metrics."""
 
 from __future__ import annotations
 
@@ -71,20 +71,20 @@ def with_plan(
     noise: bool = False,
     check: bool = True,
 ) -> type[Any]:
-    """Return a subclass of `trainer_class` that trains by `plan`; use it like the class itself.
+    """Return a subclass of `trainer_class` that trains with `plan`; use it like the class itself.
 
-    Without `plan` and `ratios`, the plan of evener launch is used. The plan decides the rows of
+    Without `plan` and `ratios`, the plan of evener launch is used. The plan determines the rows of
     each process and pass, instead of `per_device_train_batch_size`; `global_batch` sets another
     number of rows for each global batch. Instead of a plan, `ratios` divide `global_batch` among
-    the processes, by default the number of rows that the processes would train on with equal
+    the processes; its default is the number of rows that the processes would train on with equal
     shares. With `gradient_accumulation_steps=A`, an optimizer step has A global batches.
 
-    Raises PlanError or RequestError, when the trainer is made or before its first step, if training
-    by the plan wouldn't be exact; with `strict` also if the plan was measured on other devices,
-    which otherwise only gives a warning. With `journal`, `evener runs` shows the training's steps/s
-    and restarts; with `rebalance`, shares follow the ranks' compute time (own work); with `noise`,
-    the gradient's noise scale is measured (docs/learning.md). `check=False` skips the check of what
-    the loss is a mean over, and trusts transformers.
+    Raises PlanError or RequestError, when the trainer is created or before its first step, if
+    training with the plan wouldn't be exact. If the plan was measured on other devices, `strict`
+    raises an error instead of a warning. With `journal`, `evener runs` shows the training's steps/s
+    and restarts; with `rebalance`, shares adapt to the ranks' compute time (own work); with
+    `noise`, the gradient's noise scale is measured (docs/learning.md). `check=False` skips the
+    check of what the loss is a mean over, and trusts transformers.
     """
     check_trainer_class(trainer_class)
     if plan is not None and ratios is not None:
@@ -107,10 +107,10 @@ def with_plan(
 
 
 class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete types
-    """A mixin that makes a Trainer class train by a plan."""
+    """A mixin that makes a Trainer class train with a plan."""
 
     _given: SimpleNamespace  # the arguments of with_plan
-    # train by the loss of the program's own launcher, if that differs from one process's loss
+    # True: keep the loss of the program's own launcher, even if one process's loss differs
     keeps_launcher = False
     args: Any
     state: Any
@@ -121,9 +121,10 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self.begin_plan()
 
     def begin_plan(self) -> None:
-        """Train by the plan from now on.
+        """Switch to training with the plan.
 
-        `evener run` also calls this method on a trainer that was created before it got this class.
+        `evener run` also calls this method on a trainer that was created before its class was
+        changed.
         """
         check_setup(self)
         given, options, rows = self._given, self._given.options, self._given.global_batch
@@ -147,7 +148,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         self._loss: TrainerLoss | None = None  # the meaning of the loss, once it was checked
         self._to_come: deque[tuple[int, float]] = (
             deque()
-        )  # rows and weights of the optimizer step's next passes
+        )  # rows and weights of the next passes of the optimizer step
         self._done = (
             0,
             (0, 0),
@@ -173,7 +174,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def get_train_dataloader(self) -> DataLoader[Any]:
         """Return the loader of this rank's rows.
 
-        It doesn't go through `accelerator.prepare`, which would divide the rows among ranks again.
+        It bypasses `accelerator.prepare`, which would divide the rows among ranks again.
         """
         shares = self._shares
         check_normalization(self.model, "loss", shares.world, shares.pass_rows)
@@ -201,13 +202,13 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def _get_dataloader(self, *args: Any, is_training: bool = False, **kwargs: Any) -> Any:
         """Return the loader of an evaluation.
 
-        The batches that one process would compute are divided among the ranks.
+        It divides the batches of a single process among the ranks.
         """
         made = partial(super()._get_dataloader, *args, is_training=is_training, **kwargs)
         return made() if is_training else share_evaluation(self, made, self._gathering)
 
     def get_total_train_batch_size(self, args: Any) -> int:
-        """Return the rows of an optimizer step, over all ranks."""
+        """Return the number of rows per optimizer step, over all ranks."""
         return self._shares.global_batch * int(self.args.gradient_accumulation_steps)
 
     # ------------------------------------------------------------------ an optimizer step
@@ -217,7 +218,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     ) -> tuple[list[Any], Any]:
         """Return the passes of an optimizer step and the number of its items over all ranks.
 
-        Filler rows of a rank without rows of its own are computed, but have weight 0.
+        The filler row of a rank without rows is computed with weight 0.
         """
         self._planned.end()
         batches = list(islice(epoch_iterator, num_batches))
@@ -270,16 +271,18 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return items
 
     def _find_loss(self, ignores: bool, in_parts: int = 0) -> TrainerLoss:
-        """Return the meaning of the loss.
+        """Return what the loss is a mean over.
 
-        With `in_parts`, a single process that needs smaller passes checks the loss on
-        that many rows.
+        With `in_parts`, a single process that needs smaller passes checks the loss on that many
+        rows.
         """
         world = self._shares.world
         if not self._given.check or (world * sum(self._shares.passes) == 1 and not in_parts):
             return assume_loss(self, world)
         most = in_parts or ROWS_COMPUTED
-        if self._shares.is_sharded:  # a device in shards has no more memory than its passes need
+        if (
+            self._shares.is_sharded
+        ):  # a device of a sharded model has no more memory than its passes need
             smallest = min(micro for micro in self._shares.micros if micro)
             most = min(most, max(2, smallest))
         fetch = partial(self._fetch_few, most, chooses=not in_parts)
@@ -305,7 +308,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             )
 
     def _check_parts(self, part: Any, rows: int) -> None:
-        """Check the loss in a single process that needs smaller passes for the first time.
+        """Check the loss in a single process before it uses smaller passes for the first time.
 
         Raises RequestError if smaller passes would change what is learned.
         """
@@ -315,7 +318,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def training_step(
         self, model: Any, inputs: Any, num_items_in_batch: Any = None
     ) -> torch.Tensor:
-        """Train the passes of a batch.
+        """Train on the passes of a batch.
 
         Each loss is weighted so that the mean over ranks is the loss of one process.
         """
@@ -340,9 +343,9 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._audit.after_step(numbers, self._loss_found())
 
     def log(self, *logged: Any, **options: Any) -> None:
-        """Log immediately outside a pass; delay logs of a pass until its batch is computed.
+        """Log immediately outside a pass; delay a pass's logs until its batch is computed.
 
-        Only logs of a batch's last pass are kept.
+        Of a batch's logs, only those of its last pass are kept.
         """
         if self._factor is None:
             super().log(*logged, **options)
@@ -350,7 +353,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._logged.append((*logged, *options.values()))
 
     def _loss_found(self) -> TrainerLoss:
-        assert self._loss is not None  # found before the first pass
+        assert self._loss is not None  # set before the first pass
         return self._loss
 
     @property
@@ -371,7 +374,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **kwargs: Any) -> Any:
         """Return the class's own loss times the weight of the pass; unweighted in evaluation.
 
-        Attributes that the class records for a batch are recorded once, in the batch's last pass.
+        Attributes that the class sets for a batch are set once, in the batch's last pass.
         """
         with nullcontext() if self._factor is None or self._is_last else kept_attributes(self):
             result = super().compute_loss(model, inputs, *args, **kwargs)
@@ -397,7 +400,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
             self._evaluates = False
 
     def _track_num_input_tokens(self, inputs: Any) -> None:
-        """Sum the tokens of all passes over the ranks, once for each optimizer step.
+        """Sum the tokens of all passes over the ranks once per optimizer step.
 
         Ranks may have different numbers of passes, so they can't synchronize in each pass.
         """
@@ -411,7 +414,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return sum(super(_PlanMixin, self).floating_point_ops(each) for each in inputs)
 
     def _maybe_log_save_evaluate(self, tr_loss: Any, *args: Any, **kwargs: Any) -> Any:
-        """At the end of the training, average the losses that aren't logged yet over ranks.
+        """At the end of the training, average the losses that aren't logged yet over the ranks.
 
         This is for transformers 4, which has no `_finalize_training`.
         """
@@ -422,7 +425,7 @@ class _PlanMixin(Trainer):  # type: ignore[misc]  # transformers has no complete
         return result
 
     def _finalize_training(self, *args: Any, **kwargs: Any) -> Any:
-        """Average the losses that aren't logged yet over ranks.
+        """Average the losses that aren't logged yet over the ranks.
 
         The trainer itself would use only the first rank's losses.
         """
@@ -469,10 +472,10 @@ def _fetch_few(
     most: int = ROWS_COMPUTED,
     chooses: bool = True,
 ) -> FewRows | None:
-    """Return up to `most` rows, which are the same on every rank.
+    """Return up to `most` rows, the same on every rank.
 
-    With `chooses`, they are the most different rows among the next rows and other rows of the
-    epoch. Otherwise they are the next rows.
+    With `chooses`, they are chosen to differ most, from the next rows and other rows of the epoch.
+    Otherwise they are the next rows.
     """
     more = (TIMES - 1) * most if chooses else 0
     rows = sampler.sample_rows(most, more)

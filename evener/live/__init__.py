@@ -1,1 +1,1 @@
-"""Reports of a training run's speed: the reporter, its files, and the training journal."""
+"""Reports of a training run's speed: the reporter, its files and the training journal."""

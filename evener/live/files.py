@@ -1,4 +1,4 @@
-"""The files in which training runs report their speed: format, folders and reading.
+"""The files in which training runs report their speed: their format, folders and reading.
 
 Files aren't trusted. A file is read only if it is regular, small and well formed, only this user
 can access it and its folder, and the process in its name is alive. Other files are ignored; files
@@ -27,7 +27,7 @@ MOST_FILES = 4096
 MOST_DEVICES = 256
 MOST_CHANGES = 16
 MOST_KNOTS = 64
-MOST_STEPS = 24  # number of latest steps kept, each divided into its parts
+MOST_STEPS = 24  # number of recent steps that are stored with their parts
 
 # pid, start in ticks, reporter
 _NAME = re.compile(r"(\d{1,10})\.(\d{1,20})\.(\d{1,9})\.(json|tmp)", re.ASCII)
@@ -36,13 +36,14 @@ Count = Annotated[int, msgspec.Meta(ge=0, lt=1 << 62)]
 Rate = Annotated[float, msgspec.Meta(ge=0, le=1e18)]
 Part = Annotated[float, msgspec.Meta(ge=0, le=1)]
 Text = Annotated[str, msgspec.Meta(max_length=LONGEST_TEXT)]
-Doing = Literal["", "own work", "sum", "update", "between steps", "input"]  # in the order of a step
+Doing = Literal[
+    "", "own work", "sum", "update", "between steps", "input"
+]  # activities in the order of a step
 
 
 class LiveDevice(msgspec.Struct, frozen=True):
-    """A device of a training run.
+    """A device of a training run: its part of each batch and of the samples/s, and its step times.
 
-    It has its part of each global batch and of the samples/s, and says how it spends a step.
     `own_work_s` is its compute time (own work).
     """
 
@@ -55,18 +56,18 @@ class LiveDevice(msgspec.Struct, frozen=True):
     own_work_s: Rate = 0.0  # median per step, until the last gradient is ready; 0: unknown
     waiting_s: Rate = 0.0  # median per step, from there to the end of the backward pass
     host: Text = ""  # the host's name in the plan; empty: this host
-    # the plan's curve, as (rows, seconds of a step); only if own work is known
+    # the plan's curve as (rows, seconds per step); only if own work is known
     curve: Annotated[tuple[tuple[Rate, Rate], ...], msgspec.Meta(max_length=MOST_KNOTS)] = ()
-    most: Count = 0  # most samples per pass that fit in its memory, by the plan; 0: unknown
-    # the first decile of waiting: the exchange alone, from steps in which this rank was last
+    most: Count = 0  # maximum samples per pass in its memory, from the plan; 0: unknown
+    # first decile of waiting: only the exchange, from steps in which this rank was last
     least_waiting_s: Rate = 0.0
     own_spread: Rate = 0.0  # interquartile range of own work over its median
 
 
 class ShareChange(msgspec.Struct, frozen=True):
-    """A change of a training run's shares while it ran."""
+    """A change of shares during a training run."""
 
-    step: Count  # the first with the new shares
+    step: Count  # the first step with the new shares
     at: Rate  # Unix time in seconds
     # samples of each rank
     before: Annotated[tuple[Count, ...], msgspec.Meta(max_length=MOST_DEVICES)]
@@ -75,33 +76,33 @@ class ShareChange(msgspec.Struct, frozen=True):
 
 
 class LastStep(msgspec.Struct, frozen=True, array_like=True):
-    """The times of one of a rank's last steps, by part."""
+    """One of a rank's last steps, with the times of its parts."""
 
     number: Count  # the number of the batch
     input_s: Seconds
-    own_work_s: Seconds  # includes `meeting_s` where only their sum is known
+    own_work_s: Seconds  # includes `meeting_s` if only their sum is known
     meeting_s: Seconds  # waiting for other ranks, and the exchange
     between_s: Seconds  # includes the optimizer and the time before the step
 
 
 class PendingShares(msgspec.Struct, frozen=True):
-    """How close a training run that changes its own shares is to the next change."""
+    """The progress of a training run with rebalancing towards its next change of shares."""
 
-    windows: Count  # windows of steps observed with the current shares
-    needed: Count  # fewest windows for a change
+    windows: Count  # number of windows observed with the current shares
+    needed: Count  # minimum number of windows for a change
 
 
 class Details(msgspec.Struct, frozen=True, kw_only=True):
     """The metrics of a training run other than its samples/s."""
 
     training: Text = ""  # the same in all processes of one training
-    # rank of this process; -1: it is alone, or unknown
+    # rank of this process; -1: a single process, or unknown
     rank: Annotated[int, msgspec.Meta(ge=-1, le=1 << 20)] = -1
     world: Count = 0  # processes of the training; 0: unknown
     step_s: Rate = 0.0  # median of a step; 0: unknown
     step_spread: Rate = 0.0  # interquartile range of a step over its median
     input_s: Rate = 0.0  # median per step, waiting for data
-    plan_samples_per_second: Rate = 0.0  # of the whole training run, by the plan; 0: no plan
+    plan_samples_per_second: Rate = 0.0  # of the whole training run, from the plan; 0: no plan
     # the latest changes of shares
     changes: Annotated[tuple[ShareChange, ...], msgspec.Meta(max_length=MOST_CHANGES)] = ()
     # median per step, between the backward pass and the next batch, without the optimizer
@@ -109,10 +110,10 @@ class Details(msgspec.Struct, frozen=True, kw_only=True):
     retreats: Count = 0  # passes that ran out of memory and were computed again in smaller ones
     retreat: Text = ""  # a message about the latest retreat
     noise: NoiseScale | None = None  # noise scale of the gradient; null: unknown
-    recent: StepSums = StepSums()  # over this rank's last steps
+    recent: StepSums = StepSums()  # sums over this rank's last steps
     # half-width of the 95 % interval of each of their means, per step
     errors: StepSums = StepSums()
-    whole: StepSums = StepSums()  # over all of this rank's steps but the first ones
+    whole: StepSums = StepSums()  # sums over all of this rank's steps except the first ones
     # oldest first
     last_steps: Annotated[tuple[LastStep, ...], msgspec.Meta(max_length=MOST_STEPS)] = ()
     # fraction of the last steps in which the GPU was behind its host; -1: unknown
@@ -134,16 +135,16 @@ class LiveRecord(Details, frozen=True):
 
     framework: Text
     workload: Text
-    # over the last seconds of reporting, all devices of the process together
+    # of all devices of the process, over the last seconds of reporting
     samples_per_second: Rate
-    step: Count  # number of reports so far
-    updated_at: Rate  # Unix time; old while the process validates, waits or hangs
+    step: Count  # number of reports
+    updated_at: Rate  # Unix time; doesn't advance while the process validates, waits or hangs
     # empty if the report named none
     devices: Annotated[tuple[LiveDevice, ...], msgspec.Meta(max_length=MOST_DEVICES)]
     tokens_per_second: Rate = 0.0  # without padding; 0 if rows have no lengths
     padding: Part = 0.0  # fraction of the computed tokens that is padding
-    due_at: Rate = 0.0  # Unix time at which the next record is due if steps go on; 0: unknown
-    batch: Count = 0  # the latest batch begun, if no step has ended in time
+    due_at: Rate = 0.0  # Unix time at which the next record is due if steps continue; 0: unknown
+    batch: Count = 0  # the latest batch, if no step has ended in time
     # the process's activity with that batch; empty while steps end in time or if it is stopped
     doing: Doing = ""
     # of all steps but the first ones, including the time between them
@@ -152,12 +153,12 @@ class LiveRecord(Details, frozen=True):
     counted_seconds: Rate = 0.0
 
     def late_seconds(self, at_seconds: float) -> float:
-        """Return for how many seconds the next record has been overdue."""
+        """Return how many seconds the next record is overdue."""
         return max(0.0, at_seconds - max(self.updated_at, self.due_at))
 
 
 class Training(LiveRecord, frozen=True, kw_only=True):
-    """A live training process that reports its speed."""
+    """A running training process that reports its speed."""
 
     pid: int
 
@@ -177,7 +178,8 @@ def read_trainings(folders: Sequence[Path] | None = None) -> tuple[Training, ...
 def live_folders() -> tuple[Path, ...]:
     """Return the folders for reports, the preferred one first.
 
-    EVENER_LIVE_DIR, if set, is the only one; otherwise the runtime folder, then the state folder.
+    If EVENER_LIVE_DIR is set, it is the only one; otherwise the runtime folder comes before the
+    state folder.
     """
     override = os.environ.get("EVENER_LIVE_DIR")
     if override:
@@ -189,14 +191,14 @@ def live_folders() -> tuple[Path, ...]:
         if base and _is_private(base)
     ]
     state = os.environ.get("XDG_STATE_HOME") or os.path.expanduser("~/.local/state")
-    # machines with their own pids may share a home folder
+    # machines with separate pids may share a home folder
     return (*folders, Path(state) / "evener" / "live" / os.uname().nodename)
 
 
 def file_name(pid: int, ticks: int, serial: int) -> str:
     """Return the name of a reporter's file.
 
-    The pid and the start in clock ticks since boot together identify a process uniquely.
+    A process is identified uniquely by its pid and its start in clock ticks since boot.
     """
     return f"{pid}.{ticks}.{serial}.json"
 
@@ -228,7 +230,7 @@ def replace_file(target: Path, content: bytes) -> None:
 def start_ticks(pid: int) -> int | None:
     """Return a process's start in clock ticks since boot.
 
-    Return None if it has gone, is a zombie or can't be seen.
+    Return None if it has exited, is a zombie or can't be seen.
     """
     fields = read_stat(pid)
     return int(fields[19]) if fields and fields[0] not in (b"Z", b"X") else None
@@ -237,7 +239,7 @@ def start_ticks(pid: int) -> int | None:
 def read_stat(pid: int) -> list[bytes]:
     """Return the fields after the name in /proc/PID/stat, beginning with the state.
 
-    The result is empty if the process has gone or can't be seen.
+    The result is empty if the process has exited or can't be seen.
     """
     try:
         with open(f"/proc/{pid}/stat", "rb", buffering=0) as stream:
@@ -271,7 +273,7 @@ def _read_folder(folder: Path) -> Iterator[Training]:
 
 
 def _read_small(name: str, folder: int) -> bytes:
-    """Return the content of a file, cut off just beyond the size limit.
+    """Return the content of a file, up to just beyond the size limit.
 
     The result is empty unless it is a regular file that only this user can access.
     """

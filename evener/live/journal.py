@@ -1,9 +1,9 @@
 """The journal of a training run: its steps/s, changes of shares and restarts.
 
-Only some training runs keep one. It is a JSON Lines file in the run's folder. The launcher names
-the run, so a training run that starts again continues the same file. If the folder or disk can't be
-written, one warning is issued and training goes on; the missing entries are written once there is
-room. Each line is written whole or removed again.
+Only some training runs write one. It is a JSON Lines file in the run's folder. The launcher names
+the run, so a training run that starts again continues the same file. If the folder or disk isn't
+writable, one warning is issued and training continues; the missing entries are written once there
+is room. Each line is written completely or removed again.
 """
 
 from __future__ import annotations
@@ -30,26 +30,28 @@ from .files import LONGEST_TEXT, Count, LiveRecord, Rate, ShareChange, start_tic
 At = Annotated[float, msgspec.Meta(ge=0, le=1e11)]  # Unix time in seconds
 
 TRAINING_JOURNAL = "training.jsonl"
-SPEED_SECONDS = 30.0  # between two lines of steps/s
-WINDOW_SECONDS = 1.0  # the shortest window of steps
-WINDOW_PART = 0.01  # shortest window as a fraction of the time so far
-MOST_UNWRITTEN = 1024  # most entries kept while the disk is full; the oldest are dropped
-CHUNK_BYTES = 64 << 10  # bytes read at once to find the end of the last whole line
+SPEED_SECONDS = 30.0  # seconds between two lines of steps/s
+WINDOW_SECONDS = 1.0  # minimum window of steps in seconds
+WINDOW_PART = 0.01  # minimum window as a fraction of the elapsed time
+MOST_UNWRITTEN = (
+    1024  # maximum number of entries stored while the disk is full; the oldest are dropped
+)
+CHUNK_BYTES = 64 << 10  # bytes read at once to find the end of the last complete line
 
 
 class StartEntry(msgspec.Struct, frozen=True, tag="started", tag_field="entry"):
-    """The training processes started, for the first time or again."""
+    """The training processes have started, for the first time or again."""
 
     at: At
     workload: str
     framework: str
     devices: tuple[str, ...]  # of each rank
     shares: tuple[Count, ...]
-    plan_samples_per_second: Rate  # by the plan; 0: no plan
+    plan_samples_per_second: Rate  # from the plan; 0: no plan
     host: str
     pid: int  # of the first rank
     ticks: int  # its start in clock ticks since boot
-    reason: str = ""  # why the launcher has started it again
+    reason: str = ""  # why the launcher restarted it
     plan_created: str = ""  # the plan's creation time, which identifies it; empty: no plan
 
 
@@ -63,23 +65,23 @@ class SpeedEntry(msgspec.Struct, frozen=True, tag="speed", tag_field="entry"):
     # medians of the first rank's steps; 0: unknown
     step_s: Rate = 0.0
     input_s: Rate = 0.0
-    waiting_s: Rate = 0.0  # for the other ranks
+    waiting_s: Rate = 0.0  # waiting for the other ranks
     between_s: Rate = 0.0  # between the backward pass and the next batch
 
 
 class StepsEntry(msgspec.Struct, frozen=True, tag="steps", tag_field="entry"):
-    """The steps of a time window, including the time between them."""
+    """The steps in a time window, including the time between them."""
 
-    at: At  # its end
+    at: At  # end of the window
     steps: Count
     seconds: Rate  # wall-clock time
     samples: Count  # of all devices
-    sums: StepSums = StepSums()  # of the first rank, over the steps that it timed
-    quick_s: Rate = 0.0  # one in 20 of its steps took less; 0: unknown
+    sums: StepSums = StepSums()  # sums over the steps that the first rank timed
+    quick_s: Rate = 0.0  # 5th percentile of its step times; 0: unknown
 
 
 class ChangeEntry(msgspec.Struct, frozen=True, tag="changed", tag_field="entry"):
-    """The shares changed."""
+    """The shares have changed."""
 
     change: ShareChange
 
@@ -88,20 +90,20 @@ class RetreatEntry(msgspec.Struct, frozen=True, tag="retreated", tag_field="entr
     """A pass ran out of memory, and its rows were computed in smaller passes."""
 
     at: At
-    line: str  # with the device, the step, the rows before and after, and the seconds it took
+    line: str  # names the device, the step, the rows before and after, and the seconds it took
 
 
 class NoiseEntry(msgspec.Struct, frozen=True, tag="noise", tag_field="entry"):
-    """The noise scale of the gradient so far."""
+    """The current noise scale of the gradient."""
 
     at: At
     step: Count  # since the processes began
-    batch: Count  # rows of a step
+    batch: Count  # rows per step
     scale: NoiseScale
 
 
 class EndEntry(msgspec.Struct, frozen=True, tag="ended", tag_field="entry"):
-    """The training run finished, or failed with an exception.
+    """The training run has finished, or failed with an exception.
 
     A training run that is killed or interrupted by Ctrl-C writes no such entry.
     """
@@ -151,9 +153,7 @@ class RecordedTraining(msgspec.Struct, frozen=True):
 
     @property
     def seconds(self) -> float:
-        """Seconds from the first start to the last entry, or to now
-        while the training run goes on.
-        """
+        """Seconds from the first start to the last entry, or to now if training continues."""
         times = [entry.at for entry in self.entries if not isinstance(entry, ChangeEntry)]
         return (time.time() if self.state == "running" else times[-1]) - self.began_at
 
@@ -183,9 +183,9 @@ class TrainingJournal:
         self._unwritten: list[TrainingEntry] = []
         self._fails = False  # the last entry couldn't be written
         self._last: LiveRecord | None = None
-        self._from: LiveRecord | None = None  # the record from which the next steps/s are counted
+        self._from: LiveRecord | None = None  # the record from which the next steps/s are computed
         self._first_s = 0.0  # the time from which windows of steps are counted
-        # the start of the current window: steps so far, the time, and the first rank's sums
+        # the start of the current window: number of steps, time, and the first rank's sums
         self._window: tuple[int, float, StepSums] | None = None
         self._changes: set[ShareChange] = set()
         self._noted: list[ChangeEntry | RetreatEntry | StepsEntry] = []  # entries not yet written
@@ -208,11 +208,11 @@ class TrainingJournal:
         sums: Callable[[], StepSums],
         quick: Callable[[], float] = lambda: 0.0,
     ) -> None:
-        """Count `step` steps by the time `at_s`, and add an entry once a window is long enough.
+        """Count `step` steps until the time `at_s`; add an entry once the window is long enough.
 
-        `at_s` is in monotonic seconds, `sums` returns the first rank's sums so far, and `quick` the
-        seconds of a quick step since it was called before. Entries stay in memory until the next
-        report is recorded, because writing may take long on a slow disk.
+        `at_s` is in monotonic seconds, `sums` returns the first rank's current sums, and `quick`
+        the seconds of a quick step since its last call. Entries stay in memory until the next
+        report is recorded, because writing may be slow.
         """
         if self._window is None:
             self._first_s = at_s
@@ -233,14 +233,14 @@ class TrainingJournal:
             del self._noted[0]
 
     def note_change(self, change: ShareChange) -> None:
-        """Record a change of shares, unless it is recorded already."""
+        """Record a change of shares, unless it is already recorded."""
         if change not in self._changes:
             self._changes.add(change)
             self._noted.append(ChangeEntry(change))
             self._write_noted()
 
     def note_retreat(self, line: str) -> None:
-        """Record the line printed about a pass that ran out of memory, on any rank."""
+        """Record the line that is printed when a pass runs out of memory, on any rank."""
         self._noted.append(RetreatEntry(time.time(), line[:LONGEST_TEXT]))
 
     def _write_noted(self) -> None:
@@ -254,7 +254,7 @@ class TrainingJournal:
     def close(self) -> None:
         """Record the final speed and how the training run ended, and close the file.
 
-        After Ctrl-C no end is recorded.
+        After Ctrl-C, no end is recorded.
         """
         if not self._began or self._last is None:
             return
@@ -322,7 +322,7 @@ class TrainingJournal:
             )
 
     def _append(self, entry: TrainingEntry) -> None:
-        """Write an entry, after those that couldn't be written before."""
+        """Write an entry, after those that couldn't be written earlier."""
         self._unwritten.append(entry)
         if len(self._unwritten) > MOST_UNWRITTEN:
             oldest = 1 if isinstance(self._unwritten[0], StartEntry) else 0
@@ -349,7 +349,7 @@ class TrainingJournal:
 def _open_journal(run: str) -> int:
     """Open a run's journal for appending, and return its file descriptor.
 
-    A last line that a kill or a full disk left incomplete is removed.
+    An incomplete last line, from a kill or a full disk, is removed.
     """
     path = trusted_folder(runs_folder() / run) / TRAINING_JOURNAL
     flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
@@ -365,7 +365,7 @@ def _open_journal(run: str) -> int:
 
 
 def _cut_incomplete_line(descriptor: int) -> None:
-    """Remove what follows the last newline of a file."""
+    """Remove everything after the last newline of a file."""
     size = os.fstat(descriptor).st_size
     whole = size
     while whole > 0:
@@ -382,7 +382,7 @@ def _cut_incomplete_line(descriptor: int) -> None:
 def _write_whole(descriptor: int, line: bytes) -> None:
     """Append a line.
 
-    If it can't be written whole, remove what was written of it and raise OSError.
+    If it can't be written completely, remove the incomplete part and raise OSError.
     """
     before = os.fstat(descriptor).st_size
     try:

@@ -1,4 +1,4 @@
-"""The metrics in a rank's report from which a training run's limits are determined."""
+"""Extract from a rank's report the metrics that determine a training run's limits."""
 
 from __future__ import annotations
 
@@ -10,9 +10,8 @@ from .files import LiveDevice, LiveRecord
 def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
     """Return the sums over a device's last steps.
 
-    Without reported sums, the result is a single step made of the medians. It is so too if the
-    process has several devices and this one reports its own compute time (own work). Empty if there
-    are no medians either.
+    If none are reported, or if the process has several devices and this one reports its own compute
+    time (own work), the result is a single step made from the medians. Without medians it is empty.
     """
     if record.recent.steps and (len(record.devices) <= 1 or not live.own_work_s):
         return record.recent
@@ -24,7 +23,7 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
         input_s=record.input_s,
         own_work_s=live.own_work_s,
         meeting_s=live.waiting_s,
-        # the optimizer, and whatever the medians leave out
+        # the optimizer, and everything that the medians leave out
         undivided_s=max(0.0, record.step_s - known_s),
         between_s=record.between_s,
     )
@@ -33,7 +32,7 @@ def recent_sums(record: LiveRecord, live: LiveDevice) -> StepSums:
 def measure_rank(
     record: LiveRecord, live: LiveDevice, name: str, sums: StepSums, micro: int, starved: float
 ) -> MeasuredRank:
-    """Return a rank's metrics, with these sums of its steps.
+    """Return a rank's metrics; `sums` are those of its steps.
 
     `starved` is the fraction of time without cores.
     """

@@ -1,4 +1,4 @@
-"""The metrics of this process's training run, in a flat dict for an experiment tracker.
+"""The metrics of this process's training run, as a flat dict for an experiment tracker.
 
 They are the same metrics that the app shows.
 """
@@ -14,7 +14,7 @@ from itertools import chain
 from .files import LiveDevice, LiveRecord, read_trainings
 from .reporter import INTERVAL_SECONDS, Reporter, newest_reporter
 
-PREFIX = "evener/"  # of every name: trackers group by what comes before a slash
+PREFIX = "evener/"  # prefix of every name; trackers group metrics by it
 
 
 class _Cache:
@@ -114,12 +114,12 @@ def _describe_device(device: LiveDevice, rows: int) -> dict[str, float]:
 
 
 def _drop_zeros(metrics: Mapping[str, float]) -> dict[str, float]:
-    """Return the metrics that aren't 0, since 0 stands for a value that wasn't measured."""
+    """Return the metrics that aren't 0, because 0 means that a metric wasn't measured."""
     return {name: metric for name, metric in metrics.items() if metric}
 
 
 def _number_devices(record: LiveRecord) -> Sequence[tuple[int, LiveDevice]]:
-    """Return a process's devices, each with its number.
+    """Return pairs of a number and a device for a process's devices.
 
     The number of a single device is the process's rank; several devices are numbered from 0.
     """

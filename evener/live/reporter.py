@@ -47,8 +47,9 @@ from .journal import TrainingJournal
 
 
 class DeviceTimes(NamedTuple):
-    """A device's times in a step: compute time (own work) and waiting. LiveDevice describes the
-    fields.
+    """A device's compute time (own work) and waiting time per step.
+
+    LiveDevice describes the fields.
     """
 
     own_work_s: float = 0.0
@@ -66,15 +67,12 @@ def sum_up(own: Sequence[float], waiting: Sequence[float]) -> DeviceTimes:
 
 
 def middle(values: Sequence[float]) -> float:
-    """Return the median, at least 0; 0 if there are no values."""
+    """Return the median, at least 0; 0 without values."""
     return max(0.0, median(values)) if values else 0.0
 
 
 def spread(values: Sequence[float]) -> float:
-    """Return the interquartile range divided by the median.
-
-    Return 0 if there are fewer than two values.
-    """
+    """Return the interquartile range divided by the median; 0 for fewer than two values."""
     low, half, high = quantiles(values) if len(values) > 1 else (0.0, 0.0, 0.0)
     return (high - low) / half if half > 0 else 0.0
 
@@ -88,15 +86,15 @@ __all__ = ["LiveDevice", "Reporter", "Training", "live_folders", "read_trainings
 INTERVAL_SECONDS = 0.5  # between two writes
 COST_LIMIT = 0.0005  # writing takes at most this fraction of the time, even on a slow disk
 LONGEST_INTERVAL_SECONDS = 30.0  # between two writes, and after a failed write
-WINDOW_SECONDS = 5.0  # window over which samples/s is averaged
+WINDOW_SECONDS = 5.0  # seconds over which samples/s is averaged
 FIRST_STEPS = 3  # steps left out of the totals, because they compile and allocate
-KEEP_SECONDS = 2.0  # between two copies of the record for the launcher
-# between two readings of how long threads waited for cores; the last CORE_READINGS are averaged
+KEEP_SECONDS = 2.0  # seconds between two copies of the record for the launcher
+# seconds between readings of the threads' wait for cores; the last CORE_READINGS are averaged
 CORE_SECONDS = 2.0
 CORE_READINGS = 5
-WATCH_SECONDS = 2.0  # between two checks whether steps end
+WATCH_SECONDS = 2.0  # seconds between two checks whether steps end
 WATCHER = "evener-live"  # name of the checking thread
-# time since the last step after which the process writes its current activity
+# time after the last step until the process writes its current activity
 LATE_SECONDS = 2.5
 LATE_STEPS = 1.5
 
@@ -105,7 +103,7 @@ NO_RATES = (0.0, 0.0, 0.0)
 
 
 class _Point(NamedTuple):
-    """The counts at a point in time."""
+    """The counts at one time."""
 
     at: float  # monotonic seconds
     samples: int
@@ -114,8 +112,9 @@ class _Point(NamedTuple):
 
 
 class _Cores:
-    """The fraction of time in which this process's threads waited for
-    cores, recently and in total.
+    """The fraction of time in which this process's threads waited for cores.
+
+    It is measured recently and in total.
     """
 
     def __init__(self) -> None:
@@ -144,8 +143,8 @@ class Reporter:
 
     Thread-safe, and safe across forks. `details` returns the details and each device's times, and
     is called whenever a file is written. `journal` receives what is written, `sums` returns the
-    sums over the steps so far, and `quick` the seconds of a quick step since its last call. If no
-    step ends in time, a thread writes the current batch and activity that `now` returns.
+    sums over all steps, and `quick` the seconds of a quick step since its last call. If no step
+    ends in time, a thread writes the current batch and activity, which `now` returns.
     """
 
     _serials = iter(range(1 << 29))
@@ -170,7 +169,7 @@ class Reporter:
 
     def _reset(self) -> None:
         self._lock = threading.RLock()
-        self._journal = None  # a forked child leaves it to its parent
+        self._journal = None  # a forked child leaves the journal to its parent
         self._pid = os.getpid()
         self._ticks = start_ticks(self._pid)
         self._samples = self._tokens = self._padded = 0
@@ -181,12 +180,14 @@ class Reporter:
         self._last_call: tuple[tuple[str, str], Devices, Sequence[int] | None] | None = None
         self._next_keep = 0.0
         self._has_written = False
-        self._cores: _Cores | None = None  # from the first record on
+        self._cores: _Cores | None = None  # set from the first record on
         self._next_write = 0.0
-        self._wait = INTERVAL_SECONDS  # until the next write
+        self._wait = INTERVAL_SECONDS  # seconds until the next write
         self._file: Path | None = None
         self._record: LiveRecord | None = None  # the record in the file
-        self._ended: threading.Event | None = None  # ends the checking thread, if there is one
+        self._ended: threading.Event | None = (
+            None  # set to end the checking thread, if there is one
+        )
 
     def report(
         self,
@@ -202,8 +203,8 @@ class Reporter:
         """Count one optimizer step on `samples` samples.
 
         The other arguments are those of `evener.report`. A step that isn't `timed`, for example
-        because it compiles, is left out of samples/s. `tokens` are the counts for the step's
-        samples without and with padding.
+        because it compiles, is left out of samples/s. `tokens` are the step's token counts without
+        and with padding.
         """
         if samples.__class__ is not int or samples < 0:
             samples = _whole(samples)
@@ -245,7 +246,7 @@ class Reporter:
                 self._journal.close()
 
     def _note_end(self) -> None:
-        """Record the last steps, which no file contains yet."""
+        """Record the last steps, which aren't in a file yet."""
         kept = launched_records()
         if self._last_call is None or self._ticks is None:
             return
@@ -295,7 +296,7 @@ class Reporter:
         )
 
     def read(self) -> LiveRecord | None:
-        """Return an up-to-date record, which is newer than the file if the disk is slow.
+        """Return an up-to-date record, which may be newer than the file if the disk is slow.
 
         Return None before the first step with a rate.
         """
@@ -324,7 +325,7 @@ class Reporter:
             if kept and began >= self._next_keep:
                 self._next_keep = began + KEEP_SECONDS
                 self._keep(record, kept)
-            # the first write also made the folder
+            # the first write also created the folder
             took = time.monotonic() - began if self._has_written else 0.0
             self._has_written = True
             wait = took / COST_LIMIT if self._file else LONGEST_INTERVAL_SECONDS
@@ -375,8 +376,9 @@ class Reporter:
         )
 
     def _keep(self, record: LiveRecord, folder: Path) -> None:
-        """Copy the record to the launcher's folder, which the launcher reads
-        after this process has ended.
+        """Copy the record to the launcher's folder.
+
+        The launcher reads it after this process has ended.
         """
         with contextlib.suppress(OSError):
             replace_file(folder / f"{self._pid}.{self._serial}.json", msgspec.json.encode(record))
@@ -384,7 +386,7 @@ class Reporter:
     def _write(self, record: LiveRecord) -> None:
         """Write the record to the first writable folder, in place of the last record.
 
-        `_file` is None if no folder can be written.
+        `_file` is None if no folder is writable.
         """
         self._record = record
         content = msgspec.json.encode(record)
@@ -400,7 +402,7 @@ class Reporter:
                 return
 
     def _watch(self, now: Callable[[], tuple[int, Doing]], ended: threading.Event) -> None:
-        """Write what the process is doing whenever no step ends in time, until `ended` is set.
+        """Write the process's activity whenever no step ends in time, until `ended` is set.
 
         A stopped process writes nothing.
         """
@@ -418,7 +420,7 @@ class Reporter:
                 ):
                     continue
                 if late > max(LATE_SECONDS, LATE_STEPS * record.step_s):
-                    # earlier than the slow disk's schedule
+                    # earlier than a slow disk's schedule
                     due_at = min(record.due_at, time.time() - late)
                     self._write(
                         msgspec.structs.replace(record, batch=batch, doing=doing, due_at=due_at)
@@ -449,8 +451,8 @@ def report(
     """Report an optimizer step on `samples` samples to the monitor; call this after each step.
 
     `devices` are UUIDs, slice names, indices, or a plan's shares. `batches` are the devices'
-    samples per step; by default they are equal, or a plan's shares use their own. Raises
-    RequestError unless `samples` is a whole number, 0 or above.
+    samples per step; by default they are equal, or those of the plan's shares. Raises RequestError
+    unless `samples` is a non-negative whole number.
     """
     global _own
     if _own is None:
@@ -536,7 +538,7 @@ def _whole(samples: object) -> int:
 def _reset_all() -> None:
     """Reset all reporters in a forked child.
 
-    The child then reports as itself from zero, and leaves its parent's files alone.
+    The child then reports from zero as a process of its own, and leaves its parent's files alone.
     """
     for reporter in list(_reporters):
         reporter._reset()
@@ -549,6 +551,6 @@ def _close_all() -> None:
 
 @cache
 def _follow_process() -> None:
-    """Close all reporters when the process ends, and reset them in a forked child."""
+    """Close all reporters when the process exits, and reset them in a forked child."""
     os.register_at_fork(after_in_child=_reset_all)
     atexit.register(_close_all)

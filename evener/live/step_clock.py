@@ -10,16 +10,16 @@ from collections.abc import Sequence
 from .files import Details
 from .reporter import Devices, DeviceTimes, Reporter, middle, spread
 
-KEPT_STEPS = 50  # for medians
+KEPT_STEPS = 50  # number of steps stored for medians
 
 
 class ClockedReports:
     """Times the steps of one process and reports each step to the monitor.
 
-    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time
-    between an end and the next beginning counts as input: waiting for the loader, and
-    callbacks. On a GPU the host runs ahead, so a step's time is the host's, which equals the
-    GPU's once the GPU is behind.
+    A trainer calls `begin` once it has its batch, and `end` when the step is done. The time between
+    an end and the next beginning counts as input: waiting for the loader, and callbacks. On a GPU
+    the host runs ahead, so a step's time is the host's, which equals the GPU's once the GPU is
+    behind.
     """
 
     def __init__(self, framework: str, workload: str = "", rank: int = -1, world: int = 0) -> None:
@@ -48,7 +48,7 @@ class ClockedReports:
         )
 
     def interrupt(self) -> None:
-        """Exclude the time until the next step, for example of an evaluation."""
+        """Exclude the time until the next step, for example for an evaluation."""
         self._ended = 0.0
 
     def close(self) -> None:
@@ -68,7 +68,7 @@ class ClockedReports:
 
 
 def find_group(world: int) -> str:
-    """Return a name that all processes of a training run share, derived from their rendezvous.
+    """Return a name shared by all processes of a training run, derived from their rendezvous.
 
     The result is empty for a single process.
     """
