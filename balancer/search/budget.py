@@ -1,11 +1,11 @@
-"""How long a probe may measure, what it costs at least, and whether it still fits the budget.
+"""The measuring time of probes, their least cost, and whether they still fit the budget.
 
-Exploration gets a part of the budget, so that the race can measure every candidate once: nearly all
-of it if only solo, even and split layouts are requested, and less if packs, placements and other
-knobs follow, since each of these starts child processes of its own, which takes time. Before the
-first split, a round of devices alone that the plan doesn't depend on may take at most half of
-`EXPLORES` of what is left of that part, and must leave the time for the first split. Any other
-probe only has to fit.
+Exploration gets a part of the budget, so that the race can measure every candidate once. The part
+is nearly all of the budget if only solo, even and split layouts are requested. It is less if packs,
+placements and other knobs follow, because each of these starts child processes of its own, which
+takes time. Before the first split, a round of devices alone that the plan doesn't depend on may
+take at most half of `EXPLORES` of what is left of that part, and must leave the time for the first
+split. Any other probe only has to fit.
 """
 
 from __future__ import annotations
@@ -36,18 +36,20 @@ BASE_SECONDS: dict[Stage, float] = {  # duration of a probe whose steps are quic
     Stage.SOLO: 3.0, Stage.REST: 3.0, Stage.SPLIT: 4.0, Stage.PART: 4.0, Stage.SHARD: 6.0,
     Stage.PACK: 2.0, Stage.RACE: 3.0, Stage.KNOBS: 3.0, Stage.CHECK: 4.0,
 }  # fmt: skip
-# steps that a probe of slow steps should have time for: fewer tell little about their noise
+# number of slow steps that a probe should have time for: fewer tell little about their noise
 STEPS_A_PROBE = 12
-WARM_UP_STEPS = 2  # warm-up steps that have to agree before steps are timed; a lone step has none
-PRICE = 0.05  # relative gain that spending all of the remaining time should bring
-# fraction of the budget in which packs may grow: knobs follow, whose child processes have to start
+# consecutive warm-up steps that must agree before steps are timed; a lone step has none
+WARM_UP_STEPS = 2
+PRICE = 0.05  # relative gain that all of the remaining time should bring
+# fraction of the budget in which packs may grow: knobs follow, which start child processes
 GROWS = 0.65
-# fraction of the remaining time: a race probe that needs more to show its noise times a lone step
+# fraction of the remaining time: a race probe that needs more than this to show its noise times a
+# lone step
 CERTAIN_TURN = 0.5
 
 
 class Budget:
-    """The part of the budget that is left after the probes so far, and what fits into it."""
+    """The part of the budget that probes have left, and the probes that fit into it."""
 
     def __init__(
         self,
@@ -57,9 +59,9 @@ class Budget:
         machine: MachineModel | None = None,
         race_is_over: bool = False,
     ) -> None:
-        """Read what the probes in `seen` have spent.
+        """Read how much time the probes in `seen` have spent.
 
-        Steps of layouts that never ran are predicted by `machine`; without it, they are estimated
+        Steps of layouts that never ran are predicted by `machine`. Without it, they are estimated
         from the devices' speeds alone.
         """
         self._options = options
@@ -70,9 +72,9 @@ class Budget:
         self.starts = Starts(seen)
         self.time = TimeLeft(problem, options, seen)
         self.seconds = self.time.seconds
-        # no budget, and the race is over: used to ask whether a finished search would go on
+        # without a budget, or after the race: used to ask whether a finished search would go on
         self._endless = race_is_over and math.isinf(self.seconds)
-        # the least relative gain that is worth a probe
+        # least relative gain for which a probe is worth its time
         self.least_gain = max(LEAST_GAIN, problem.tolerance) if self._endless else LEAST_GAIN
 
     @property
@@ -90,11 +92,10 @@ class Budget:
     ) -> float:
         """Return how long the next probe may measure, in seconds.
 
-        At least `reserved` seconds remain after the probe. In exploration, its time is at most 1
-        / `SURPRISE` of the time left, in other stages 1 / `probes_left`, and always enough for
-        two steps. If steps are too slow for that, the result is less than one step: the probe
-        then times a lone step. A check confirms the winner's samples/s, so it never consists of
-        a lone step.
+        At least `reserved` seconds remain after the probe. In exploration, it may take at most 1 /
+        `SURPRISE` of the time left, in other stages 1 / `probes_left`, and always enough for two
+        steps. If steps are too slow for that, return less than the time of one step: the probe then
+        times a lone step. A check confirms the winner's samples/s, so it is never a lone step.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
@@ -117,11 +118,11 @@ class Budget:
         reserved: float = 0.0,
         steps: int | None = None,
     ) -> bool:
-        """True if the layout's shortest probe can end before the stage `ends_with` has to end.
+        """True if the layout's shortest probe can end before the stage `ends_with` must end.
 
         `ends_with` is usually the probe's own stage. For a probe without which there would be no
-        result, it is the race, which may use the whole budget for its first turns; later turns have
-        to end at 95 % of the budget.
+        result, it is the race, which may use the whole budget for its first turns. Later turns must
+        end at 95 % of the budget.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
         return ends <= self._end(ends_with, turn)
@@ -129,7 +130,7 @@ class Budget:
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
     ) -> tuple[Probe, ...]:
-        """Return the layout's probe in a turn if the budget affords it; empty otherwise."""
+        """Return the layout's probe in a turn; empty if the budget doesn't allow it."""
         fewest = FEWEST_STEPS if stage == Stage.CHECK else None
         if not self.affords(layout, stage, turn=turn, reserved=reserved, steps=fewest):
             return ()
@@ -140,7 +141,7 @@ class Budget:
         """True if exploration may take `seconds` now and still leave `after` seconds.
 
         If a step of `step_seconds` is so slow that probes time a lone step, there is no time for
-        many probes: then any probe that leaves `after` seconds may run.
+        many probes. In that case, any probe that leaves `after` seconds may run.
         """
         left = self._end(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
@@ -149,7 +150,7 @@ class Budget:
         return seconds + after <= left and seconds <= part * left
 
     def is_expensive(self, seconds: float) -> bool:
-        """True if losing `seconds` would cost more than a small part of the remaining time."""
+        """True if `seconds` are more than a small part of the remaining time."""
         return seconds > PRICE * (self.seconds - self.spent)
 
     def is_cheap(self, seconds: float) -> bool:
@@ -167,9 +168,9 @@ class Budget:
     def least_seconds(
         self, layout: Layout, step_seconds: float | None = None, steps: int | None = None
     ) -> float:
-        """Return the duration in seconds of a layout's shortest probe.
+        """Return the duration of a layout's shortest probe in seconds.
 
-        The start of the layout's child processes is included if they don't run yet.
+        It includes the start of the layout's child processes if they aren't running yet.
         """
         step = self._step(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
@@ -179,7 +180,7 @@ class Budget:
     def turns_left(self, layouts: Iterable[Layout]) -> float:
         """Return how many turns of these layouts still fit the budget.
 
-        The result is infinite without a budget.
+        The number is infinite without a budget.
         """
         each = sum(max(self.least_seconds(one), BASE_SECONDS[Stage.RACE]) for one in layouts)
         if not each:
@@ -187,16 +188,16 @@ class Budget:
         return max(0.0, LATER_TURNS_END_BY * self.seconds - self.spent) / each
 
     def budget_with_more_turns(self, missing_seconds: float) -> float:
-        """Return the budget in seconds in which first turns of `missing_seconds` would have fitted.
+        """Return the budget that would also have sufficed for first turns of `missing_seconds`.
 
-        Exploration's part of the budget is taken into account.
+        It is in seconds, and takes exploration's part of the budget into account.
         """
         others = self.spent - self._seen.spent_seconds(*EXPLORATION) + missing_seconds
         kept = 1 - EXPLORES if self._options.needs_more_children else 1.0
         return max(self.spent + missing_seconds, others / kept)
 
     def budget_with_larger_packs(self, grown_seconds: float) -> float:
-        """Return the budget, in seconds, with which packs could have used `grown_seconds` more.
+        """Return the budget that would have given packs `grown_seconds` more, in seconds.
 
         It is computed from what the search spent up to the first turns.
         """
@@ -204,7 +205,7 @@ class Budget:
         return (spent + grown_seconds) / GROWS
 
     def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
-        """Return how much time, in seconds, the search may have spent when the stage ends."""
+        """Return the time, in seconds, that the search may have spent when the stage ends."""
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
             return LATER_TURNS_END_BY * self.seconds
@@ -217,15 +218,14 @@ class Budget:
     # ------------------------------------------------------------------ what probes cost
 
     def _warm_up(self, layout: Layout, step_seconds: float) -> float:
-        """Return the time in seconds that a probe takes besides its start and its timed steps."""
+        """Return the duration of a probe without its start and its timed steps, in seconds."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
 
     def _further_warm_up(self, layout: Layout) -> float:
-        """Return the warm-up time in seconds that a layout's next probe needs to show its noise.
+        """Return the warm-up time that a layout's next probe needs to show its noise, in seconds.
 
-        The result is 0 unless the layout was measured before, and only by lone steps, which
-        have no warm-up.
+        Return 0 unless the layout was measured before only by lone steps, which have no warm-up.
         """
         own = self._seen.timed_in(layout)
         if not own or not all(one.lone for one in own):
@@ -233,10 +233,10 @@ class Budget:
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
     def _step(self, layout: Layout) -> float:
-        """Return the duration in seconds of a layout's step.
+        """Return the duration of a layout's step in seconds.
 
-        It is measured, else predicted, else estimated from solo speeds. Return 0 if none of
-        the devices ran.
+        It is measured, else predicted, else estimated from solo speeds. Return 0 if none of the
+        devices ran.
         """
         own = self._seen.timed_in(layout)
         if own:

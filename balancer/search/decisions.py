@@ -1,4 +1,4 @@
-"""Messages that explain a search's next step and why it ends."""
+"""Messages that explain a search's next step, and why the search ends."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ WHY_SOLO = (
 def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
     """Return a message about the purpose of a probe.
 
-    `split_before` is True if a split was already measured; `running` is the number of layouts that
-    take part in the race.
+    `split_before` is True if a split was already measured. `running` is the number of layouts in
+    the race.
     """
     layout, devices = probe.layout, len(probe.layout.active)
     match probe.stage:
@@ -53,7 +53,7 @@ def explain_probe(probe: Probe, split_before: bool, running: int) -> str:
 
 
 def _explain_solo(probe: Probe) -> str:
-    """Return what a round of devices alone should show."""
+    """Return the purpose of a round of devices alone."""
     layout = probe.layout
     if layout.length:
         return f"what passes of rows of {layout.length} tokens and others cost"
@@ -74,7 +74,7 @@ def _explain_split(layout: Layout, split_before: bool) -> str:
 def explain_no_device(model: MachineModel) -> End:
     """Return the end of a search in which no device can be used.
 
-    Its message has each device's smallest failure.
+    Its message gives the smallest failure of each device.
     """
     words = [
         f"device {i}: {device.lost or f'out of memory at batch {device.memory.smallest_failed}'}"
@@ -87,8 +87,8 @@ def explain_no_device(model: MachineModel) -> End:
 def find_doubt(model: MachineModel, chosen: Result) -> str:
     """Return a message if there is reason to doubt the plan, else an empty string.
 
-    It is meant for a plan that no further measurement is expected to change. In 4,740 hard
-    searches, 1.3 % of the plans without a doubt were more than 3 % off, and 12 % of those with one.
+    The plan is one that no further measurement is expected to change. In 4,740 hard searches, 1.3 %
+    of the plans without a doubt were more than 3 % off, and 12 % of the plans with one.
     """
     layout, rate = chosen.layout, chosen.throughput
     if not layout.traits.by_shares or layout.traits.sharded or layout.knobs:

@@ -1,7 +1,7 @@
-"""A model of one device: the seconds that its rows take, and the most rows of one pass.
+"""A model of one device: the duration of its rows, and the most rows of one pass.
 
 Each limit for the rows of one pass is a multiple of the quantum; 0 leaves the device out. The name
-of a limit tells what it is based on:
+of a limit says what it is based on:
 
     requested   the request: largest share, fixed global batch, largest global batch
     certain     memory: what ran, or a little more if memory is far from full
@@ -10,9 +10,9 @@ of a limit tells what it is based on:
     trusted     time: within what is guessed, no farther beyond what ran than a curve can be
                 trusted; a fixed batch exceeds it if necessary
 
-Rounds in which devices run alone have limits of their own (`guessed_alone_rows`,
-`trusted_alone_rows`), because a failure costs less there than in a split. `largest_in_one_pass` is
-what is guessed, or less if two smaller passes are faster.
+Rounds in which devices run alone have other limits (`guessed_alone_rows`, `trusted_alone_rows`),
+because a failure costs less there than in a split. `largest_in_one_pass` is what is guessed, or
+less if two smaller passes are faster.
 """
 
 from __future__ import annotations
@@ -32,11 +32,12 @@ from .model.optimistic import bend_is_open, optimistic_curve
 from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
 from .time_left import TimeLeft
 
-STRIDE = 32  # largest factor over the batch that ran; a recorded kernel has its peak in between
+# largest factor over the largest batch that ran; a recorded kernel has its peak in between
+STRIDE = 32
 
 
 class DeviceModel:
-    """One device, modeled from one set of observations; each value is computed on first access.
+    """One device, modeled from one set of observations. Each value is computed on first access.
 
     Indistinguishable devices share their curves.
     """
@@ -51,8 +52,8 @@ class DeviceModel:
     ) -> None:
         """Set the evidence of all devices, and the group to which this device belongs.
 
-        `group` are the positions of the devices that are indistinguishable from this
-        one, including itself.
+        `group` are the positions of the devices that can't be distinguished from this device,
+        including itself.
         """
         self.position = position
         self.quantum = problem.multiple_of
@@ -69,9 +70,9 @@ class DeviceModel:
 
     @cached_property
     def points(self) -> tuple[Point, ...]:
-        """The points measured alone, and points of larger batches measured otherwise.
+        """The points measured alone, and points of larger batches.
 
-        These were measured in splits or with the other devices idle.
+        The larger batches were measured in splits or with the other devices idle.
         """
         return self.evidence.solo_points(self._among)
 
@@ -82,14 +83,14 @@ class DeviceModel:
 
     @cached_property
     def solo_curve(self) -> Curve | None:
-        """The curve of the device in a process of its own, while the other devices compute too."""
+        """The curve of the device in its own process, while the other devices compute too."""
         return fit_curve(self.group_points, self._among)
 
     @cached_property
     def split_curve(self) -> Curve | None:
-        """The device's curve within a split, fitted to its solo points and to its points in splits.
+        """The device's curve within a split.
 
-        The points in splits are its compute times (own work) there.
+        It is fitted to the device's solo points and to its compute times (own work) in splits.
         """
         points: list[Point] = []
         for one in self._group:
@@ -120,13 +121,14 @@ class DeviceModel:
 
     @cached_property
     def guessed_rows(self) -> int:
-        """The largest share worth trying in a split, judged by memory.
+        """The largest share worth trying in a split, according to memory.
 
-        It is 0 for a device that is out of use.
+        It is 0 for a device that can't be used.
         """
         if self.out_of_use:
             return 0
-        bold = self._problem.global_batch is not None  # a fixed batch has to go somewhere
+        # the rows of a fixed batch have to be computed somewhere
+        bold = self._problem.global_batch is not None
         return self.memory.largest_in_split(self.requested_rows, self.quantum, bold)
 
     @cached_property
@@ -151,7 +153,7 @@ class DeviceModel:
 
     @cached_property
     def guessed_alone_rows(self) -> int:
-        """The largest batch that a round of devices alone may measure, given memory and time."""
+        """The largest batch for a round of devices alone, according to memory and time."""
         if self.solo_curve is None or not self.memory.largest_ran:
             return 0
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum, optimistic=True)
@@ -160,9 +162,8 @@ class DeviceModel:
     def trusted_rows(self, curve: Curve | PassCurve, limit: int) -> int:
         """Return the largest batch for which the curve can be trusted.
 
-        It isn't too far beyond the largest measured batch.
-
-        If the global batch is free, the batch must also be quick enough.
+        It isn't too far above the largest measured batch. If the global batch is free, it must also
+        be quick enough.
         """
         if self._problem.global_batch is None:
             limit = self._limit_by_time(curve, limit)
@@ -176,9 +177,9 @@ class DeviceModel:
     def _growth(self, curve: Curve | PassCurve) -> float:
         """Return the factor by which the next batch may exceed the largest that ran.
 
-        It is infinite if time rises with the batch. If time doesn't rise yet, the time left limits
-        the factor: a level curve doesn't show where time begins to rise, so a step may take longer
-        in proportion to the batch.
+        It is infinite if time rises with the batch. On a level curve, the time left limits the
+        factor: the curve doesn't show where time begins to rise, so a step may take longer in
+        proportion to the batch.
         """
         smallest = self.evidence.alone[0].batch if self.evidence.alone else 0
         first = curve.seconds(smallest)
@@ -211,7 +212,7 @@ class DeviceModel:
     def pass_rows(self) -> int:
         """The most rows of each of several passes; 0 if passes can't be used.
 
-        It is the most trusted rows, or a smaller batch if that was clearly faster.
+        It is the largest trusted number of rows, or a smaller one if that was clearly faster.
         """
         if not self._divides or self.solo_curve is None:
             return 0
@@ -219,7 +220,7 @@ class DeviceModel:
         rows = self.trusted_rows(curve, self.guessed_rows)
         points = merge_points(self.group_points)
         fewer = {p.batch: p.seconds for p in points if self.quantum <= p.batch <= rows}
-        # the end of a level stretch, if its place is known
+        # the end of a level stretch, if it is known
         end = curve.batches[-1]
         if curve.simple and not bend_is_open(points, curve) and self.quantum <= end <= rows:
             fewer.setdefault(int(end), curve.times[-1])
@@ -242,9 +243,9 @@ class DeviceModel:
 
     @cached_property
     def extra_seconds(self) -> float:
-        """The time in seconds that each further pass adds to the time of its rows.
+        """The seconds that each further pass adds to the time of its rows.
 
-        It is measured in splits if possible, otherwise alone; it is 0 before any step in
+        They are measured in splits if possible, and otherwise alone. They are 0 before any step in
         several passes ran.
         """
         split = [point for one in self._group for point in one.split_in_passes]
@@ -270,7 +271,7 @@ class DeviceModel:
     def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
         """Return the device with the curve of its fastest passes over a fixed batch.
 
-        `curve` has the time of one pass in seconds, and `limit` is the most rows of one pass.
+        `curve` is for one pass, and `limit` is the most rows of one pass.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch

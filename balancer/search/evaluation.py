@@ -1,7 +1,7 @@
 """Conclusions from the observations: the next probes, the best layout, and why the search ends.
 
-A new evaluation is created after each observation; each of its values is computed once,
-on first access.
+A new evaluation is created after each observation. Each of its values is computed once, on first
+access.
 """
 
 from __future__ import annotations
@@ -62,22 +62,24 @@ class Evaluation:
     def next_probes(self) -> tuple[Probe, ...]:
         """The probes to run now, at the same time; empty when the search is over.
 
-        Retries of probes that failed by chance come first.
+        Probes that failed by chance are retried first.
         """
         retries = self._retries()
         if retries:
             return retries
         wanted = next(filter(None, self._wanted_probes()), ())
-        # a journal may be read in any order, so each probe after a check records that check's turn
+        # a journal may be read in any order, so each probe after a check records the turn of that
+        # check
         turn = self._seen.checked_turn
         return tuple(msgspec.structs.replace(probe, after=turn) for probe in wanted)
 
     def _wanted_probes(self) -> Iterator[tuple[Probe, ...]]:
-        """Yield the probes that each part of the search wants next, by priority.
+        """Yield the next probes of each part of the search, by priority.
 
-        An empty tuple means that a part wants none. The race is interrupted whenever exploration
-        wants a probe and hasn't spent its part of the budget. When the race is over, exploration
-        may spend the rest of the budget, also after a check, which adds points to the curves.
+        A part without a next probe yields an empty tuple. The race is interrupted whenever
+        exploration has a next probe and hasn't spent its part of the budget. After the race,
+        exploration may spend the rest of the budget, also after a check, which adds points to the
+        curves.
         """
         if not self._seen.timed(Stage.CHECK):
             yield self._explore(self.budget)
@@ -94,7 +96,10 @@ class Evaluation:
                 yield self.race.repeat_best(self.best.layout)
 
     def _retries(self) -> tuple[Probe, ...]:
-        """Return the probes to retry after a failure: one, or a whole round of devices alone."""
+        """Return the probes to retry after a failure.
+
+        They are one probe, or a whole round of devices alone.
+        """
         failed = self._seen.open_failures()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
@@ -150,11 +155,11 @@ class Evaluation:
 
     @cached_property
     def _why_none(self) -> End | None:
-        """Why no device can train; None if one can."""
+        """The reason why no device can train; None if a device can."""
         return self.policy.why_none() if self.model.live else explain_no_device(self.model)
 
     def _why_over(self) -> End:
-        """Return why a search that requests no more probes is over."""
+        """Return why a search without further probes is over."""
         if self._why_none and not self.race.running:
             return self._why_none
         if not self.race.ranking:
@@ -162,11 +167,11 @@ class Evaluation:
             return End(Stop.BUDGET if spent else Stop.NO_FIT)
         waiting, tied = self.race.waiting
         if waiting or self._explore_rest(None):
-            return End(Stop.BUDGET)  # with more time it would go on
+            return End(Stop.BUDGET)  # with more time, it would go on
         return self._why_finished(tied)
 
     def _why_finished(self, tied: bool) -> End:
-        """Return why a search is over that would request no more probes with any budget."""
+        """Return why a search is over that would have no further probes with any budget."""
         best_is_known = self.best is None or is_known(self.best.throughput)
         if tied:
             leaders = [one.throughput for one in self.ranking()[:2]]
@@ -204,9 +209,9 @@ class Evaluation:
 
     @cached_property
     def policy(self) -> RowPolicy | TextPolicy:
-        """The policy that chooses layouts, based on the lengths of rows or on their number.
+        """The policy that chooses layouts, by the lengths of rows or by their number.
 
-        It is based on their number if no unequal lengths are known.
+        It uses their number unless unequal lengths are known.
         """
         if not self.problem.lengths:
             return self.by_rows
@@ -214,7 +219,7 @@ class Evaluation:
 
     @property
     def machine(self) -> MachineModel:
-        """The policy's model of the devices, including the cost of rows on them."""
+        """The policy's model of the devices, including the cost of rows."""
         return self.policy.machine
 
     @cached_property
@@ -242,9 +247,9 @@ class Evaluation:
         return Sharding(problem, self._seen.sharded)
 
     def _lacks_memory(self) -> bool:
-        """True if a device ran nothing but ran out of memory.
+        """True if a device ran out of memory and never ran anything.
 
-        Devices whose memory is also used by other processes don't count.
+        Devices whose memory other processes also use don't count.
         """
         for position, device in enumerate(self.model.devices):
             all_its_own = self._seen.memory_limit(position) == self.problem.memory_bytes[position]
@@ -271,10 +276,10 @@ class Evaluation:
 
     @cached_property
     def best(self) -> Result | None:
-        """The best layout among all that were measured and may still run.
+        """The best layout of all that were measured and may still run.
 
-        None before any measurement. Its samples/s come from the turns since it was chosen, if there
-        are any: the highest of several noisy values is biased upwards.
+        It is None before any measurement. Its samples/s come from the turns since it was chosen, if
+        there are any, because the highest of several noisy values is biased upwards.
         """
         chosen = self._chosen
         if chosen is None:
@@ -294,11 +299,11 @@ class Evaluation:
 
         A layout that the race hasn't measured yet counts with its measurements from exploration,
         unless its shares are so close to a raced layout's that no measurement would show the
-        difference. If no measured layout may run any more, the best of all that ran is chosen.
+        difference. If no measured layout may run any more, it is the best of all that ran.
         """
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
-            return self.race.ranking[0].result  # packs and placements are compared in the race
+            return self.race.ranking[0].result  # in the race, packs and placements are compared
         layouts = self._choices(raced)
         if not layouts:
             return None
@@ -319,9 +324,9 @@ class Evaluation:
 
     @cached_property
     def _ran(self) -> dict[Layout, Result]:
-        """The result over all turns of every layout that ran as one training run and may run again.
+        """The result over all turns of every layout that ran as one training and may run again.
 
-        If none may run again, all that ran are included.
+        If none may run again, it has all layouts that ran.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
@@ -335,8 +340,8 @@ class Evaluation:
     def _figure(self, turns: Turns) -> Interval:
         """Return the samples/s over some turns, with their interval.
 
-        If all of them are lone steps, the interval is at least as wide as the search's
-        lone steps suggest.
+        If all turns are lone steps, the interval is at least as wide as the search's lone steps
+        suggest.
         """
         figure = throughput(turns)
         if not all(one.lone for one in turns.values()):
@@ -352,8 +357,8 @@ class Evaluation:
     def _turns(self, layout: Layout) -> dict[int, Timed]:
         """Return the turns that determine a layout's samples/s.
 
-        For a layout that was never measured without contention, these are its measurements in
-        the solo stage.
+        For a layout that was never measured without contention, return its measurements in the solo
+        stage.
         """
         return self._seen.turns(layout) or dict(enumerate(self._seen.timed_in(layout, Stage.SOLO)))
 
@@ -366,8 +371,8 @@ class Evaluation:
     def report(self, own_batch: int | None = None) -> SearchReport | None:
         """Return all data for a plan, a verdict and tables; None before any measurement.
 
-        `own_batch` is the batch that the user's script uses today; the report
-        predicts its samples/s.
+        `own_batch` is the batch that the user's script uses today. The report predicts its
+        samples/s.
         """
         if self.best is None:
             return None
@@ -407,8 +412,7 @@ class Evaluation:
     def ranking(self) -> tuple[RankedLayout, ...]:
         """Return every layout of the race, the winner first.
 
-        If the best layout is among them, its samples/s are those of `best`, so that
-        all reports agree.
+        If the best layout is among them, it has the samples/s of `best`, so that all reports agree.
         """
         found = list(self.race.ranking)
         for place, one in enumerate(found):
@@ -420,7 +424,7 @@ class Evaluation:
     def results(self) -> tuple[Result, ...]:
         """Return every layout that ran and may run again, the fastest first.
 
-        If none may run again, all that ran are returned.
+        If none may run again, return all layouts that ran.
         """
 
         def order(one: Result) -> tuple[float, int, tuple[int, ...]]:
@@ -445,7 +449,7 @@ class Evaluation:
 
     @property
     def _measured_retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race and the smaller one that ran."""
+        """Pairs of a layout that ran out of memory in the race and the smaller layout that ran."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
@@ -458,7 +462,7 @@ class Evaluation:
 
     @property
     def _enough_seconds(self) -> float:
-        """The budget, in seconds, that would have been just enough to measure every layout once.
+        """The budget in seconds that would have sufficed to measure every layout once.
 
         It includes one more pack of each mode that was still growing.
         """
@@ -481,9 +485,7 @@ class Evaluation:
     def _network_seconds(self) -> tuple[float, ...]:
         """Return how much longer an exchange takes over several hosts than within one, in seconds.
 
-        There is a value for each number of hosts.
-
-        Returns an empty tuple for a single host.
+        There is a value for each number of hosts. Return an empty tuple for a single host.
         """
         exchange = self.machine.exchange
         if len(exchange) < 2:
@@ -493,7 +495,7 @@ class Evaluation:
     def _curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Return each device's curve in a split of rows, and the rows of a pass that certainly fit.
 
-        For other layouts, the curves are empty and the rows are 0.
+        For other layouts, return empty curves and 0 rows.
         """
         sharding = self.sharding if layout.traits.sharded else None
         return (sharding or self.policy).curves(layout)

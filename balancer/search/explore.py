@@ -12,9 +12,10 @@ from .texts import TextPolicy
 
 
 def explore(policy: RowPolicy | TextPolicy, budget: Budget, with_splits: bool) -> tuple[Probe, ...]:
-    """Return the next probes of devices alone, else a split, or one device with the others idle.
+    """Return the next probes of devices alone or, if there are none, of a split.
 
-    Returns an empty tuple if no measurement is worth its time, or if none fits the budget.
+    A probe of one device with the others idle may replace that of a split. Return an empty tuple if
+    no measurement is worth its time, or if none fits the budget.
     """
     if isinstance(policy, TextPolicy):
         return TextStage(policy.machine, budget, with_splits).next_probes()

@@ -1,4 +1,4 @@
-"""The results of exploration, in the form from which families choose (`families.SearchView`)."""
+"""The results of exploration from which families choose (`families.SearchView`)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .texts import TextPolicy
 
 
 class FamilyView:
-    """An implementation of `families.SearchView`; its lists start with the best layout."""
+    """An implementation of `families.SearchView`. Its lists start with the best layout."""
 
     def __init__(
         self,
@@ -34,7 +34,7 @@ class FamilyView:
 
     @cached_property
     def singles(self) -> Sequence[Layout]:
-        """The best single device, and others that may beat it."""
+        """The best solo layout, and others that may be faster."""
         return self._policy.singles()
 
     @cached_property
@@ -53,7 +53,7 @@ class FamilyView:
     def common_batch(self) -> int | None:
         """The batch for layouts without a batch of their own; None if it isn't known yet.
 
-        It is the fixed batch, else the best single device's batch, else the smallest batch that
+        It is the fixed batch, else the best solo layout's batch, else the smallest batch that
         didn't fit on a device alone. It is also None if rows are assigned by cost.
         """
         if not self._policy.machine.by_rows:
@@ -68,7 +68,7 @@ class FamilyView:
 
     @cached_property
     def packings(self) -> tuple[tuple[PackMode, Packing], ...]:
-        """A `Packing` for each mode in which the search looks for the best number of trainings."""
+        """A `Packing` for each mode for which the search looks for the best number of trainings."""
         if not any(family.traits.side_by_side for family in self.options.wanted):
             return ()
         at_once = [layout for layout in self.singles if not layout.in_passes]
@@ -79,7 +79,7 @@ class FamilyView:
 
     @property
     def packs(self) -> list[Layout]:
-        """The best pack in each mode; before any was measured, the smallest pack."""
+        """The best pack of each mode; before any was measured, the smallest pack."""
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:

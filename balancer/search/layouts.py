@@ -14,15 +14,16 @@ from ..types import Layout, layout_of
 # the empty curve of a device in a layout whose plan needs no curves
 NO_CURVE: tuple[tuple[Knots, int]] = (((), 0),)
 Knob = Literal["xla", "mixed", "workers0", "workers2", "workers4", "workers8"]
-# relative; a smaller difference in speed isn't worth a change, and one in shares can't be measured
+# relative; a smaller difference in speed isn't worth a change, and a smaller one in shares can't be
+# measured
 TIE = 0.01
-# factor for the next batch to try after one ran out of memory, which costs 3 s on a GPU
+# factor for the next batch after one ran out of memory, which costs 3 s on a GPU
 RETREAT = 0.7
-RETREATS = 4  # tries with smaller batches: down to a quarter
+RETREATS = 4  # number of attempts with smaller batches: down to a quarter
 
 
 class LayoutOptions(msgspec.Struct, frozen=True):
-    """The families of layouts that a search considers, and what they may use on this machine."""
+    """The families of layouts that a search considers, and their options on this machine."""
 
     families: tuple[str, ...] = msgspec.field(default_factory=lambda: tuple(FAMILIES))
     placements: tuple[Placement, ...] = ()
@@ -30,7 +31,7 @@ class LayoutOptions(msgspec.Struct, frozen=True):
         "",
     )  # "": plain processes; logical: equal parts of the memory; mps: NVIDIA's MPS daemon
     knobs: tuple[Knob, ...] = ()  # the winner is also measured with each of these
-    left_out: tuple[str, ...] = ()  # messages about requests that this machine can't fulfill
+    left_out: tuple[str, ...] = ()  # messages about requests that aren't possible on this machine
     scaling: bool = True  # also try even splits over 2, 4, ... of the devices
     shards: bool = False  # try sharded trainings even if each device can hold the whole model
 
@@ -60,7 +61,7 @@ BALANCE = LayoutOptions(
 class Candidate(msgspec.Struct, frozen=True):
     """One layout in the race.
 
-    `extra` is True if it isn't its family's first candidate: if the budget ends before such a
+    `extra` is True if it isn't its family's first candidate. If the budget ends before such a
     candidate is measured, it isn't reported as missing.
     """
 
@@ -70,7 +71,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def synchronous(self) -> bool:
-        """True if the layout is one training run by shares, without other knobs.
+        """True if the layout is one training by shares, without other knobs.
 
         The global batches of such layouts are comparable.
         """
@@ -78,7 +79,7 @@ class Candidate(msgspec.Struct, frozen=True):
 
     @property
     def simplicity(self) -> tuple[int, int, int, int, int]:
-        """The key that decides a tie: the smaller the key, the simpler the layout is to use."""
+        """The key that decides a tie. The smaller the key, the simpler the layout is to use."""
         layout = self.layout
         further = sum(layout.passes(i) - 1 for i in layout.active) if layout.in_passes else 0
         return (
@@ -93,7 +94,7 @@ class Candidate(msgspec.Struct, frozen=True):
 def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
     """Return the layout with a smaller batch on every device, after it ran out of memory.
 
-    Returns None if it can't shrink.
+    Return None if it can't shrink.
     """
     shares = tuple(int(share * RETREAT) // quantum * quantum for share in layout.shares)
     if any(before and not now for before, now in zip(layout.shares, shares, strict=True)):
@@ -107,8 +108,8 @@ def shrink(layout: Layout, quantum: int = 1) -> Layout | None:
 def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
     """Return the layout with more passes on the devices that ran out of memory.
 
-    `full` are these devices; if it is empty, all devices get more passes. Return None if a pass has
-    only one row already.
+    `full` are these devices. If it is empty, all devices get more passes. Return None if a pass
+    already has only one row.
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
@@ -134,8 +135,8 @@ def same_measurement(one: Layout, other: Layout, near: float = TIE) -> bool:
 def is_no_larger(one: Layout, other: Layout) -> bool:
     """True if layout `one` takes no more memory than layout `other` on the same devices.
 
-    The layouts are compared by their rows per pass. If either depends on the lengths of rows, the
-    two layouts must be equal.
+    Their rows per pass are compared. If the shares of either layout depend on the lengths of rows,
+    the layouts must be equal.
     """
     if not (one.by_rows and other.by_rows):
         return one == other
@@ -143,6 +144,7 @@ def is_no_larger(one: Layout, other: Layout) -> bool:
         return False
     if one.processes > other.processes:
         return False
-    if one.in_passes and not other.in_passes:  # passes keep gradients between them
+    # with several passes, gradients are kept between them
+    if one.in_passes and not other.in_passes:
         return False
     return all(a <= b for a, b in zip(one.pass_rows, other.pass_rows, strict=True))

@@ -1,10 +1,11 @@
 """A model of the machine: each device's curve and limits, and the time of gradient exchange.
 
 Exchange that isn't hidden behind computation takes within_k + across_h. For k devices, within_k =
-base + each * (k - 1). across_h is also linear, in the number of hosts, and adds to the time of as
-many devices on one host. For a number of devices that was never measured, the time is assumed low
-(optimism in the face of uncertainty): given one measured time, fewer devices take proportionally
-less, and more devices take the same. So a number that looks good gets tried and then measured.
+base + each * (k - 1). across_h is also linear, in the number of hosts, and is added to the time of
+the same number of devices on one host. For a number of devices that was never measured, the time is
+assumed low (optimism in the face of uncertainty): given one measured time, fewer devices take
+proportionally less, and more devices take the same. A number of devices that looks good is then
+measured.
 """
 
 from __future__ import annotations
@@ -48,13 +49,14 @@ def fit_exchange_costs(
 
 
 def fit_sync_costs(samples: Sequence[SyncSample], most: int) -> tuple[float, ...]:
-    """Return the cost in seconds by number of devices (the index, 0 to `most`).
+    """Return the cost in seconds for 0 to `most` devices; the index is the number of devices.
 
     Costs never decrease with the number of devices.
     """
     found = [(k - 1, max(0.0, cost), max(error, 1e-9) ** -2) for k, cost, error in samples]
     widest = max((others for others, _, _ in found), default=1)
-    if all(others == widest for others, _, _ in found):  # one number of devices measured, or none
+    # only one number of devices was measured, or none
+    if all(others == widest for others, _, _ in found):
         weights = math.fsum(weight for _, _, weight in found) or 1.0
         cost = math.fsum(weight * cost for _, cost, weight in found) / weights
         return tuple(cost * min(1.0, max(0, k - 1) / widest) for k in range(most + 1))
@@ -73,7 +75,8 @@ class MachineModel:
         self.seen = seen
         self.time = time
         self.quantum = problem.multiple_of
-        self.fewest = problem.devices if problem.all_together else 2  # devices of a split
+        # least number of devices in a split
+        self.fewest = problem.devices if problem.all_together else 2
         self.hosts = problem.hosts or (0,) * problem.devices
         evidence = with_drift([read_device(seen, i) for i in range(problem.devices)])
         self.groups = group_devices(evidence, problem.limits)
@@ -83,16 +86,16 @@ class MachineModel:
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:
-        """Every split that exploration ran, if its rows are assigned as this model assumes.
+        """Every split of exploration whose rows are assigned as this model assumes.
 
-        This model assumes that they are assigned in the order of the data, or by cost.
+        This model assumes that rows are assigned in the order of the data, or by cost.
         """
         found = self.seen.timed(Stage.SPLIT)
         return tuple(one for one in found if one.probe.layout.by_rows == self.by_rows)
 
     @cached_property
     def fitting_splits(self) -> tuple[Timed, ...]:
-        """The explored splits that still fit, given all later observations."""
+        """The explored splits that still fit, according to all later observations."""
         return tuple(self.seen.still_fit(self.splits))
 
     @cached_property
@@ -113,18 +116,18 @@ class MachineModel:
 
     @cached_property
     def exchange(self) -> ExchangeCosts:
-        """The time in seconds of gradient exchange that computation doesn't hide.
+        """The seconds of gradient exchange that computation doesn't hide.
 
-        It is given by the number of hosts, then by the number of devices.
+        The first index is the number of hosts, the second the number of devices.
         """
         samples = [self._exchange_sample(one) for one in self.splits]
         costs = fit_exchange_costs(samples, self.problem.devices, len(set(self.hosts)))
         return self._with_link(costs, max((k for k, *_ in samples), default=1))
 
     def _with_link(self, costs: ExchangeCosts, widest: int) -> ExchangeCosts:
-        """Return the costs; where no split shows them, at least what the known link takes.
+        """Return the costs, raised to what the known link takes if no split shows them.
 
-        Splits show them up to `widest` devices. Links between hosts aren't known.
+        Splits show them for up to `widest` devices. Links between hosts aren't known.
         """
         if self.problem.link is None or not self.by_rows or not self.split_curves or costs[2:]:
             return costs
@@ -155,7 +158,7 @@ class MachineModel:
 
     @cached_property
     def sync_seconds(self) -> float | None:
-        """The exchange time in seconds among as many devices as the widest split has, or None.
+        """The exchange time in seconds for as many devices as the widest split has.
 
         It is None if there are no splits.
         """
@@ -165,7 +168,7 @@ class MachineModel:
         return self.exchange_seconds(max(layouts, key=lambda one: len(one.active)).active)
 
     def exchange_seconds(self, positions: Sequence[int]) -> float:
-        """Return the time in seconds of an exchange among some devices; 0 for a single one."""
+        """Return the seconds of an exchange among some devices; 0 for a single device."""
         return self.exchange[self._count_hosts(positions)][len(positions)]
 
     def _count_hosts(self, positions: Sequence[int]) -> int:
@@ -214,10 +217,8 @@ class MachineModel:
     def lay_out(self, shares: tuple[int, ...], surely: bool = False) -> Layout:
         """Return a layout of these shares.
 
-        A share that doesn't fit in one pass, or is faster in several, is divided into passes.
-
-        With `surely`, passes have only as many rows as certainly fit, on devices that
-        can use passes.
+        A share that doesn't fit in one pass, or is faster in several, is divided into passes. With
+        `surely`, passes have only as many rows as certainly fit, on devices that can use passes.
         """
         both = zip(self.devices, shares, strict=True)
         return layout_of(
@@ -227,7 +228,7 @@ class MachineModel:
     def lay_out_safely(self, shares: tuple[int, ...]) -> Layout | None:
         """Return a layout of these shares whose passes ran before or certainly fit.
 
-        Returns None if that is impossible.
+        Return None if that is impossible.
         """
         layouts = (self.lay_out(shares, surely) for surely in (False, True))
         return next((layout for layout in layouts if self.surely_fits(layout)), None)
@@ -238,7 +239,7 @@ class MachineModel:
         return all(rows <= device.guessed_rows for rows, device in both)
 
     def surely_fits(self, layout: Layout) -> bool:
-        """True if every pass of the layout ran before or is far below the memory limit."""
+        """True if every pass of the layout ran before, or is far below the memory limit."""
         return all(layout.pass_rows[i] <= self.devices[i].certain_rows for i in layout.active)
 
     @cached_property
@@ -253,7 +254,7 @@ class MachineModel:
 
     @cached_property
     def holds_batch(self) -> bool:
-        """True if the devices together can hold the fixed global batch or compute it in passes.
+        """True if the devices together can compute the fixed global batch, in passes if necessary.
 
         Always True for a free batch.
         """

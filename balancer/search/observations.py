@@ -1,8 +1,9 @@
-"""The store of observations, which may come in any order; queried by device, layout and stage.
+"""The observations of a search, queried by device, layout and stage.
 
-Equal sets of observations give equal answers. Devices are modeled from exploration alone (stages
-solo, rest and split) until a winner is checked, so that the race does not change the candidates
-that it compares. Costs, failures, and memory used by other processes count from all stages.
+They may arrive in any order, and equal sets of observations give equal answers. Devices are modeled
+from exploration alone (stages solo, rest and split) until a winner is checked, so that the race
+doesn't change the candidates that it compares. Costs, failures, and memory used by other processes
+count from all stages.
 """
 
 from __future__ import annotations
@@ -17,8 +18,8 @@ from .layouts import is_no_larger
 
 EXPLORATION: tuple[Stage, ...] = (Stage.SOLO, Stage.REST, Stage.SPLIT)
 STAGES = tuple(Stage)
-# tries of a probe that fails for a reason other than memory: a child process may die by chance, but
-# hardly twice
+# attempts of a probe that fails for a reason other than memory: a child process may die by chance,
+# but hardly twice
 TRIES = 2
 SHARDED: tuple[Stage, ...] = (Stage.PART, Stage.SHARD)  # the exploration of sharded trainings
 FIRST_TURN = 0
@@ -36,22 +37,22 @@ class Observations:
         self._problem = problem
         self._seen: dict[Probe, Observation] = {}
         self._by_layout: defaultdict[Layout, dict[Probe, Observation]] = defaultdict(dict)
-        # the seconds of each failed try
+        # seconds of each failed attempt
         self._failures: defaultdict[Probe, list[float]] = defaultdict(list)
         self._final_by_stage: dict[Stage, list[Observation]] = {}
-        # by device: (turn of the race or of the check before it, or -1; bytes that other processes
-        # held in that turn)
+        # by device: the turn of the race or of the check before it, or -1; and the bytes that other
+        # processes held in that turn
         self._held: defaultdict[int, tuple[int, int]] = defaultdict(lambda: (-1, 0))
-        # devices that are no longer available, with the message that tells why
+        # devices that are no longer available, with a message that says why
         self.gone: dict[int, str] = {}
-        # the exploration of sharded trainings, in the order in which it came
+        # the exploration of sharded trainings, in the order of arrival
         self.sharded: list[Observation] = []
 
     def add(self, seen: Observation) -> None:
         """Add an observation.
 
         Of several observations of one probe, OutOfMemory takes precedence over Timed, and Timed
-        over Failed. Each failure counts as one more try.
+        over Failed. Each failure counts as one more attempt.
         """
         probe = seen.probe
         if len(probe.layout.shares) != self._problem.devices or not probe.layout.active:
@@ -74,8 +75,8 @@ class Observations:
     def _record_others_memory(self, seen: Timed | OutOfMemory) -> None:
         """Record how many bytes of each device other processes hold.
 
-        The highest number counts, since those processes may take as much again. Once a device has
-        raced, only its last turn counts: what other processes held during exploration may be free
+        The highest number counts, because those processes may use as much again. Once a device has
+        raced, only its last turn counts: memory that others held during exploration may be free
         again. An observation after a check is as recent as that check, whatever its own turn is.
         """
         probe = seen.probe
@@ -87,11 +88,10 @@ class Observations:
                 self._held[position] = max(self._held[position], (turn, held_bytes))
 
     def is_still_full(self, position: int, seen: OutOfMemory) -> bool:
-        """True if others hold as much of the device as when `seen` ran out of memory, or more.
+        """True if other processes hold as much of the device as when `seen` ran out of memory.
 
-        Others are processes outside this session.
-
-        Also true if that is unknown.
+        Other processes are those outside this session. Also True if they hold more, or if their
+        memory is unknown.
         """
         return not seen.short_bytes or seen.short_bytes[position] <= self._held[position][1]
 
@@ -100,7 +100,7 @@ class Observations:
     def in_stage(self, *stages: Stage) -> list[Observation]:
         """Return the final observations of some stages: all but failures that will be retried.
 
-        They are listed stage by stage, each in the order of its probes.
+        They are listed stage by stage, in the order of their probes.
         """
         found: list[Observation] = []
         for stage in stages:
@@ -135,8 +135,8 @@ class Observations:
     def turns(self, layout: Layout, stage: Stage | None = None) -> Turns:
         """Return the turns of a layout in the race, or in the knobs stage if it has knobs.
 
-        An uncontended measurement from before the race counts as turn 0, unless the race has
-        a turn 0.
+        An uncontended measurement from before the race counts as turn 0, unless the race has a turn
+        0.
         """
         if stage is None:
             stage = Stage.KNOBS if layout.knobs else Stage.RACE
@@ -157,8 +157,8 @@ class Observations:
     def _refuting_checks(self, timed: Sequence[Timed], turns: Turns) -> Turns:
         """Return a layout's checks and its turns since the first check, if the machine has changed.
 
-        That is the case if they are certainly slower than all turns before; otherwise the
-        result is empty.
+        The machine has changed if they are certainly slower than all turns before. Otherwise return
+        nothing.
         """
         checks = self._valid_checks(timed)
         if not checks:
@@ -174,7 +174,7 @@ class Observations:
         return {**checks, **since}
 
     def _valid_checks(self, timed: Sequence[Timed]) -> Turns:
-        """Return a layout's checks, without those slowed by a device that has since recovered."""
+        """Return a layout's checks, except those slowed by a device that has since recovered."""
         checked = [one for one in timed if one.probe.stage == Stage.CHECK]
         active = checked[0].probe.layout.active if checked else ()
         recovered = [i for i in active if self.recovered(i)]
@@ -197,7 +197,7 @@ class Observations:
     def first_failure(self, layout: Layout) -> Observation | None:
         """Return the layout's first observation since the race began that isn't timed.
 
-        Returns None if there is none.
+        Return None if there is none.
         """
         own = (
             one
@@ -210,8 +210,8 @@ class Observations:
         """Return the observations whose layouts may run again.
 
         A layout may not run again if a layout on the same devices, with no more rows on any of
-        them, ran out of memory. Nor may it if other processes now hold memory that it needs, or if
-        a device has gone.
+        them, ran out of memory, if other processes now hold memory that it needs, or if a device
+        has gone.
         """
         full = []
         for seen in self._seen.values():
@@ -239,7 +239,7 @@ class Observations:
     def leaves_room(self, position: int, seen: Timed) -> bool:
         """True if other processes leave enough memory for what the layout of `seen` used.
 
-        Also true if one of these sizes is unknown.
+        Also True if one of these sizes is unknown.
         """
         _, others_bytes = self._held[position]
         if not others_bytes:
@@ -261,8 +261,8 @@ class Observations:
     def _is_open(self, seen: Observation) -> bool:
         """True if the observation is a failure that is worth a retry.
 
-        It must have tries left. An unsupported layout isn't retried, nor is an exception raised by
-        the workload while a device ran alone.
+        It must have attempts left. An unsupported layout isn't retried, nor is an exception that
+        the workload raised while a device ran alone.
         """
         if not isinstance(seen, Failed) or len(self._failures[seen.probe]) >= TRIES:
             return False
@@ -304,14 +304,14 @@ class Observations:
     def largest_alone(self, position: int) -> float:
         """Return the most rows per pass with which the device ran alone in exploration.
 
-        The result is 0.5 if it never ran alone.
+        Return 0.5 if it never ran alone.
         """
         layouts = [one.probe.layout for one in self.explored(position) if isinstance(one, Timed)]
         alone = (layout.pass_rows[position] for layout in layouts if layout.traits.alone)
         return max(alone, default=0.5)
 
     def recovered(self, position: int) -> bool:
-        """True if the device took part in the race and wasn't held back in its last turn."""
+        """True if the device took part in the race and wasn't throttled in its last turn."""
         turns = self.raced(position)
         return bool(turns) and not turns[-1].held_back(position)
 
@@ -325,7 +325,7 @@ class Observations:
     def raced_splits(self, position: int) -> list[Timed]:
         """Return the raced and checked splits in which the device took part.
 
-        The result is empty before the first check.
+        Return none before the first check.
         """
         if not self.in_stage(Stage.CHECK):
             return []
@@ -340,7 +340,7 @@ def _is_plain_split(layout: Layout) -> bool:
 
 
 def rank_observation(seen: Observation) -> tuple[int, int, float]:
-    """Return an observation's rank; a probe keeps its highest-ranked observation."""
+    """Return an observation's rank. A probe keeps its highest-ranked observation."""
     if isinstance(seen, OutOfMemory):
         return (2, 0, seen.elapsed_seconds)
     if isinstance(seen, Timed):
@@ -369,9 +369,9 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
 
 
 def _steady(turns: Turns) -> Turns:
-    """Return the turns without those in which a device was held back.
+    """Return the turns without those in which a device was throttled.
 
-    If a device was held back in all of them, all count. Lone steps, whose error is unknown, are
+    If a device was throttled in all of them, return all. Lone steps, whose error is unknown, are
     left out if there are other turns.
     """
     steady = {turn: one for turn, one in turns.items() if not one.held_back()} or turns

@@ -40,7 +40,7 @@ class Offers:
 
     @cached_property
     def retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
-        """Pairs of a layout that ran out of memory in the race and the smaller one in its place."""
+        """Pairs of a layout that ran out of memory in the race and its replacement."""
         pairs = [
             (candidate, self._replace_if_out_of_memory(candidate))
             for candidate in self._offered_candidates
@@ -74,11 +74,14 @@ class Offers:
         if trades_speed and isinstance(self._policy, RowPolicy):
             efficient = self._policy.efficient()
             found += [Candidate(family_of(layout), layout, extra=True) for layout in efficient]
-        # one of the splits may be a single device, of a family that wasn't requested
+        # one of the splits may use a single device, whose family wasn't requested
         return tuple(_distinct([one for one in found if one.family in self.options.wanted]))
 
     def _candidates_of(self, family: Family) -> Iterator[Candidate]:
-        """Yield a family's candidates; a layout of another kind belongs to that kind's family."""
+        """Yield a family's candidates.
+
+        A layout of another kind belongs to the family of that kind.
+        """
         for i, layout in enumerate(family.layouts(self.view)):
             own = layout.kind == family.kind
             extra = i > 0 and layout.traits.by_shares and not family.equal_shares
@@ -87,7 +90,7 @@ class Offers:
     def _replace_if_out_of_memory(self, candidate: Candidate) -> Candidate:
         """Return the candidate, or a smaller one if it ran out of memory.
 
-        A free batch gets smaller; a fixed batch is divided into more passes.
+        A free batch gets smaller. A fixed batch is divided into more passes.
         """
         fixed = self._problem.global_batch is not None
         if fixed and not (self._problem.micro and candidate.synchronous):
@@ -108,7 +111,7 @@ class Offers:
 
 
 def _distinct(found: Sequence[Candidate]) -> list[Candidate]:
-    """Return the candidates without repeated splits.
+    """Return the candidates without equal splits.
 
     Of several splits that a measurement couldn't distinguish, only the first is returned.
     """

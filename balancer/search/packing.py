@@ -6,9 +6,9 @@ gaps next to the best size are halved. Each training costs memory and takes long
 trainings run, so the smallest N within `ENOUGH` of the best is chosen, or within the tolerance if
 that is larger.
 
-Trainings side by side share the memory. A fixed batch stays as it is; a free batch is the largest
-that fits N times according to the device's memory points, and at most the batch of the single
-device. A little memory is left as headroom for contexts and allocators.
+Trainings side by side share the memory. A fixed batch isn't changed. A free batch is the largest
+that fits N times according to the device's memory points, and at most the batch of the solo layout.
+A little memory is left as headroom for contexts and allocators.
 """
 
 from __future__ import annotations
@@ -26,11 +26,12 @@ from .model.memory import MARGIN, UNBOUNDED, Memory
 from .ranking import throughput
 from .rows import RowPolicy
 
-# fraction of a device's memory for all trainings packed on it: each has a context of its own
+# fraction of a device's memory for all trainings packed on it: each has its own context
 MEMORY_SHARE = 0.98
-# relative gain that more trainings need, since each takes longer (34 instead of 8 gained 4.6 %)
+# relative gain required of more trainings, because each takes longer (34 instead of 8 gained 4.6 %)
 ENOUGH = 0.05
-SIZES_WITHOUT_GAIN = 2  # consecutive sizes without a gain that end growth: noise may hide one gain
+# consecutive sizes without a gain after which growth ends: noise may hide one gain
+SIZES_WITHOUT_GAIN = 2
 MOST_SIZES = 15  # sizes that are tried: ten while growing, and five to halve a gap of 34
 MOST_PROCESSES = 89  # the last number of 1, 2, 3, 5, 8, ... that is tried
 
@@ -38,7 +39,7 @@ Rates = Mapping[int, float]  # trainings -> combined samples/s; 0: did not run
 
 
 class Packing:
-    """Trainings side by side in one mode, on the device of the layout `single`."""
+    """Trainings side by side in one mode, on the device of the solo layout `single`."""
 
     def __init__(self, policy: RowPolicy, single: Layout, mode: PackMode) -> None:
         self._policy = policy
@@ -57,7 +58,7 @@ class Packing:
     def best_layout(self) -> Layout | None:
         """Return the best measured pack, or the next to measure if none has run yet.
 
-        Returns None if there is none.
+        Return None if there is none.
         """
         packs = {size: rate for size, rate in self._rates.items() if size > 1}
         size = best_size(packs, max(ENOUGH, self._problem.tolerance))
@@ -72,7 +73,7 @@ class Packing:
 
     @cached_property
     def seen(self) -> tuple[Observation, ...]:
-        """Every pack measured, by number of trainings, then by falling batch."""
+        """Every measured pack, by number of trainings and then by falling batch."""
         found = []
         for one in self._policy.seen.in_stage(Stage.PACK):
             layout = one.probe.layout
@@ -105,7 +106,7 @@ class Packing:
         return rates
 
     def _may_retreat(self, size: int, tries: Sequence[Observation]) -> bool:
-        """True if all tries ran out of memory and a smaller batch is worth another try."""
+        """True if all attempts ran out of memory and a smaller batch is worth another attempt."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
         return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch(size) > 0
@@ -113,14 +114,14 @@ class Packing:
     def _rate_of(self, layout: Layout) -> float:
         """Return a pack's samples/s over all its turns.
 
-        A later check may refute the value that it was chosen by.
+        A later check may refute the value by which it was chosen.
         """
         return throughput(self._policy.seen.turns(layout)).value
 
     def _batch(self, size: int) -> int:
         """Return the batch of each of `size` trainings; 0 if not even the smallest fits.
 
-        It is at most the batch of the single training.
+        It is at most the batch of the solo layout.
         """
         batch = self._single.global_batch
         if self._problem.global_batch is not None:
@@ -144,7 +145,7 @@ class Packing:
         limit = self._policy.seen.memory_limit(self._position)
         if limit is None or not self._memory.points:
             return UNBOUNDED
-        fixed = self._problem.global_batch is not None  # it can't be made smaller
+        fixed = self._problem.global_batch is not None  # it can't become smaller
         part = 1 - MARGIN if fixed else MEMORY_SHARE
         return self._memory.largest_within(part * limit / size)
 
@@ -167,7 +168,7 @@ class Packing:
 def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
     """Return the number of trainings to try next, at most `most`.
 
-    Returns None if the best number is known well enough.
+    Return None if the best number is known well enough.
     """
     best = best_size(tried)
     sizes = sorted(tried)

@@ -1,7 +1,7 @@
-"""The layouts that should train fastest, as predicted from the observations; each is computed once.
+"""The layouts that should train fastest, predicted from the observations.
 
-In a cluster, some hosts may be left out of a step, since exchange across hosts costs more than
-within one host.
+Each prediction is computed once. In a cluster, some hosts may be left out of a step, because
+exchange across hosts costs more than within one host.
 """
 
 from __future__ import annotations
@@ -40,7 +40,10 @@ class Predictions:
         return fastest([self._split(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
-        """Return the fixed batch on a device alone, else its best batch; None if it doesn't fit."""
+        """Return the fixed batch on a device alone, or else its best batch.
+
+        Return None if it doesn't fit.
+        """
         batch = self.problem.global_batch
         if batch is None:
             return waterfill.single_best(
@@ -72,7 +75,7 @@ class Predictions:
     def _is_limited_by_memory(self, found: Allocation | None) -> bool:
         """True if memory limits the share of a device that may use passes.
 
-        That is, in the time of `found`, the device could compute more rows than fit.
+        In the time of `found`, that device could compute more rows than fit.
         """
         seconds = found.seconds if found else math.inf
         for each in self._reachable:
@@ -90,7 +93,7 @@ class Predictions:
     def rate_of(self, batch: int) -> float:
         """Return the samples/s of the fastest layout of this batch in one pass.
 
-        Returns 0 if none is known to fit.
+        Return 0 if none is known to fit.
         """
         split = self._split(self._reachable, batch)
         rates = [split.samples_per_second if split else 0.0]
@@ -101,7 +104,10 @@ class Predictions:
         return max(rates)
 
     def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
-        """Return the fastest split over some devices, of the batch `of` or the request's batch."""
+        """Return the fastest split over some devices.
+
+        `of` is the batch; by default, it is the request's batch.
+        """
         batch = of or self.problem.global_batch
         limit = self.problem.max_global_batch
         quantum = self.machine.quantum
@@ -155,7 +161,7 @@ class Predictions:
     def within(self, part: float) -> Allocation | None:
         """Return the smallest batch whose predicted slowdown is at most `part` of the tolerance.
 
-        The slowdown is relative to the fastest layout. Returns None for a fixed batch.
+        The slowdown is relative to the fastest layout. Return None for a fixed batch.
         """
         problem = self.problem
         if problem.global_batch is not None or not problem.tolerance:
@@ -189,7 +195,7 @@ class Predictions:
     def _smallest_singles_reaching(self, rate: float) -> list[Allocation | None]:
         """Return the smallest batch with which each device alone reaches `rate` samples/s.
 
-        Returns None for a device that doesn't reach it.
+        It is None for a device that doesn't reach the rate.
         """
         found = []
         for one in self.machine.split_curves:
@@ -209,7 +215,7 @@ def split_over_hosts(
 ) -> Allocation | None:
     """Return the fastest allocation that `solve` finds on one host, on all, or on some of them.
 
-    Starting with all hosts, the one with the fewest rows is left out repeatedly. `hosts` has the
+    Starting with all hosts, the host with the fewest rows is left out repeatedly. `hosts` has the
     host of each position. On 400 random clusters of 2 to 6 hosts, this found the best of all sets
     of hosts in 396 cases and was at most 6 % slower in the others.
     """

@@ -4,8 +4,8 @@ In the first turn (0) every candidate is measured once, starting with the highes
 per second of the probe. A split, or a device measured with the others idle, has its turn 0 from
 exploration. Then larger packs are measured while they gain, later turns decide which layout is
 fastest, and the winner is measured with each requested knob (a tuned option such as XLA or mixed
-precision). Last, the winner is checked: the highest of several noisy values is biased upwards, so
-its samples/s are measured again.
+precision). Finally, the samples/s of the winner are checked by another measurement, because the
+highest of several noisy values is biased upwards.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from .ranking import ENOUGH_TURNS, LEAST_RATE, ROUGH, RankedLayout, rank, throug
 
 
 class Race:
-    """The race between the offered layouts, judged by one set of observations."""
+    """The race between the offered layouts, based on one set of observations."""
 
     def __init__(self, offers: Offers, machine: MachineModel, budget: Budget) -> None:
         self.offers = offers
@@ -58,7 +58,10 @@ class Race:
         return tuple(one for one in here if self._seen.first_failure(one.layout) is None)
 
     def repeat_best(self, chosen: Layout) -> tuple[Probe, ...]:
-        """Return a probe for another turn of the chosen layout or its best rival, if affordable."""
+        """Return a probe for another turn of the chosen layout or its best rival.
+
+        Return nothing if the budget doesn't allow it.
+        """
         if self._problem.budget_seconds is None:
             return ()
         others = [one.candidate for one in self._without_knobs if one.candidate.layout != chosen]
@@ -69,8 +72,8 @@ class Race:
     def check(self, best: Result) -> tuple[Probe, ...]:
         """Return a probe that measures the chosen layout again; empty if none is needed.
 
-        A check is repeated if a device was held back in it, or while more turns may narrow a wide
-        interval. No check is needed if no other layout was measured.
+        A check is repeated if a device was throttled during it, or while more turns may narrow a
+        wide interval. No check is needed if no other layout was measured.
         """
         layout = best.layout
         if all(seen.probe.layout == layout for seen in self._seen.timed()):
@@ -110,7 +113,7 @@ class Race:
 
     @property
     def unmeasured(self) -> tuple[Candidate, ...]:
-        """The first candidate of each family that the budget left without a measurement."""
+        """The first candidate of each family for which the budget left no time."""
         return tuple(one for one in self._unmeasured if not one.extra)
 
     @cached_property
@@ -122,7 +125,9 @@ class Race:
     # ------------------------------------------------------------------ first turn
 
     def _first_turn(self, wanted: Sequence[Candidate]) -> tuple[Probe, ...]:
-        """Return the first probe of the most promising candidate; empty if unaffordable."""
+        """Return the first probe of the most promising candidate; empty if the budget doesn't allow
+        it.
+        """
         if not wanted:
             return ()
         layout = min(wanted, key=self._priority).layout
@@ -156,9 +161,9 @@ class Race:
     # ------------------------------------------------------------------ packs
 
     def _grow(self) -> tuple[Probe, ...]:
-        """Return a probe of the next larger pack, the smallest one of all modes first.
+        """Return a probe of the next larger pack, the smallest pack of all modes first.
 
-        Empty unless the budget also suffices for one turn of every candidate.
+        Return nothing unless the budget also suffices for one turn of every candidate.
         """
         found = [packing.next_layout() for _, packing in self.offers.view.packings]
         wanted = sorted((one for one in found if one is not None), key=lambda one: one.processes)
@@ -179,7 +184,8 @@ class Race:
         With `settled`, all rivals take part, because the winner is already known.
         """
         taken = {one.layout: set(self._seen.turns(one.layout, stage)) for one in rivals}
-        for layout, turns in taken.items():  # add turns in which a device was held back
+        # further turns replace those in which a device was throttled
+        for layout, turns in taken.items():
             turns.update(seen.probe.turn for seen in self._seen.timed_in(layout, stage))
         now = max((turn for turns in taken.values() for turn in turns), default=FIRST_TURN)
         for turn in (now, now + 1):
@@ -194,8 +200,8 @@ class Race:
     def _reserved(self, layout: Layout, stage: Stage) -> float:
         """Return how much time must remain after a probe of a turn, in seconds.
 
-        It suffices for another such probe and, in the race stage, for a turn of the winner
-        with each knob.
+        It suffices for another such probe and, in the race stage, for a turn of the winner with
+        each knob.
         """
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         return self._budget.least_seconds(layout) + knobs
@@ -203,10 +209,11 @@ class Race:
     def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
         """Return the rivals that take part in a turn.
 
-        In the first turn of the knobs stage, all rivals take part; in later turns, only those whose
-        rank is still undecided. From turn `MOST_TURNS` on, none takes part.
+        In the first turn of the knobs stage, all rivals take part. In later turns, only rivals
+        whose rank is still undecided take part. From turn `MOST_TURNS` on, none takes part.
         """
-        if turn == FIRST_TURN and stage == Stage.KNOBS:  # the race's first turn is in `_first_turn`
+        # the first turn of the race is in `_first_turn`
+        if turn == FIRST_TURN and stage == Stage.KNOBS:
             return list(rivals)
         if turn >= MOST_TURNS:
             return []
@@ -238,7 +245,7 @@ class Race:
     def _knob_rivals(self) -> list[Candidate]:
         """The winner without knobs and with each requested knob, except layouts that failed.
 
-        Empty if no knobs were requested.
+        Return nothing if no knobs were requested.
         """
         if not self._without_knobs or not self.options.knobs:
             return []
@@ -251,7 +258,7 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """The minimum duration in seconds of a turn of every candidate and of the winner's knobs.
+        """The least duration of a turn of every candidate and of the winner's knobs, in seconds.
 
         A larger pack is measured only if this time remains afterwards.
         """
@@ -260,10 +267,10 @@ class Race:
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The minimum duration in seconds of one turn of the winner with each knob."""
+        """The least duration of one turn of the winner with each knob, in seconds."""
         return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
 
 def _was_held_back_in_only_turn(turns: Turns) -> bool:
-    """True if there is exactly one turn, and a device was held back in it."""
+    """True if there is exactly one turn, and a device was throttled in it."""
     return len(turns) == 1 and all(seen.held_back() for seen in turns.values())

@@ -1,9 +1,9 @@
 """Ranks layouts that were measured in turns A B C A B C, with the gains and errors between them.
 
 Layouts are compared within each turn: drift between turns (heat, other work) affects all layouts of
-a turn, so the difference between two layouts is more certain than either one's samples/s. Two
-layouts deserve another turn while switching to the slower one may still gain more than
-`LEAST_GAIN`: the expected gain is E[max(0, d)], with d normal around the measured difference (Jones
+a turn, so the difference between two layouts is more certain than the samples/s of either. Two
+layouts deserve another turn while a change to the slower layout may still gain more than
+`LEAST_GAIN`. The expected gain is E[max(0, d)], with d normal around the measured difference (Jones
 and others, "Efficient global optimization", 1998).
 """
 
@@ -23,22 +23,22 @@ from .layouts import TIE, Candidate
 from .model.evidence import relative_error, step_error
 from .observations import Turns
 
-# relative; a tie with a larger gap is unclear: drift alone makes two probes differ by 2.7 %
+# relative; a tie with a larger gap is unclear, because drift alone makes two probes differ by 2.7 %
 UNCLEAR = 0.03
 # assumed relative standard deviation between two probes (66 recorded pairs: 0.6 %)
 PROBE_DRIFT = 0.007
-# weight of this assumption, in turns, since two turns may agree by chance (from the 95 % intervals
+# weight of this assumption in turns, because two turns may agree by chance (from the 95 % intervals
 # of benchmarks.search)
 DRIFT_WEIGHT = 4
 LEAST_GAIN = 0.002  # relative: a smaller gain is not worth a measurement, whatever the tolerance
-# fraction of an expected gain that comes true: a batch that may fit runs out of memory as often as
-# not, since kernels need a workspace for more rows
+# fraction of an expected gain that is achieved: a batch that may fit runs out of memory as often as
+# not, because kernels need a workspace for more rows
 COMES_TRUE = 0.5
 LEAST_RATE = 1e-9  # samples/s; avoids division by 0
 ROUGH = 0.05  # relative half-width: a winner that is less certain is measured again
-# relative; a layout may miss the tolerance by up to this much, if its interval is as wide
+# relative; a layout may miss the tolerance by up to this much if its interval is that wide
 EDGE_SLACK = 0.005
-# time is planned for this many turns of each layout; with more, their spread gives the error
+# time is planned for this many turns of each layout; with more turns, their spread gives the error
 ENOUGH_TURNS = 3
 
 TurnsByLayout = Mapping[Layout, Turns]
@@ -47,7 +47,8 @@ TurnsByLayout = Mapping[Layout, Turns]
 class Difference(msgspec.Struct, frozen=True):
     """A mean over turns with the standard deviation of one turn.
 
-    It is the mean of a layout's samples/s, or of their relative difference from another layout's.
+    It is the mean of a layout's samples/s, or of their relative difference from another layout's
+    samples/s.
     """
 
     value: float
@@ -60,7 +61,7 @@ class Difference(msgspec.Struct, frozen=True):
         return Interval(self.value, self.value - half, self.value + half)
 
     def expected_gain(self, more_turns: float = 0.0) -> float:
-        """Return the expected gain of switching to the layout; never negative.
+        """Return the expected gain of changing to the layout, which is never negative.
 
         It is the gain after `more_turns` further turns with the same mean.
         """
@@ -98,7 +99,7 @@ class RankedLayout(msgspec.Struct, frozen=True):
 
     @property
     def step(self) -> Interval:
-        """The latency: the duration of one optimizer step at this rate, in seconds."""
+        """The duration of one optimizer step at this rate, in seconds."""
         layout = self.candidate.layout
         rate = self.throughput
         samples = layout.global_batch * layout.processes
@@ -159,7 +160,7 @@ def _list_tolerable(
 def is_tolerable(one: Turns, leader: Turns, tolerance: float) -> bool:
     """True if a layout is slower than the leader by at most the tolerance.
 
-    A layout may miss the tolerance by half the width of its interval, but by `EDGE_SLACK` at most.
+    A layout may miss the tolerance by half the width of its interval, but at most by `EDGE_SLACK`.
     """
     gap = compare_turns(one, leader).interval()
     return gap.value + min((gap.high - gap.low) / 2, EDGE_SLACK) >= -tolerance
@@ -170,8 +171,8 @@ def undecided(
 ) -> tuple[list[Candidate], bool]:
     """Return the layouts that deserve another turn, and whether there is an unresolvable tie.
 
-    A rival deserves another turn if it may still be faster, and if the remaining turns are enough
-    to show it. The leader is included if any rival is.
+    A rival deserves another turn if it may still be faster and the remaining turns are enough to
+    show it. The leader is included if any rival is.
     """
     if len(ran) < 2:
         return [], False
@@ -193,7 +194,8 @@ def undecided(
 def compare_turns(one: Turns, other: Turns) -> Difference:
     """Return the relative difference in samples/s between `one` and `other`.
 
-    It is computed from the turns that both took, or from all pairs of turns if they share none.
+    It is computed from the turns that both took part in or, if there are none, from all pairs of
+    turns.
     """
     common = [(one[turn], other[turn]) for turn in sorted(one.keys() & other.keys())]
     pairs = common or list(product(one.values(), other.values()))
@@ -226,8 +228,8 @@ def throughput(turns: Turns) -> Interval:
 def _pooled(assumed: float, values: Sequence[float]) -> float:
     """Return the standard deviation of one turn.
 
-    It combines the spread of `values` with an `assumed` variance that counts
-    as `DRIFT_WEIGHT` turns.
+    It combines the spread of `values` with an `assumed` variance that counts as `DRIFT_WEIGHT`
+    turns.
     """
     mean = fmean(values)
     spread = math.fsum((each - mean) ** 2 for each in values)

@@ -21,7 +21,7 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     options: LayoutOptions
     chosen: Result
     ranking: tuple[RankedLayout, ...] = ()  # the layouts of the race, the winner first
-    results: tuple[Result, ...] = ()  # every training that ran and may run again; fastest first
+    results: tuple[Result, ...] = ()  # every training that ran and may run again, the fastest first
     solos: tuple[Result | None, ...] = ()  # each device alone, at its fastest batch
     single: Result | None = None  # the best single device
     turns: Mapping[Layout, tuple[Timed, ...]] = {}  # the turns that determine a layout's samples/s
@@ -33,12 +33,12 @@ class SearchReport(msgspec.Struct, frozen=True, kw_only=True):
     unmeasured: tuple[Candidate, ...] = ()  # left out because the budget was spent
     ungrown: tuple[Candidate, ...] = ()  # packs that might still have gained
     packings: tuple[tuple[PackMode, tuple[Observation, ...]], ...] = ()
-    enough_seconds: float = 0.0  # a budget that would be enough to measure what is missing
+    enough_seconds: float = 0.0  # a budget that would suffice to measure what is missing
     mean_length: float = 0.0  # tokens per row; 0 if rows have no lengths
     # gradient exchange that computation doesn't hide; None: unknown
     sync_seconds: float | None = None
-    apart_seconds: Mapping[Layout, float | None] = {}  # the slowest share's seconds, alone
-    # exchange by number of hosts, beyond that within one host
+    apart_seconds: Mapping[Layout, float | None] = {}  # seconds of the slowest share alone
+    # exchange time by number of hosts, in addition to that within one host
     network_seconds: tuple[float, ...] = ()
     curves: tuple[tuple[Knots, int], ...] = ()  # curves of the chosen layout's devices
     own_rate: float = 0.0  # predicted samples/s at the script's own batch; 0: unknown

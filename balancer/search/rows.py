@@ -18,13 +18,13 @@ from .observations import Turns
 from .predictions import Predictions
 from .ranking import LEAST_GAIN, is_tolerable, throughput
 
-# fractions of the tolerance: if a batch within the first isn't good enough, one within the second
-# is tried; if neither is, the fastest wins, with twice the batch
+# fractions of the tolerance: a batch within the first is tried, then one within the second; if
+# neither is good enough, the fastest batch wins, which may be twice as large
 PARTS = (1.0, 0.5)
 LIKELY_SETS = 2  # sets of efficient devices that are raced
 SKETCHED = 24  # points of a curve that is drawn
-# most devices of which all sets are tried (56 sets of 6); of more, only the most efficient 2, 3,
-# ... are tried, which is worse on 13 of 240 machines with 2 to 4 devices
+# most devices of which all sets are tried (56 sets of 6); of more devices, only the most efficient
+# 2, 3, ... are tried, which is worse on 13 of 240 machines with 2 to 4 devices
 MOST_TO_COMBINE = 6
 
 
@@ -38,14 +38,14 @@ class RowPolicy:
         self.seen = machine.seen
 
     def why_none(self) -> End | None:
-        """Return None: if one row fits, every row does."""
+        """Return None: if one row fits, every row fits."""
         return None
 
     def is_training(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
-        For a free batch, a single device in several passes isn't: it gains nothing over a smaller
-        batch in fewer passes.
+        For a free batch, a single device in several passes isn't sensible: it gains nothing over a
+        smaller batch in fewer passes.
         """
         if layout.traits.together:
             return True
@@ -56,7 +56,7 @@ class RowPolicy:
     def apart_seconds(self, layout: Layout) -> float | None:
         """Return the longest time that a device would take alone for its share.
 
-        Returns None if none ran alone.
+        Return None if no device ran alone.
         """
         seconds = []
         for position in layout.active:
@@ -68,7 +68,7 @@ class RowPolicy:
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
         """Return each device's curve in a split, and the rows of one pass that certainly fit.
 
-        For other layouts, the curves are empty and the rows are 0.
+        For other layouts, return empty curves and 0 rows.
         """
         found = list(NO_CURVE * len(layout.shares))
         if not layout.traits.together:
@@ -83,7 +83,7 @@ class RowPolicy:
         return tuple(found)
 
     def sketch(self, position: int) -> PredictedCurve:
-        """Return a device's curve for drawing."""
+        """Return a device's curve as points to draw."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.largest_ran or None
         points: tuple[tuple[int, float], ...] = ()
@@ -95,7 +95,7 @@ class RowPolicy:
     # ------------------------------------------------------------------ one device
 
     def singles(self) -> list[Layout]:
-        """Return the best single device.
+        """Return the best solo layout.
 
         At a fixed batch, return it in several passes and in one pass if both fit. For a free batch,
         return it at its best batch.
@@ -111,11 +111,11 @@ class RowPolicy:
         return [best, at_once]
 
     def _singles_by_rate(self) -> list[Layout]:
-        """Return the single-device layouts, the fastest first.
+        """Return the solo layouts, the fastest first.
 
         - Fixed batch size: one layout for each device in which the batch certainly fits, in one
           pass or in several.
-        - Free batch size: all single-device layouts that exploration measured and that still fit.
+        - Free batch size: all solo layouts that exploration measured and that still fit.
         """
         batch = self.problem.global_batch
         if batch is None:
@@ -136,8 +136,8 @@ class RowPolicy:
     def single_rate(self, layout: Layout, contended: bool = True) -> float:
         """Return the samples/s of a device alone, measured or else predicted.
 
-        A measurement with the others idle is preferred. One from the solo stage counts only if
-        `contended`. A prediction is the same for indistinguishable devices.
+        A measurement with the others idle is preferred. A measurement from the solo stage counts
+        only if `contended`. The prediction is the same for indistinguishable devices.
         """
         timed = self.seen.timed_in(layout, Stage.REST)
         if not timed and contended:
@@ -153,9 +153,9 @@ class RowPolicy:
         return [layout for layout in layouts if self.machine.fits(layout)]
 
     def _most_efficient(self) -> list[Allocation]:
-        """Return the most efficient splits over fewer than all devices that are fast enough.
+        """Return the most efficient splits that are fast enough and use fewer than all devices.
 
-        Returns an empty list before any cost is known.
+        Return an empty list before any cost is known.
         """
         objective = find_objective(self.problem.objective)
         costs = objective.costs(self.seen.timed(), self.problem.devices)
@@ -196,9 +196,9 @@ class RowPolicy:
     # ------------------------------------------------------------------ several devices
 
     def best_splits(self) -> list[Layout]:
-        """Return the preferred measured split, then predicted ones, then the fastest measured one.
+        """Return the preferred measured split, predicted splits, and the fastest measured split.
 
-        Predicted splits are included if they should beat the preferred one.
+        Predicted splits are included if they should be faster than the preferred one.
         """
         found = self._split_rates()
         if not found:
@@ -230,7 +230,9 @@ class RowPolicy:
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
     def _promising(self, chosen: Layout) -> list[Layout]:
-        """Return predicted splits that should beat `chosen`, or equal it with another batch."""
+        """Return predicted splits that should be faster than `chosen`, or equal it with another
+        batch.
+        """
         found = list(self._smaller(chosen))
         fastest = self.predictions.fastest_split
         least = self.machine.predicted_rate(chosen) * (1 + LEAST_GAIN)
@@ -242,7 +244,7 @@ class RowPolicy:
     def _smaller(self, chosen: Layout) -> Iterator[Layout]:
         """Yield the smallest batches within parts of the tolerance.
 
-        Each is yielded once the one before has turned out to be too slow. If exploration has
+        Each is yielded once the previous one has turned out to be too slow. If exploration has
         measured the smallest good batch, another similar batch isn't worth a race. Once a check has
         confirmed a good batch, no further batch is yielded: of many batches near the edge of the
         tolerance, one would seem fast enough by chance.
@@ -270,7 +272,7 @@ class RowPolicy:
     ) -> Layout | None:
         """Return the layout with the smallest batch that is as fast as the tolerance requires.
 
-        Its batch is at most `most`, or it has been checked. Returns None if none ran.
+        Its batch is at most `most`, or it has been checked. Return None if none ran.
         """
         checked = {one.probe.layout for one in self.seen.in_stage(Stage.CHECK)}
         found = []
@@ -281,9 +283,10 @@ class RowPolicy:
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
     def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
-        """Return the nearest layout that ran with nearly the same shares, else the layout itself.
+        """Return the nearest layout that ran with nearly the same shares.
 
-        Shares are nearly the same if they would be merged into one point of a curve.
+        If there is none, return the layout itself. Shares are nearly the same if they would be
+        merged into one point of a curve.
         """
         near = [one for one in raced if same_measurement(one, layout, SAME_BATCH)]
         batch = layout.global_batch
@@ -307,11 +310,11 @@ class RowPolicy:
     def _even(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
-        """Return an even split over some devices; None if there is none that fits.
+        """Return an even split over some devices; None if none fits.
 
         A fixed batch is computed in passes if necessary. For a free batch, each device gets as many
-        rows as the preferred split has per device, else the fewest rows of the devices' best
-        batches alone. If that doesn't fit, each device gets as many rows as certainly fit; with
+        rows as the preferred split has per device, or else the fewest rows of the devices' best
+        batches alone. If that doesn't fit, each device gets as many rows as certainly fit. With
         `whole`, a fixed batch isn't reduced.
         """
         count = len(positions)

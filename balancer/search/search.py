@@ -1,6 +1,5 @@
-"""The search: it requests probes for a problem and reports the best layout.
-
-It gets the observations of the requested probes.
+"""The search: it requests probes for a problem, gets their observations, and reports the best
+layout.
 """
 
 from __future__ import annotations
@@ -14,12 +13,12 @@ from .observations import Observations
 from .report import SearchReport
 from .solo_stage import SMALL
 
-# the fewest steps of an epoch with a free global batch: an optimizer learns nothing in fewer
+# fewest steps of an epoch with a free global batch: an optimizer learns nothing in fewer
 LEAST_STEPS = 20
 
 
 class Search:
-    """Finds the layout that trains fastest; see `evener.balancer.search` for the theory.
+    """Finds the layout that trains fastest. `evener.balancer.search` explains the theory.
 
     Time is known from observations alone: the time spent is the sum of their `elapsed_seconds`.
     Solo probes of one turn run at the same time, so only the longest of them counts.
@@ -47,7 +46,7 @@ class Search:
     def learn_data(self, facts: Facts) -> None:
         """Store the facts about the data and the model that children have reported.
 
-        If the global batch is free and no largest one is given, the number of rows limits it so
+        If the global batch is free and no largest batch is given, the number of rows limits it so
         that an epoch has at least 20 steps. If row lengths are known, rows are assigned by their
         cost. The number of the longest row is used in the message if no device can hold that row.
         """
@@ -97,23 +96,23 @@ class Search:
         return self._evaluation.belief()
 
     def best(self) -> Result | None:
-        """Return the best layout among all that were measured and may still run.
+        """Return the best layout of all that were measured and may still run.
 
-        Returns None before any measurement.
+        Return None before any measurement.
         """
         return self._evaluation.best
 
     def report(self, own_batch: int | None = None) -> SearchReport | None:
         """Return all data for a plan, a verdict and tables; None before any measurement.
 
-        `own_batch` is the batch that the user's script uses today; the report
-        predicts its samples/s.
+        `own_batch` is the batch that the user's script uses today. The report predicts its
+        samples/s.
         """
         return self._evaluation.report(own_batch)
 
 
 def _largest_batch_of(rows: int, problem: Problem) -> int:
-    """Return the largest batch, in whole quanta, that leaves an epoch enough steps."""
+    """Return the largest batch, a multiple of the quantum, that leaves an epoch enough steps."""
     quantum = problem.multiple_of
     wanted = max(rows // LEAST_STEPS, problem.devices * quantum, SMALL)
     return max(quantum, min(rows, wanted) // quantum * quantum)

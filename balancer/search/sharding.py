@@ -1,11 +1,11 @@
-"""Sharded trainings: the part of the model's state, and the rows, that each device gets.
+"""Sharded trainings: the fraction of the model's state and the rows that each device gets.
 
 Each device is first measured alone, on rows of a model whose units it gathers from a small part of
 the state. This shows its step time, and the memory that it needs besides the state. Then the rows
-with the highest expected samples/s are chosen, and the state is divided so that it fills the
-memory that these rows leave free. From then on, the parts of the state stay the same. Rows are
-searched as in other trainings, within the memory that is left, and measurements of whole steps
-show what gathering costs.
+with the highest expected samples/s are chosen, and the state is divided so that it fills the memory
+that these rows leave free. From then on, the parts of the state stay the same. Rows are searched as
+in other trainings, within the memory that is left, and measurements of whole steps show what
+gathering costs.
 
 Headroom remains free on each device, because an allocator can't use all of its memory: free blocks
 may be too small for a request. In the first pass of a step, gradients don't exist yet when
@@ -48,16 +48,16 @@ from .time_left import TimeLeft
 # sums need buffers; it doubles for each sharded step that ran out of memory there, and is halved
 # or quartered if the model doesn't fit otherwise
 HEADROOM = 0.05
-FEWEST_HALVINGS = 2  # how often the headroom may be halved
+FEWEST_HALVINGS = 2  # number of times that the headroom may be halved
 DIGITS = 4  # decimals of a part: 10 MB of a state of 100 GB, far below any card's headroom
-LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory takes fewer rows
+LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than this gets fewer rows
 # least growth of a step's time with its rows, relative to growth in proportion: step times that
 # seem level say little about larger batches
 LEAST_GROWTH = 0.05
 
 
 class Need(msgspec.Struct, frozen=True):
-    """The memory and the time that a device needs for its rows, without its part of the state.
+    """The memory and time that a device needs for its rows, without its part of the state.
 
     Memory is `base_bytes` without rows, and `row_bytes` more for each row of a pass. A step takes
     `fixed_seconds`, and `row_seconds` more for each row.
@@ -93,7 +93,7 @@ class Division(msgspec.Struct, frozen=True):
 class Sharding:
     """The search for a sharded training, based on observations of single devices and whole steps.
 
-    The problem's budget is the time for this search alone.
+    The problem's budget is only for this search.
     """
 
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
@@ -103,7 +103,7 @@ class Sharding:
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the next probes of devices alone or, if none is needed, a probe of a whole step.
 
-        Empty if no measurement is worth its time.
+        Return nothing if no measurement is worth its time.
         """
         if self.parts is None:
             return ()
@@ -128,7 +128,7 @@ class Sharding:
     def parts(self) -> tuple[float, ...] | None:
         """The fraction of the state that each device holds.
 
-        Empty while it is unknown, None if the state doesn't fit together with a row.
+        It is empty while it is unknown, and None if the state doesn't fit together with a row.
         """
         return None if self._division is None else self._division.parts
 
@@ -183,7 +183,7 @@ class Sharding:
         return [self._need(device) for device in devices if device.alone]
 
     def _alone(self, position: int) -> list[Timed]:
-        """Return the measurements of a device alone, in order of their turns."""
+        """Return the measurements of a device alone, in the order of their turns."""
         found = []
         for one in self._seen:
             layout = one.probe.layout
@@ -209,7 +209,7 @@ class Sharding:
         division = self._division or Division((), limits=self._problem.memory_bytes)
         held = [part * at_peak(self._state, division.in_passes) for part in division.parts]
         left = _subtract(division.limits, held) if held else division.limits
-        # passes need memory for gradients, but these parts leave that memory to rows
+        # passes need memory for gradients, but these parts of the state leave that memory to rows
         in_passes = division.in_passes or not division.parts
         problem = msgspec.structs.replace(
             self._problem, memory_bytes=left, micro=self._problem.micro and in_passes
@@ -221,7 +221,7 @@ class Sharding:
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
     def _as_rows(self, one: Observation) -> Observation:
-        """Return the observation as one of a training without shards.
+        """Return the observation converted to one of a training without shards.
 
         Its bytes don't include the device's part of the state.
         """
@@ -239,7 +239,7 @@ class Sharding:
         """Return the bytes that each device's rows took, without its part of the state.
 
         They are None for a device that used no more than its part of the state and the gathered
-        units, because the rows' bytes can't be determined then.
+        units, because the bytes of its rows can't be determined then.
         """
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
@@ -254,10 +254,10 @@ class Sharding:
         return tuple(left)
 
     def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
-        """Return the observation; OutOfMemory if its rows don't fit beside the state.
+        """Return the observation, or OutOfMemory if its rows don't fit beside the state.
 
-        A device that was measured alone held only a small part of the state, and so had more
-        memory for rows.
+        A device that was measured alone held only a small part of the state, and so had more memory
+        for rows.
         """
         if not isinstance(one, Timed) or one.probe.layout.traits.together or not self.parts:
             return one
@@ -272,7 +272,7 @@ class Sharding:
         return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds)
 
     def _as_sharded(self, probe: Probe) -> Probe:
-        """Return the probe, changed to a probe of a sharded training with the same rows."""
+        """Return the probe converted to one of a sharded training with the same rows."""
         layout = probe.layout
         if layout.traits.together:
             return msgspec.structs.replace(probe, layout=self._shard(layout), stage=Stage.SHARD)
@@ -284,13 +284,13 @@ class Sharding:
 
 
 def _subtract(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
-    """Return each size minus the taken bytes; at least 1, or None if the size is unknown."""
+    """Return each size minus the taken bytes, but at least 1; None if the size is unknown."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
 
 
 def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
-    """Return the fixed duration of a device's step, and the additional one per row, in seconds.
+    """Return the fixed seconds of a device's step, and the additional seconds per row.
 
     They are the intercept and slope of the line through the device's smallest and largest batch.
     The slope is at least LEAST_GROWTH of a growth in proportion to the rows.
@@ -310,7 +310,7 @@ def divide_state(
 ) -> Division | None:
     """Return parts of the state that fill the memory left by a step's rows; None if it doesn't fit.
 
-    A fixed batch is computed in one pass if it fits. A free batch is the one with the highest
+    A fixed batch is computed in one pass if it fits. A free batch is the batch with the highest
     expected samples/s among those that fit in one pass. `limits` are the devices' bytes. The state
     has to fit together with at least one row on each device.
     """
@@ -354,7 +354,7 @@ class Room:
                 low = middle
             else:
                 high = middle
-        # samples/s rise with time, unless some device is full: then they may fall
+        # samples/s rise with time unless some device is full: then they may fall
         full = [need.seconds(self._most_rows(i)) for i, need in enumerate(self._needs)]
         found = [low, *(seconds for seconds in full if 0 < seconds < low)]
         return self._parts(max(map(self._rows_in, found), key=self._rate))
@@ -362,7 +362,7 @@ class Room:
     def divide_for(self, batch: int) -> Division | None:
         """Return the division for this batch in one pass; None if it doesn't fit.
 
-        Rows are divided according to the devices' speed.
+        Rows are divided in proportion to the devices' speed.
         """
         low, high = 0.0, max(need.seconds(batch) for need in self._needs)
         for _ in range(HALVINGS):
@@ -385,7 +385,7 @@ class Room:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows beside which a device can hold the least part of the state."""
+        """Return the most rows beside which a device can still hold the least part of the state."""
         need = self._needs[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)

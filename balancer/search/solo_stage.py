@@ -26,7 +26,7 @@ from .model.step_time import SAME_BATCH, WIDE, merge_points
 from .predictions import Predictions
 from .ranking import COMES_TRUE, LEAST_RATE
 
-# limit for rounds, since optimistic predictions may never end; a steep curve is halved nine times
+# most rounds, because optimistic predictions may never end; a steep curve is halved nine times
 MOST_ROUNDS = 12
 # rows of the first batch, or fewer if a device's even share is smaller; the second batch is
 # `BLIND_GROWTH` times as large
@@ -59,14 +59,14 @@ class SoloStage:
     def _first_rounds(self) -> tuple[Probe, ...]:
         """Return a round of one of the two small batches on each device.
 
-        The result is empty when both were measured.
+        Return nothing if both were measured.
         """
         for turn in range(2):
             due = self._due(turn)
             if due and turn:
                 due = self._worth_waiting(due)
             if due:
-                # a device that was left out of the second round has one of its own later
+                # a device that was left out of the second round has a separate round later
                 return self._round(due, self._turn if turn else turn)
         retried = {one: self._small_batch(one) for one in self._live if self._lacks_a_line(one)}
         quick = {
@@ -79,7 +79,7 @@ class SoloStage:
     def _due(self, turn: int) -> Batches:
         """Return the next small batch of each device that took part in `turn` rounds.
 
-        Batches that ran already are left out.
+        Batches that already ran are left out.
         """
         due: Batches = {}
         for one in self._live:
@@ -106,8 +106,8 @@ class SoloStage:
     def _worth_waiting(self, due: Batches) -> Batches:
         """Return the devices whose second batch may gain most per second of the round.
 
-        Empty if the round isn't affordable or isn't worth its time. Other devices would only
-        prolong the round.
+        Other devices would only prolong the round. Return nothing if the budget doesn't allow the
+        round, or if it isn't worth its time.
         """
         costs = {one: self._seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
@@ -118,7 +118,7 @@ class SoloStage:
 
         kept = max(rounds, key=gain_a_second)
         last = kept[-1]
-        # true if a plan is possible without these devices
+        # True if a plan is possible without these devices
         if any(len(one.evidence.alone) > 1 for one in self._live):
             affordable = self._has_time(costs[last], _step(last, due[last]))
         else:  # without a second batch, there is no curve
@@ -194,7 +194,7 @@ class SoloStage:
     def _gap_at_best(self, one: DeviceModel) -> int:
         """Return a batch in the middle of the wider of the two gaps beside the best batch.
 
-        Returns 0 if that gap can't hide a peak.
+        Return 0 if that gap can't hide a peak.
         """
         undivided = self._problem.global_batch is not None and not one.pass_rows
         if one.solo_curve is None or one.solo_curve.error > TIE or undivided:
@@ -268,8 +268,8 @@ class SoloStage:
     def _expected_gain(self, wanted: Allocation) -> float:
         """Return the relative gain of the optimistic layout over the best known layout.
 
-        Half of the gain is assumed to come true, and the errors of the curves are subtracted.
-        Infinite if no layout is known.
+        It is half of the predicted gain, minus the errors of the curves. It is infinite if no
+        layout is known.
         """
         ran = []
         for one in self._live:
@@ -290,8 +290,8 @@ class SoloStage:
     def _shows_more(self, one: DeviceModel, share: int) -> bool:
         """True if a measurement of this share would show something new about the device.
 
-        The share is larger than all batches that ran, or the device may be faster there
-        than its curve.
+        The share is larger than all batches that ran, or the device may be faster there than its
+        curve.
         """
         if one.solo_curve is None or one.optimistic is None or not self._is_new(one, share):
             return False
@@ -304,7 +304,7 @@ class SoloStage:
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in one.points)
 
     def _seconds(self, one: DeviceModel, batch: int) -> float:
-        """Return the expected duration in seconds of a probe of this batch."""
+        """Return the expected duration of a probe of this batch in seconds."""
         layout = solo(self._problem.devices, one.position, batch)
         return self._budget.least_seconds(layout, _step(one, batch))
 
@@ -317,9 +317,9 @@ class SoloStage:
 
     @cached_property
     def _after(self) -> float:
-        """The time in seconds to reserve for the first split or, for one device, the fixed batch.
+        """The seconds to reserve for the first split or, for one device, for the fixed batch.
 
-        No plan is possible without that measurement. The time is 0 once it has run.
+        No plan is possible without that measurement. They are 0 once it has run.
         """
         if self._machine.splits or (self._machine.others_idle and len(self._live) == 1):
             return 0.0
@@ -333,7 +333,7 @@ class SoloStage:
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
         """Return the middle of the widest gap between neighbors in a list of ascending batch sizes.
 
-        The widest gap is the one with the largest ratio of its two batch sizes. Returns 0 if that
+        The widest gap is the one with the largest ratio of its two batch sizes. Return 0 if that
         ratio is at most `wider`.
         """
         low, high = max(pairwise(batches), key=lambda gap: gap[1] / gap[0], default=(0, 0))
@@ -385,8 +385,8 @@ class SoloStage:
     def _first_two(self, most: int) -> tuple[int, int]:
         """Return the first two batches: 8 and 64 rows.
 
-        If an even share of the global batch (or of the largest one) is below 64 rows, the second is
-        that share, and the first is an eighth of it.
+        If an even share of the global batch (or of the largest one) is below 64 rows, the second
+        batch is that share, and the first is an eighth of it.
         """
         quantum = self._quantum
         batch = self._problem.global_batch or self._problem.max_global_batch
@@ -400,10 +400,10 @@ class SoloStage:
 
 
 def _step(one: DeviceModel, batch: int) -> float:
-    """Return the expected duration in seconds of a step of this batch; 0 before any measurement.
+    """Return the expected duration of a step of this batch in seconds; 0 before any measurement.
 
-    If the device has a single point, the result is that point's time for any batch, because a probe
-    whose steps turn out much longer ends after one step.
+    If the device has a single point, return its time for any batch, because a probe whose steps
+    turn out much longer ends after one step.
     """
     if one.solo_curve is None:
         return 0.0
@@ -413,6 +413,6 @@ def _step(one: DeviceModel, batch: int) -> float:
 
 
 def _optimistic_rate(due: Batches, some: Sequence[DeviceModel]) -> float:
-    """Return the combined samples/s if these batches took no longer than the first ones did."""
+    """Return the combined samples/s if these batches took no longer than the first batches did."""
     ran = [one for one in some if one.evidence.alone]
     return math.fsum(due[one] / one.evidence.alone[0].seconds for one in ran)

@@ -2,10 +2,11 @@
 
 The first split is the fastest that the solo curves predict. Its step gives the cost of gradient
 exchange and, if the devices' compute times (own work) are reported, one more point of every curve.
-The stage ends when the predicted split was tried, or promises at most 0.2 % more than the layouts
-that ran. One device alone, while the others are idle, is measured if it may beat every split. For a
-fixed batch, the fastest device alone comes before the first split if two steps of it take little of
-the remaining time, because it is compared in any case and needs no new child processes.
+The stage ends when the predicted split was measured, or promises at most 0.2 % more than the
+layouts that ran. One device alone, while the others are idle, is measured if it may be faster than
+every split. For a fixed batch, the fastest device alone comes before the first split if two steps
+of it take little of the remaining time, because it is compared in any case and needs no new child
+processes.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from .ranking import LEAST_RATE
 from .time_left import LONE_STEPS, SHORTEST_PROBE_SECONDS
 
 # relative gain that is worth the rest of the time even if only a lone step fits: curves with few
-# points are wrong by a third, and then the split still gains
+# points are wrong by a third, and the split still gains then
 WORTH_A_LONE_STEP = 0.5
 
 
@@ -58,9 +59,9 @@ class SplitStage:
     def _probe(self, wanted: Allocation | None, after: float = 0.0) -> Probe | None:
         """Return the probe of an allocation; None if the budget doesn't allow it.
 
-        Also None without an allocation. The probe must leave `after` seconds for later probes. If
-        there is only time for a lone step, that step is timed if the allocation promises over 50 %
-        more samples/s than all layouts that ran.
+        Return None also without an allocation. The probe must leave `after` seconds for later
+        probes. If there is only time for a lone step, the step is timed if the allocation promises
+        over 50 % more samples/s than all layouts that ran.
         """
         if wanted is None:
             return None
@@ -82,7 +83,7 @@ class SplitStage:
 
     @cached_property
     def _best_rate(self) -> float:
-        """The highest samples/s of the plans that ran.
+        """The highest samples/s of the layouts that ran and could be the plan.
 
         Splits count with the samples/s that are now predicted for them, single devices with those
         measured while the others were idle.
@@ -96,7 +97,7 @@ class SplitStage:
     def _use_passes_that_ran(self, layout: Layout, seconds: float) -> tuple[Layout, float]:
         """Return the first plan's layout and step duration, with passes that ran before if needed.
 
-        They are needed if a device ran out of memory and there is no time for a second try.
+        They are needed if a device ran out of memory and there is no time for a second attempt.
         """
         least = self._budget.least_seconds(layout, seconds)
         full = any(self._machine.devices[i].memory.failure_count for i in layout.active)
@@ -120,7 +121,7 @@ class SplitStage:
         return wanted
 
     def _gains(self, wanted: Allocation) -> bool:
-        """True if the allocation should beat all measured splits and any device alone."""
+        """True if the allocation should be faster than all measured splits and any device alone."""
         if not self._machine.fitting_splits:
             return True
         raced = [self._seen.turns(seen.probe.layout) for seen in self._seen.timed_race()]
@@ -129,10 +130,10 @@ class SplitStage:
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
     def _first_single(self, after: float) -> Allocation | None:
-        """Return the fastest device alone at a fixed batch; None if it leaves no time to split.
+        """Return the fastest device alone at a fixed batch; None if it leaves no time for a split.
 
-        It is measured first, because otherwise a much slower split could be all that a short
-        search has measured.
+        It is measured first, because otherwise a much slower split could be all that a short search
+        has measured.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
@@ -156,7 +157,7 @@ class SplitStage:
         wanted = fastest(map(self._predictions.single, self._never_measured_with_others_idle()))
         if wanted is None:
             return None
-        if others:  # for a fixed batch, the best single device is always compared
+        if others:  # for a fixed batch, the best solo layout is always compared
             best = self._best_rate
             unsure = self._problem.global_batch is not None and not self._machine.others_idle
         else:

@@ -1,8 +1,8 @@
-"""The time to start a probe's child processes, estimated from the starts seen so far.
+"""The time to start a probe's child processes, estimated from earlier starts.
 
-A model with a billion parameters takes 20 s to load. Running child processes serve all
-layouts on their devices. A child process that ran out of memory may have exited, and then has
-to be started again.
+A model with a billion parameters takes 20 s to load. Running child processes serve all layouts on
+their devices. A child process that ran out of memory may have exited, and then has to be started
+again.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .observations import STAGES, Observations, order_probe
 
 
 class Starts:
-    """The times in seconds that child processes took to start, without imports.
+    """The seconds that child processes took to start, without imports.
 
     They come from one set of observations.
     """
@@ -28,10 +28,10 @@ class Starts:
         self._timed = seen.timed()
 
     def seconds(self, layout: Layout) -> float:
-        """Return the time in seconds to start a layout's child processes; 0 if they are running.
+        """Return the seconds to start a layout's child processes; 0 if they are running.
 
-        If they exited when a probe ran out of memory, or are started for each probe, the result is
-        their shortest start so far. For new child processes it is estimated from the starts in the
+        If they exited when a probe ran out of memory, or are started for each probe, return their
+        shortest start so far. For new child processes, the time is estimated from the starts in the
         solo stage, which come first and so are the slowest.
         """
         own = self._of_children.get(layout.children)
@@ -45,14 +45,14 @@ class Starts:
 
     @cached_property
     def alone(self) -> float:
-        """The longest startup time of a single-device layout in seconds; 0 if none is known."""
+        """The longest start of a solo layout in seconds; 0 if none is known."""
         return max((seen.restart_seconds for seen in self._seen.timed(Stage.SOLO)), default=0.0)
 
     @cached_property
     def after_out_of_memory(self) -> float:
-        """The time in seconds to restart a device alone after it ran out of memory.
+        """The seconds to restart a device alone after it ran out of memory.
 
-        It is 0 if all devices that ran out of memory were seen to continue without a restart.
+        They are 0 if all devices that ran out of memory were seen to continue without a restart.
         """
         rounds: defaultdict[Layout, list[Timed | OutOfMemory]] = defaultdict(list)
         for seen in self._seen.in_stage(Stage.SOLO):
@@ -82,7 +82,7 @@ class Starts:
 
     @cached_property
     def _ends(self) -> defaultdict[Layout, int]:
-        """How often each group of child processes exited because it ran out of memory."""
+        """The number of times that each group of child processes exited when out of memory."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
             if isinstance(seen, OutOfMemory) and not seen.goes_on:
@@ -97,7 +97,7 @@ class Starts:
         return self.alone * family_of(layout).start_cost * layout.processes
 
     def _of_pack(self, processes: int) -> float | None:
-        """Return the time in seconds to start `processes` trainings; None before any pack started.
+        """Return the seconds to start `processes` trainings; None before any pack started.
 
         They are extrapolated from the largest pack's start: in proportion to the number of
         trainings, or with a smaller slope if a second size shows that cores are free.

@@ -27,8 +27,8 @@ from .ranking import LEAST_RATE
 class WorkPoint(msgspec.Struct, frozen=True):
     """One measured step.
 
-    `error` is its relative standard error, at least TIE, since real steps differ from
-    any such model.
+    `error` is its relative standard error. It is at least TIE, because real steps differ from any
+    such model.
     """
 
     work: Work
@@ -39,7 +39,7 @@ class WorkPoint(msgspec.Struct, frozen=True):
 class StepCost(msgspec.Struct, frozen=True):
     """A device's cost of a step.
 
-    `step_s` is the time in seconds that isn't part of a pass, such as the optimizer's.
+    `step_s` is the time in seconds that isn't part of a pass, such as that of the optimizer.
     """
 
     step_s: float
@@ -56,11 +56,11 @@ class StepCost(msgspec.Struct, frozen=True):
 
 
 def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
-    """Return the cost that fits the points; None if there are too few.
+    """Return the cost that fits the points; None if there are too few points.
 
-    Time that depends on neither rows nor tokens is attributed to passes, unless the points
-    clearly show that it belongs to the step: if passes were considered free, they would be
-    cut ever smaller.
+    Time that depends on neither rows nor tokens is attributed to passes, unless the points clearly
+    show that it belongs to the step: if passes were considered free, they would become ever
+    smaller.
     """
     if len(points) < FEWEST_SIZES:
         return None
@@ -77,7 +77,7 @@ def fit_step_cost(points: Sequence[WorkPoint]) -> StepCost | None:
 def fit_rates(
     rows: Sequence[Sequence[float]], values: Sequence[float], errors: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return non-negative rates that fit the values, and the distance that remains.
+    """Return non-negative rates that fit the values, and the remaining distance.
 
     For each row, the sum of rate * amount should be near its value. Distances are in standard
     errors of the values, squared and summed. If the rows can't tell some amounts apart, only one of
@@ -97,7 +97,7 @@ def fit_rates(
 def _nearest(
     columns: Sequence[Sequence[float]], wanted: Sequence[float]
 ) -> tuple[tuple[float, ...], float]:
-    """Return the rates for columns of length 1, and the squared distance that remains.
+    """Return the rates for columns of length 1, and the remaining squared distance.
 
     It is the better of two smaller problems: without the last column, or with the last column's
     contribution projected out of all others (Gram and Schmidt).
@@ -147,9 +147,9 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ what was seen
 
     def tried_alone(self, position: int) -> list[Observation]:
-        """Return the observations of a device alone on rows of one length, or on a batch by cost.
+        """Return the observations of a device alone, on rows of one length or on a batch by cost.
 
-        A batch by cost has rows of several lengths that are assigned by their cost.
+        The rows of a batch by cost have several lengths and are assigned by their cost.
         """
         own = (
             seen for seen in self.seen.in_stage(Stage.SOLO) if seen.probe.layout.shares[position]
@@ -177,7 +177,7 @@ class TextModel(MachineModel):
 
     @cached_property
     def alone(self) -> tuple[StepCost | None, ...]:
-        """Each device's cost in a process of its own, while the other devices are busy too.
+        """Each device's cost in its own process, while the other devices are busy too.
 
         Indistinguishable devices share one cost.
         """
@@ -220,9 +220,8 @@ class TextModel(MachineModel):
         return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
 
     def _factor(self, position: int, alone: StepCost) -> float:
-        """Return the ratio of a device's compute time (own work) in splits to that alone.
-
-        The time alone is predicted.
+        """Return the ratio of a device's compute time (own work) in splits to its predicted time
+        alone.
         """
         own = 0.0
         expected = 0.0
@@ -363,7 +362,8 @@ class TextModel(MachineModel):
         """The split that should be fastest, with rows assigned by cost.
 
         It uses the devices of one host or of all hosts, without the slowest devices if that is
-        faster. None if there are fewer than two devices, or if they can't hold the longest row.
+        faster. It is None if there are fewer than two devices, or if they can't hold the longest
+        row.
         """
         able = sorted(self.modelled, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
@@ -380,7 +380,7 @@ class TextModel(MachineModel):
         """The global batch.
 
         It is the fixed batch, or else the smallest batch that is predicted to be within the
-        tolerance of the fastest one.
+        tolerance of the fastest batch.
         """
         problem = self.problem
         if problem.global_batch is not None:
@@ -393,7 +393,7 @@ class TextModel(MachineModel):
         return min(batch for batch, rate in rates.items() if rate >= least)
 
     def _free_batches(self) -> list[int]:
-        """Return rising global batches to choose from, each twice as large as the one before."""
+        """Return rising global batches to choose from, each twice as large as the previous one."""
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)

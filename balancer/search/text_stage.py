@@ -2,7 +2,7 @@
 
 These passes give each device's cost: a small one, larger ones of the longest rows until they take
 clearly longer, several passes of short rows, and passes of other lengths. All devices run at the
-same time. A small pass tells nothing about the cost of tokens on a fast GPU, where starting its
+same time. A small pass says nothing about the cost of tokens on a fast GPU, where starting its
 kernels takes longer than computing them. Then the global batch is measured on each device alone,
 which tests its cost, and so is the split that the costs predict. More splits follow while compute
 times (own work) in the last one lead to a different assignment of rows.
@@ -51,7 +51,7 @@ class TextStage:
     def _next_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
         """Return a probe of each device that has a layout in `wanted`.
 
-        Returns an empty tuple unless the budget affords all of them.
+        Return an empty tuple unless the budget allows all of them.
         """
         layouts = {i: layout for i, layout in wanted.items() if layout}
         costs_known = all(self._machine.alone[i] for i in wanted)
@@ -72,7 +72,7 @@ class TextStage:
     def _next_passes(self, position: int) -> Layout | None:
         """Return the layout of the next passes to measure on one device, over rows of one length.
 
-        Returns None when these passes have determined the device's cost.
+        Return None when these passes have determined the device's cost.
         """
         tried = [seen.probe.layout for seen in self._machine.tried_alone(position)]
         for layout in self._passes(position):
@@ -113,8 +113,7 @@ class TextStage:
     def _worth_growing(self, position: int, length: int, tokens: int) -> bool:
         """True if larger passes are worth a measurement.
 
-        This is the case if no pass has shown yet what tokens cost, and if larger passes may fit and
-        be used in training.
+        No pass has shown yet what tokens cost, and larger passes may fit and be used in training.
         """
         steps = self._machine.single_passes(position).values()
         if not steps:
@@ -131,7 +130,7 @@ class TextStage:
     def _next_whole(self, position: int) -> Layout | None:
         """Return the global batch on one device, in smaller passes if it ran out of memory.
 
-        Returns None if it ran or failed, or if the device can't hold the longest row.
+        Return None if it ran or failed, or if the device can't hold the longest row.
         """
         tried = [one for one in self._machine.tried_alone(position) if one.probe.layout.costs]
         ended = len(tried) > RETREATS or any(isinstance(one, Timed | Failed) for one in tried)
@@ -143,7 +142,7 @@ class TextStage:
     def _next_split(self) -> tuple[Probe, ...]:
         """Return the split that the costs predict to be fastest.
 
-        The result is empty if a similar one was measured.
+        Return nothing if a similar split was measured.
         """
         tried = [
             one.probe.layout

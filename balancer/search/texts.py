@@ -26,15 +26,15 @@ class TextPolicy:
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
     def is_training(self, layout: Layout) -> bool:
-        """True if the layout is a sensible way to train; a device alone with a few rows isn't."""
+        """True if the layout is a sensible way to train. A device alone with a few rows isn't."""
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
     def apart_seconds(self, _layout: Layout) -> float | None:
-        """Return None: how long devices would take alone for their rows isn't known."""
+        """Return None, because the devices' times alone for their rows aren't known."""
         return None
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return empty curves, because plans then have the costs of rows instead."""
+        """Return empty curves, because plans have the costs of rows instead."""
         return NO_CURVE * len(layout.shares)
 
     # ------------------------------------------------------------------ candidates
@@ -51,7 +51,7 @@ class TextPolicy:
         return sorted(whole, key=self.machine.predicted_rate, reverse=True)[:1]
 
     def best_splits(self) -> list[Layout]:
-        """Return the last split that exploration measured, and the fastest one."""
+        """Return the last split that exploration measured, and the fastest split."""
         ran = self.machine.fitting_splits
         by_rate = sorted(ran, key=lambda one: -one.samples_per_second)
         return list(dict.fromkeys(one.probe.layout for one in (*ran[-1:], *by_rate[:1])))

@@ -1,6 +1,6 @@
-"""The time that exploration has left, and how long a step may take, as needed by device models.
+"""The time that exploration has left, and how long a step may take, for device models.
 
-The cost of probes is in `budget`, which depends on the device models, so they can't depend on it.
+The cost of probes is in `budget`. It depends on the device models, so they can't depend on it.
 """
 
 from __future__ import annotations
@@ -17,9 +17,9 @@ from .observations import EXPLORATION, Observations
 
 LONGEST_PROBE_SECONDS = 60.0  # a step takes at most a fifth of this
 SHORTEST_PROBE_SECONDS = 0.2  # ten blocks of 20 ms, the shortest (block_timing)
-FEWEST_STEPS = 5  # steps of a probe that shows its noise: with fewer it isn't worth its start
-LONE_STEPS = 2  # steps of a probe that times a lone step: the first isn't timed
-# seconds; a shorter lone step tells too little, since other work on the cores takes a part of it
+FEWEST_STEPS = 5  # steps of a probe that shows its noise: a probe of fewer isn't worth its start
+LONE_STEPS = 2  # steps of a probe that times a lone step: the first step isn't timed
+# seconds; a shorter lone step says too little, because other work on the cores takes a part of it
 SHORTEST_LONE_STEP = 0.5
 # steps of the shortest probe that shows its noise: a first one, two for warm-up, three that are
 # timed (block_timing.FEWEST_BLOCKS)
@@ -28,9 +28,9 @@ CERTAIN_STEPS = 6
 # other batches may matter more; but steps that are slow and noisy need the seconds
 SURPRISE = 10
 # factor by which a lone-step probe on a level curve may exceed the remaining time if its step takes
-# longer in proportion to the batch: most steps don't, and what ran stays the plan
+# longer in proportion to the batch: most steps don't, and what ran remains the plan
 BOLD = 2.0
-# fraction of the budget at which exploration and later turns stop, since probes may overrun
+# fraction of the budget at which exploration and later turns stop, because probes may overrun
 LATER_TURNS_END_BY = 0.95
 # fraction of the budget for exploration if packs and placements follow, whose child processes have
 # to start; also the fraction of the remaining time for a round that is expected to gain. Half of
@@ -57,9 +57,9 @@ class TimeLeft:
         """Return the factor by which a step may take longer than predicted.
 
         Two such steps still fit a part of the time left for exploration; lone steps may exceed that
-        by the factor `BOLD`. The factor limits the next batch on a level curve, which shows nothing
-        about larger batches: a step may take longer in proportion to the batch. Infinite if
-        `step_seconds` is 0.
+        part by the factor `BOLD`. The factor limits the next batch on a level curve, which shows
+        nothing about larger batches: a step may take longer in proportion to the batch. It is
+        infinite if `step_seconds` is 0.
         """
         if not step_seconds:
             return math.inf
@@ -83,9 +83,9 @@ class TimeLeft:
     def takes_lone_steps(self, step_seconds: float, part: float = 1 / SURPRISE) -> bool:
         """True if the next probe should time a lone step.
 
-        This is the case if measuring its noise would take more than `part` of the time left. With
-        such slow steps, knowing the time of several batches to 3 % is worth more than knowing the
-        time of a few batches exactly.
+        Measuring its noise would then take more than `part` of the time left. With such slow steps,
+        knowing the time of several batches to 3 % is worth more than knowing the time of a few
+        batches exactly.
         """
         if not self._lone_steps_save_time or step_seconds < SHORTEST_LONE_STEP:
             return False
@@ -100,7 +100,7 @@ class TimeLeft:
     def _lone_steps_save_time(self) -> bool:
         """True unless the first step at a new size takes longer than all later steps together.
 
-        In that case a lone step would cost as much as a probe that shows its noise.
+        In that case, a lone step would cost as much as a probe that shows its noise.
         """
         return self.tuning_steps <= CERTAIN_STEPS
 
@@ -110,10 +110,7 @@ class TimeLeft:
 
     @cached_property
     def overhead_seconds(self) -> float:
-        """The time in seconds that a typical probe takes for tracing and warm-up.
-
-        Its start isn't included.
-        """
+        """The seconds of tracing and warm-up in a typical probe, without its start."""
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
@@ -139,8 +136,5 @@ class TimeLeft:
 
 
 def untimed_seconds(seen: Timed) -> float:
-    """Return the time in seconds that a probe took for tracing and warm-up.
-
-    Its start and its timed steps aren't included.
-    """
+    """Return the seconds of tracing and warm-up in a probe, without its start and timed steps."""
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)

@@ -1,6 +1,7 @@
-"""The evidence that exploration found on each device, and groups of indistinguishable devices.
+"""What exploration found out about each device, and groups of indistinguishable devices.
 
-Indistinguishable devices share one curve fitted to the points of all of them, hence equal shares.
+Indistinguishable devices share one curve, fitted to the points of all of them, and so get equal
+shares.
 """
 
 from __future__ import annotations
@@ -19,37 +20,39 @@ from .memory import Memory, read_memory
 from .step_time import LEVEL, SAME_BATCH, Point, fit_curve
 
 CLEAR = 2.0  # standard errors (95 %); values that differ by less may be equal
-# blocks of a typical probe (5 to 16), to convert its interval's half-width into a standard error
+# blocks of a typical probe (5 to 16), which convert its interval's half-width into a standard error
 TYPICAL_BLOCKS = 8
-LUCKY = 4.0  # factor; in 1 of 20 probes, an interval of three blocks is too narrow by more
+# factor; in 1 of 20 probes, an interval of three blocks is too narrow by more than this
+LUCKY = 4.0
 # standard errors by which the mean ratio of the times of two equal devices may differ from 1
 MEAN_ERRORS = 3.0
-BATCH_ERRORS = 4.0  # the same for a single batch, of which there are several
-# fewest batch sizes, also in common with another device: one can't tell a fixed cost from a slope
+BATCH_ERRORS = 4.0  # the same limit for a single batch, of which there are several
+# least number of batch sizes, also in common with another device: one size can't tell a fixed cost
+# from a slope
 FEWEST_SIZES = 2
 
 
 class DeviceEvidence(msgspec.Struct, frozen=True):
     """The points and the memory use of one device.
 
-    `rounds` is the number of its solo probes; `lost` is the reason why the device is left
-    out, or empty.
+    `rounds` is the number of its solo probes. `lost` is the reason why the device is left out, or
+    empty.
     """
 
     alone: tuple[
         Point, ...
-    ]  # in a process of its own while the other devices compute too, which may slow it
-    others_idle: tuple[Point, ...]  # in a process of its own while the others are idle
+    ]  # in its own process while the other devices compute too, which may slow it
+    others_idle: tuple[Point, ...]  # in its own process while the others are idle
     in_splits: tuple[Point, ...]  # its compute time (own work) in the steps of splits
     memory: Memory
     rounds: int
     lost: str
-    alone_in_passes: tuple[Point, ...] = ()  # as `alone` and `others_idle`, but in several passes
+    alone_in_passes: tuple[Point, ...] = ()  # like `alone` and `others_idle`, but in several passes
     split_in_passes: tuple[Point, ...] = ()
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
     def out_of_use(self, quantum: int) -> bool:
-        """True if the device failed for good, or ran out of memory at the smallest share."""
+        """True if the device failed permanently, or ran out of memory at the smallest share."""
         return bool(self.lost) or (
             self.memory.smallest_failed is not None and self.memory.smallest_failed <= quantum
         )
@@ -60,10 +63,11 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
         return max((point.batch / point.seconds for point in self.alone), default=0.0)
 
     def solo_points(self, devices: int) -> tuple[Point, ...]:
-        """Return the points measured alone, and points of larger batches measured in splits or with
-        the others idle.
+        """Return the points measured alone, and points of larger batches that were measured
+        otherwise.
 
-        If only this device is left (`devices` is 1), return all points.
+        The larger batches were measured in splits or with the others idle. If this device is the
+        only one left (`devices` is 1), return all points.
         """
         largest = max((p.batch for p in self.alone), default=0) if devices > 1 else 0
         others = (*self.others_idle, *self.in_splits)
@@ -94,8 +98,8 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
 class _ByUse(msgspec.Struct):
     """A device's observations, grouped by what the device did.
 
-    It ran alone in one pass while others computed (`rounds`) or were idle (`others_idle`), alone in
-    several passes, or computed its share of a split.
+    It ran alone in one pass while others computed (`rounds`) or were idle (`others_idle`), ran
+    alone in several passes, or computed its share of a split.
     """
 
     rounds: list[Observation] = []
@@ -122,8 +126,8 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
 def _blames_passes(position: int, seen: Observation) -> bool:
     """True if the failure may be due to passes, which the workload may not support.
 
-    This is the case if a probe failed in which this device had several passes, and the failure
-    wasn't caused by a device.
+    This is the case if this device had several passes in the probe, and no device caused the
+    failure.
     """
     failed = isinstance(seen, Failed) and seen.cause != "device"
     return failed and seen.probe.layout.passes(position) > 1
@@ -132,7 +136,7 @@ def _blames_passes(position: int, seen: Observation) -> bool:
 def _memory(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
     """Return a device's memory use by batch size.
 
-    It includes the batch sizes that ran, and those that ran out of memory.
+    It has the batch sizes that ran, and the batch sizes that ran out of memory.
     """
     alone: dict[int, int] = {}
     in_splits: dict[int, int] = {}
@@ -150,7 +154,7 @@ def _memory(store: Observations, position: int, by_rows: list[Observation]) -> M
             if used is not None:
                 points = alone if layout.traits.alone and not layout.in_passes else in_splits
                 points[share] = max(used, points.get(share, 0))
-    # splits hold buffers for gradients too, so they count only beyond what ran alone
+    # splits also hold buffers for gradients, so they count only above what ran alone
     largest = max(alone, default=0) if len(alone) > 1 else 0
     beyond = {batch: used for batch, used in in_splits.items() if batch > largest}
     return read_memory(store.memory_limit(position), {**beyond, **alone}, ran, full)
@@ -177,7 +181,7 @@ def _out_of_memory(store: Observations, position: int, seen: Observation) -> boo
 
 
 def _too_large(store: Observations, position: int, seen: Failed) -> bool:
-    """True if the device failed alone, for good, at a larger batch than it ran before.
+    """True if the device failed alone and permanently at a larger batch than it ran before.
 
     Some kernels have such a limit.
     """
@@ -191,9 +195,9 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
 def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
     """Return why the device is left out; empty if it isn't.
 
-    A device is left out if it has gone, at any stage, or if it failed for good. Only failures alone
-    and failures that name it in a split of 3 or more devices count; a failure in a pair may be due
-    to either device.
+    A device is left out if it has gone, at any stage, or if it failed permanently. Only failures
+    alone and failures that name it in a split of 3 or more devices count, because a failure in a
+    pair may be due to either device.
     """
     if position in store.gone:
         return store.gone[position]
@@ -212,8 +216,7 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
 def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
     """Return the factor by which the device's steps now take longer; 1 if it isn't held back.
 
-    It counts as held back if it was held back in its last check or, before any check,
-    in all measurements.
+    It is held back if it was throttled in its last check or, before any check, in all measurements.
     """
     held = _held_back_since(store, position)
     steady = (*_steady_points(own.rounds, position), *_steady_points(own.splits, position))
@@ -227,10 +230,10 @@ def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
 
 
 def _held_back_since(store: Observations, position: int) -> list[Timed]:
-    """Return the measurements in which the device was held back; empty unless it still is.
+    """Return the measurements in which the device was throttled; empty unless it still is.
 
-    It still is if it was held back in its last check or, before any check, in all splits and turns;
-    a single such measurement counts as a burst.
+    It still is throttled if it was in its last check or, before any check, in all splits and turns.
+    A single such measurement counts as a burst.
     """
     timed = store.timed(Stage.SPLIT, Stage.RACE, Stage.CHECK)
     later = [one for one in timed if one.probe.layout.shares[position]]
@@ -242,7 +245,7 @@ def _held_back_since(store: Observations, position: int) -> list[Timed]:
 
 
 def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point]:
-    """Return the device's points from the probes in which no device was held back."""
+    """Return the device's points from the probes in which no device was throttled."""
     timed = (one for one in seen if isinstance(one, Timed))
     return read_points([one for one in timed if not one.held_back()], position)
 
@@ -250,11 +253,11 @@ def _steady_points(seen: Sequence[Observation], position: int) -> Iterator[Point
 def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0) -> Iterator[Point]:
     """Yield the device's points: its compute time (own work) in a step, or the whole step if alone.
 
-    The error of a point is its own, or the error expected from the median noise per step if that is
-    larger: an interval of few blocks is often too narrow by chance, since a probe ends once it is
-    narrow enough. It is raised by a factor of `LUCKY` at most, since steps of few rows may be
-    noisier. Measurements in which the device was held back are used only if there are no others, or
-    if the device has become `slower` by this factor since.
+    The error of a point is the measured error, or the error expected from the median noise per step
+    if that is larger: an interval of few blocks is often too narrow by chance, because a probe ends
+    once it is narrow enough. The error is raised at most by the factor `LUCKY`, because steps of
+    few rows may be noisier. Measurements in which the device was throttled are used only if there
+    are no others, or if the device has since become `slower` by this factor.
     """
     found = [(one, _own_seconds(one, position)) for one in seen if isinstance(one, Timed)]
     found = [(one, seconds) for one, seconds in found if seconds]
@@ -276,7 +279,7 @@ def read_points(seen: Sequence[Observation], position: int, slower: float = 1.0)
 
 
 def _typical_noise(seen: Iterable[Timed]) -> float:
-    """Return the median relative noise of a step over the probes that show it; 0 without any."""
+    """Return the median relative noise of a step over the probes that show it; 0 if none does."""
     certain = (one for one in seen if not one.lone)
     noises = [relative_error(one) * math.sqrt(max(1, one.steps)) for one in certain]
     return median(noises or [0.0])
@@ -285,7 +288,7 @@ def _typical_noise(seen: Iterable[Timed]) -> float:
 def _own_seconds(seen: Timed, position: int) -> float:
     """Return the device's compute time (own work) in a step, or the whole step if it ran alone.
 
-    Returns 0 if it is unknown.
+    Return 0 if it is unknown.
     """
     own = seen.device_seconds[position]
     if own:
@@ -296,8 +299,8 @@ def _own_seconds(seen: Timed, position: int) -> float:
 def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     """Return the evidence with drift between probes added to the errors of points.
 
-    The drift is the median difference between two points of nearly one batch that neither errors
-    nor rows explain, over all such pairs. One pair without drift is added, because a lasting
+    The drift is the median difference between two points of nearly the same batch that neither
+    errors nor rows explain, over all such pairs. One pair without drift is added, because a lasting
     disturbance changes one pair of one device.
     """
     drift = median_low([0.0, *_drifts(devices)])
@@ -317,10 +320,10 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
 
 
 def _drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
-    """Yield the absolute difference between the times of two points of nearly one batch.
+    """Yield the absolute difference between the times of each two points of nearly the same batch.
 
-    Differences are logarithms of ratios, one for each such pair of a device's points; 0 if errors
-    and the difference in rows explain it.
+    Differences are logarithms of ratios. They are 0 if errors and the difference in rows explain
+    them.
     """
     for device in devices:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
@@ -351,10 +354,11 @@ def step_error(seen: Timed) -> float:
 
 
 def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ()) -> list[list[int]]:
-    """Group the positions of devices that are as fast as the first one of their group.
+    """Return the positions of devices, grouped by equal speed.
 
-    Lost devices form groups of their own. Devices with different `limits`, which compute different
-    parts of the training, are never in one group, however noisy their points are.
+    Each device is as fast as the first device of its group. A lost device has its own group.
+    Devices with different `limits` compute different parts of the training, so they are never in
+    one group, however noisy their points are.
     """
     pace = [device.alone[0].seconds if device.alone else math.inf for device in devices]
     order = sorted(range(len(devices)), key=lambda i: (pace[i], i))
@@ -367,8 +371,9 @@ def group_devices(devices: Sequence[DeviceEvidence], limits: Sequence[int] = ())
 
 
 def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[list[int]]:
-    """Add each position to the last group for whose first member `same` is true, or to
-    a new group.
+    """Return the positions in groups, in `order`.
+
+    Each position joins the last group for whose first member `same` is true, or forms a new group.
     """
     groups: list[list[int]] = []
     for position in order:
@@ -384,8 +389,8 @@ def group_by(order: Iterable[int], same: Callable[[int, int], bool]) -> list[lis
 def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if noise alone explains how the times of two devices differ.
 
-    This must hold at every common batch, and neither may have taken clearly longer for fewer rows
-    than the other for more.
+    This must hold at every common batch. Also, neither device may have taken clearly longer for
+    fewer rows than the other for more.
     """
     if one.lost or other.lost:
         return False
@@ -397,9 +402,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     """True if one device took longer for fewer rows than the other took for more rows.
 
-    Both ran alone, and the difference exceeds the noise.
-
-    No single curve can fit both devices then.
+    Both ran alone, and the difference exceeds the noise. No single curve can then fit both devices.
     """
     for a, b in product(one.alone, other.alone):
         fewer, more = sorted((a, b), key=lambda point: point.batch)
@@ -410,9 +413,8 @@ def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
 
 
 def _gap(one: Point, other: Point) -> tuple[float, float]:
-    """Return the logarithm of the ratio of two times at nearly one batch, with its error.
-
-    The error is a standard error.
+    """Return the logarithm of the ratio of two times at nearly the same batch, and its standard
+    error.
     """
     gap = math.log(one.seconds / other.seconds * (other.batch / one.batch) ** 0.5)
     return gap, math.hypot(one.sure_error, other.sure_error)
@@ -421,8 +423,8 @@ def _gap(one: Point, other: Point) -> tuple[float, float]:
 def is_noise(gaps: Iterable[tuple[float, float]]) -> bool:
     """True if noise explains the gaps, which must come from at least two batches.
 
-    A gap is the logarithm of a ratio of times, with its standard error. The result is False
-    as soon as noise can't explain a gap, since 1024 devices have half a million pairs to
+    A gap is the logarithm of a ratio of times, with its standard error. The function returns False
+    at the first gap that noise can't explain, because 1024 devices have half a million pairs to
     compare per decision.
     """
     total = 0.0

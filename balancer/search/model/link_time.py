@@ -1,8 +1,8 @@
 """Predict the time of a gradient exchange from the speed of the link. Pure.
 
 A ring all-reduce over n ranks sends 2 (n - 1) / n times the bytes of the gradients over each link.
-The exchange overlaps with computation, so only what takes longer prolongs a step. Results are lower
-ends, because a search must not reject a layout by an estimate that may be too high.
+The exchange overlaps with computation, so only the excess prolongs a step. Results are lower
+bounds, because a search must not reject a layout because of an estimate that may be too high.
 """
 
 from __future__ import annotations
@@ -31,9 +31,10 @@ def all_reduce_seconds(size: int, ranks: int, link: KnownLink) -> float:
 
 
 def shard_pass_seconds(size: int, ranks: int, link: KnownLink) -> float:
-    """Return the seconds in which a pass of shards gathers and reduces `size` bytes of parameters.
+    """Return the seconds in which a pass of shards gathers and reduces its parameters.
 
-    The latency of its many collectives is left out, because the number of units isn't known.
+    `size` is the number of bytes of the parameters. The latency of the many collectives is left
+    out, because the number of units isn't known.
     """
     bandwidth = KnownLink(link.ranks, link.bytes_per_second)
     return SHARDS_REDUCES * all_reduce_seconds(size, ranks, bandwidth)

@@ -1,8 +1,8 @@
-"""How many samples fit on a device, judged by its memory use and by what ran or failed.
+"""How many samples fit on a device, according to its memory use and to what ran or failed.
 
 The next guess is where the line through the two largest distinct batches reaches the device's
-memory. A guess that fails refutes the line; from then on, the next try is a quarter of the gap
-above what ran, since a failure costs more than a batch that runs. If bytes are unknown, the batch
+memory. A guess that fails refutes the line. From then on, the next attempt is a quarter of the gap
+above what ran, because a failure costs more than a batch that runs. If bytes are unknown, the batch
 grows by a factor until it fails.
 """
 
@@ -18,7 +18,8 @@ from .step_time import LEVEL, SAME_BATCH, WIDE
 
 # fraction of the predicted batch left as headroom: allocators round up, and a restart takes 3 s
 MARGIN = 0.003
-# factor over what ran by which a batch may grow blindly, and within which a curve is trusted
+# factor over what ran, up to which a batch may grow if bytes are unknown, and up to which a curve
+# is trusted
 BLIND_GROWTH = 8
 # fraction of the predicted largest batch that is safe without having run, and of the free memory
 # that is used if the memory line bends upwards
@@ -32,21 +33,21 @@ UNBOUNDED = 1 << 30  # samples
 class Memory(msgspec.Struct, frozen=True, dict=True):
     """One device's memory use.
 
-    `points` are (batch, bytes) in rising order of batch; `largest_ran` is the
-    largest batch that ran, `smallest_failed` the smallest that ran out of memory.
+    `points` are (batch, bytes) in rising order of batch. `largest_ran` is the largest batch that
+    ran, and `smallest_failed` the smallest that ran out of memory.
     """
 
     limit_bytes: int | None
     points: tuple[tuple[int, int], ...] = ()
     largest_ran: int = 0
     smallest_failed: int | None = None
-    failure_count: int = 0  # how often it ran out of memory
+    failure_count: int = 0  # number of times that it ran out of memory
 
     @cached_property
     def distinct_points(self) -> tuple[tuple[int, int], ...]:
         """The points at clearly distinct batches, chosen from the largest down.
 
-        If there are no two distinct ones, the outermost two points.
+        If no two batches are distinct, it has the outermost two points.
         """
         kept: list[tuple[int, int]] = []
         for point in reversed(self.points):
@@ -60,7 +61,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def line(self) -> tuple[float, float] | None:
         """The line (bytes at 0 samples, bytes per sample) through the two largest batches.
 
-        The slope is never negative; None if there are fewer than two points.
+        The slope is never negative. It is None if there are fewer than two points.
         """
         if len(self.distinct_points) < 2:
             return None
@@ -91,9 +92,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return max(0, most - int(MARGIN * most))
 
     def _bend(self) -> float:
-        """Return the bytes per sample by which the last slope exceeds the one before.
+        """Return the bytes per sample by which the last slope exceeds the previous slope.
 
-        Returns 0 if it doesn't.
+        Return 0 if it doesn't.
         """
         if len(self.distinct_points) < 3:
             return 0.0
@@ -102,9 +103,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         return last - before if last > before * (1 + LEVEL) else 0.0
 
     def largest_in_proportion(self) -> int | None:
-        """Return the largest batch that fits if memory use were proportional to rows.
+        """Return the largest batch that fits if memory use is proportional to rows.
 
-        This is a safe estimate, since some of the memory is a fixed cost. Returns None unless
+        This is a safe estimate, because some of the memory is a fixed cost. Return None unless
         exactly one batch was measured and none ran out of memory.
         """
         if self.smallest_failed is not None or len(self.points) != 1 or self.limit_bytes is None:
@@ -115,9 +116,9 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_to_try(self, cap: int, quantum: int = 1, optimistic: bool = False) -> int:
         """Return the largest batch size worth trying, a multiple of `quantum` up to `cap`.
 
-        Return 0 if no batch can fit. With `optimistic`, while fewer than two tries have run out of
-        memory and memory use predicts no smaller limit, return the largest batch size below the
-        smallest one that failed.
+        Return 0 if no batch can fit. With `optimistic`, return the largest batch size below the
+        smallest one that failed, as long as fewer than two attempts ran out of memory and memory
+        use predicts no smaller limit.
         """
         narrow = max(quantum, SAME_BATCH * self.largest_ran)
         settled = (
@@ -158,7 +159,7 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
     def largest_safe(self, cap: int, quantum: int = 1) -> int:
         """Return the largest batch up to `cap` that certainly fits.
 
-        It is the largest that ran, or a little more if that took far less than the limit.
+        It is the largest that ran, or a little more if that used far less than the limit.
         """
         safe = self.largest_ran
         guess = self.predict_largest()
@@ -191,7 +192,8 @@ def read_memory(
 ) -> Memory:
     """Return a device's memory use, from its bytes by batch and from what ran or failed.
 
-    `ran` are the batches that fit; `full` are those that ran out, once for each failure.
+    `ran` are the batches that fit. `full` are the batches that ran out of memory, once for each
+    failure.
     """
     failed = min(full, default=None)
     largest = max((batch for batch in ran if failed is None or batch < failed), default=0)

@@ -1,8 +1,8 @@
-"""The speed that a device may have between its measured batches: what another batch could show.
+"""The highest speed that a device may have between its measured batches.
 
-Times rise with the batch, but need not lie on a line between two points: there may be a knee, a
+Times rise with the batch, but not necessarily on a line between two points: there may be a knee, a
 stair or another kernel. For the first half of each gap, time may continue with the slope before the
-gap, since a step up may be anywhere. Stairs are assumed to continue beyond what ran.
+gap, because a step up may be anywhere. Stairs are assumed to continue beyond what ran.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from .step_time import LEVEL, Point, fit_stairs, make_rising, merge_points
 
 
 def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
-    """Return the fastest curve that the points allow; the fitted one if it explains them."""
+    """Return the fastest curve that the points allow, or the fitted curve if it explains them."""
     found = merge_points(points)
     if curve.simple and len(curve.batches) > 2:
         stairs = fit_stairs(tuple(points))
@@ -60,8 +60,8 @@ def _slope_beyond(points: Sequence[Point], curve: Curve) -> float:
 def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
     """True if the bend may be anywhere between points.
 
-    This is the case if only one point lies beyond a level stretch, or if the curve has
-    only three points.
+    This is the case if only one point lies beyond a level stretch, or if the curve has only three
+    points.
     """
     risen = sum(point.seconds > (1 + LEVEL) * curve.times[0] for point in points)
     return curve.bent and (len(points) == 3 or risen == 1)
@@ -70,7 +70,7 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
 def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     """Return the bend (batch, seconds) that lowers the curve most in the gap before point `right`.
 
-    Returns None if no bend is worth a measurement.
+    Return None if no bend is worth a measurement.
     """
     one, other = points[right - 1], points[right]
     own = _slope(one, other)
@@ -89,8 +89,8 @@ def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
 def _slope_before(points: Sequence[Point], right: int, own: float) -> float:
     """Return the slope with which time may continue in the gap that ends at point number `right`.
 
-    `own` is the gap's own slope. It is returned for the first gap, unless the next gap rises
-    clearly more steeply: then the first batches may have been level.
+    `own` is the slope of that gap. Return it for the first gap, unless the next gap rises clearly
+    more steeply: then the first batches may have been level.
     """
     if right > 1:
         return _slope(points[right - 2], points[right - 1])

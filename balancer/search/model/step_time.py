@@ -3,7 +3,7 @@
 The curve is the simplest that fits the points: straight (fixed cost + cost per sample), level up to
 a knee and straight after it, stairs, or a line bent through the points, in which each point's
 deviation is shrunk by the fraction that noise explains. If step times fall as the batch grows,
-fewer rows count as taking as long as more rows do, since no plan would use so few.
+fewer rows count as taking as long as more rows, because no plan would use so few.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ import msgspec
 
 from evener.shares.curves import ROUNDING, Curve
 
-# relative; points closer than this are merged, since the slope between them would be noise
+# relative; points that are closer are merged, because the slope between them would be noise
 SAME_BATCH = 0.02
 # relative; times that differ by less may be level, and slopes equal; between batches that differ by
 # less, the rounding of allocators dominates
 LEVEL = 0.05
-# relative; the least error of any timing: recorded H200 probes differ by ±0.04 %
+# relative; least error of any timing: recorded H200 probes differ by ±0.04 %
 LEAST_ERROR = 0.0005
 # a line fits if no point is off by more than this many of its errors, as in 95 % of small fits
 LINE_ERRORS = 2.5
@@ -42,7 +42,7 @@ Sample = tuple[float, float, float]  # x, y, weight
 
 
 class Point(msgspec.Struct, frozen=True):
-    """One measured step time, in `passes` passes; `error` is its relative standard error."""
+    """One measured step time, in `passes` passes. `error` is its relative standard error."""
 
     batch: int
     seconds: float
@@ -61,14 +61,14 @@ class Point(msgspec.Struct, frozen=True):
 
     @property
     def leeway(self) -> float:
-        """The time in seconds by which a line may miss the point and still fit it."""
+        """The seconds by which a line may miss the point and still fit it."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
 
 def fit_curve(points: Iterable[Point], among: int = 1) -> Curve | None:
-    """Return the curve that fits the points; None without any points.
+    """Return the curve that fits the points; None without points.
 
-    `among` is the number of devices that share a step: see `Stairs.curve`.
+    `among` is the number of devices that share a step, as in `Stairs.curve`.
     """
     return _fit_points(tuple(points), among)
 
@@ -81,7 +81,7 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     if len(merged) == 1:
         return _level(merged[0])
     line, worst = _simplest(merged)
-    error = median(p.error for p in merged)  # a rough point tells nothing about the others
+    error = median(p.error for p in merged)  # a rough point says nothing about the others
     if worst <= LINE_ERRORS:
         return msgspec.structs.replace(line, simple=True, error=error)
     stairs = fit_stairs(found)
@@ -99,7 +99,7 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
 def _level(one: Point) -> Curve:
     """Return the curve of a single point.
 
-    Fewer rows may take as long as the point; more rows take at most proportionally longer.
+    Fewer rows may take as long as the point. More rows take at most proportionally longer.
     """
     batches = (0.0, float(one.batch))
     times = (one.seconds, one.seconds)
@@ -107,7 +107,7 @@ def _level(one: Point) -> Curve:
 
 
 def merge_points(points: Iterable[Point], near: float = SAME_BATCH) -> list[Point]:
-    """Return the points in rising order of batch, with similar ones averaged.
+    """Return the points in rising order of batch, with similar points averaged.
 
     Points are averaged if their batches are as `near` and noise explains how their times differ.
     """
@@ -142,9 +142,9 @@ def _average(group: Sequence[Point]) -> Point:
 
 
 def _simplest(points: Sequence[Point]) -> tuple[Curve, float]:
-    """Return a straight line if it fits, else a level stretch and a line; and its worst residual.
+    """Return the simplest curve, and its worst residual in standard errors.
 
-    The residual is in standard errors.
+    It is a straight line if that fits, and else a level stretch and a line.
     """
     line = _line(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
@@ -161,7 +161,8 @@ def _hinge(points: Sequence[Point], cut: int) -> Curve:
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
     if len(rest) > 1:
         return _line(*rising_line(_weighted(rest), intercept_not_negative=False), level)
-    # one point on the slope: the knee is unknown; after the longest level stretch, it is steepest
+    # one point on the slope: the knee is unknown; the line is steepest after the longest level
+    # stretch
     left = points[cut - 1]
     slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
     return _line(level - slope * left.batch, slope, level)
@@ -170,7 +171,7 @@ def _hinge(points: Sequence[Point], cut: int) -> Curve:
 def _line(fixed: float, slope: float, flat: float = 0.0) -> Curve:
     """Return the curve of max(flat, fixed + slope * b) seconds.
 
-    It is level up to the knee, if that lies above 0, and straight beyond.
+    It is level up to the knee, if the knee lies above 0, and straight beyond.
     """
     if slope > 0 and flat > fixed:
         return Curve((0.0, (flat - fixed) / slope), (flat, flat), slope)
@@ -205,7 +206,7 @@ def _bends(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
 def make_rising(times: Sequence[float]) -> list[float]:
     """Return the times at rising batches, each lowered to at most the times of larger batches.
 
-    No time is below 0. A larger batch may take less time if another kernel computes it; fewer rows
+    No time is below 0. A larger batch may take less time if another kernel computes it. Fewer rows
     are assumed to be able to use that kernel too.
     """
     return [max(time, 0.0) for time in accumulate(reversed(times), min)][::-1]
@@ -236,10 +237,10 @@ def rising_line(
 
 
 def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
-    """Return the time in seconds that each further pass adds to the time of its rows.
+    """Return the seconds that each further pass adds to the time of its rows.
 
-    It is fitted to steps in several passes. A lower limit prevents further passes from
-    being nearly free.
+    They are fitted to steps in several passes. A lower limit prevents further passes from being
+    nearly free.
     """
     weights = []
     found = []
@@ -258,7 +259,7 @@ def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
 class Stairs(msgspec.Struct, frozen=True):
     """Stairs with seconds(b) = first + rise * ceil(each * b + shift), but at least `least`.
 
-    `places` are triples (each, lowest shift, highest shift) that put every point on its stair: they
+    `places` are triples (each, lowest shift, highest shift) that put every point on its stair. They
     are the corners of the region of all such values.
     """
 
@@ -325,8 +326,8 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
 def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
     """True if the points show the width of a stair.
 
-    That takes three levels, or two without a wide gap between them; else many widths
-    fit the points.
+    That takes three levels, or two without a wide gap between them. Otherwise many widths fit the
+    points.
     """
     rise = bisect_left(levels, levels[0] + 1)
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
@@ -335,7 +336,7 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
 def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
     """Return the stairs for which each point is on its level.
 
-    Returns None if the points' times or batches contradict that.
+    Return None if the points' times or batches contradict that.
     """
     samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
     first, rise = rising_line(samples, intercept_not_negative=False)
@@ -348,9 +349,9 @@ def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
 
 
 def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, float, float], ...]:
-    """Return the places of stairs for which each batch is on its level.
+    """Return the parameters of stairs for which each batch is on its level.
 
-    If stairs whose width is a power of two (tiles) are possible, only their place is returned.
+    If stairs whose width is a power of two (tiles) are possible, return only their parameters.
     """
     pairs = list(combinations(zip(batches, levels, strict=True), 2))
     # bounds of 1 / width
