@@ -1,4 +1,4 @@
-"""Decides how many steps to time next, and when a step's time is known precisely enough.
+"""Decides how many steps to time next, and when the time of a step is known precisely enough.
 
 The functions have no side effects: the caller runs the steps and measures their time.
 
@@ -6,7 +6,7 @@ A `BlockTimer` warms up until two windows of steps agree, then requests blocks o
 % interval of the mean step time is within `TIGHT`, or the probe's time is used up. A probe also
 ends after half of its time if its interval would still exceed `TOO_IMPRECISE` at the end. If the
 first warm-up step takes longer than the probe's whole time, the probe ends with that step, and its
-precision is estimated from the difference to the step before it. A probe with a drift or throttling
+precision is estimated from the difference to the previous step. A probe with a drift or throttling
 warning is timed again for half of its time, and keeps the warning. A whole run ends when its
 requested time or number of steps is reached, regardless of precision.
 """
@@ -23,35 +23,37 @@ import msgspec
 from ..statistics import NORMAL_95, lone_error, relative_half_width, student
 from ..types import Interval, MeasurementDoubt, PartSeconds
 
-TIGHT = 0.01  # half-width of the 95 % interval / mean at which a probe ends
+TIGHT = 0.01  # half-width of the 95 % interval, relative to the mean, at which a probe ends
 TOO_IMPRECISE_FROM = 0.5  # fraction of its time after which an imprecise probe ends
-TOO_IMPRECISE = 0.015  # it is imprecise if its error would still exceed this at the end
+TOO_IMPRECISE = 0.015  # a probe is imprecise if its error would still exceed this at the end
 AGREE = 0.05  # two warm-up windows that differ by less are steady
-WARM_UP_SHARE = 0.5  # fraction of a probe's time; an unsteady warm-up by then is a slow start
-WARM_UP_WINDOWS = 24  # the most windows of a warm-up
-FEWEST_BLOCKS = 3  # the fewest blocks, even if they take longer than the probe's time
-ENOUGH_BLOCKS = 5  # the fewest blocks whose interval is trusted as tight
+# fraction of a probe's time; a warm-up that is still unsteady then is a slow start
+WARM_UP_SHARE = 0.5
+WARM_UP_WINDOWS = 24  # most windows of a warm-up
+FEWEST_BLOCKS = 3  # least number of blocks, even if they take longer than the probe's time
+ENOUGH_BLOCKS = 5  # least number of blocks whose interval is trusted as tight
 MOST_BLOCKS = 400
-# in a whole run, which may be long, each block has at least 1 / this of the steps before it
+# in a whole run, which may be long, each block has at least 1 / this of all earlier steps
 FINEST = 200
 BLOCKS_PER_PROBE = 16  # a block should take the probe's seconds / this,
-# within these
+# within these limits
 SHORTEST_BLOCK_SECONDS = 0.02
 LONGEST_BLOCK_SECONDS = 0.5
 
 NOISY = 0.03  # half-width / mean
-DRIFT = 0.02  # between the halves' means, and DRIFT_ERRORS standard errors
+# relative difference of the halves' means, which must also exceed DRIFT_ERRORS standard errors
+DRIFT = 0.02
 DRIFT_ERRORS = 4.0
-# gap between the mean and median block, or fraction of the time in which a device was throttled
+# gap between the mean and the median block, or fraction of the time in which a device was throttled
 THROTTLED = 0.05
 CAPPED = 0.2  # fraction of the time at the power limit that is worth a warning
-STALLED = 3.0  # a block that took longer, relative to the median block, was stalled
+STALLED = 3.0  # a block is stalled if it took this many times as long as the median block
 DISTURBED = 0.95  # CPU time / wall time of a process that never waits
 DISTURBED_SHARE = 0.2  # fraction of disturbed blocks that is worth a warning
-GREW = 1.01  # a device's peak memory after a block / before it
+GREW = 1.01  # peak memory of a device after a block, relative to the peak before it
 TOO_SHORT_SECONDS = 0.05
 UNSTEADY = ("drift", "throttled")  # a probe with these warnings is timed again
-AGAIN_SHARE = 0.5  # fraction of its time for which a probe is timed again
+AGAIN_SHARE = 0.5  # fraction of a probe's time for which it is timed again
 
 
 class Block(msgspec.Struct, frozen=True):
@@ -69,7 +71,7 @@ class Block(msgspec.Struct, frozen=True):
     slowed: float = 0.0
     capped: float = 0.0  # fraction of the block in which a device was at its power limit
     slowest: int = -1  # position of the most throttled device; -1: none, or unknown
-    parts: tuple[PartSeconds, ...] = ()  # each rank's parts of the whole block; empty: unknown
+    parts: tuple[PartSeconds, ...] = ()  # parts of the whole block for each rank; empty: unknown
     # True if processes allocated new memory: a training does so only in its first steps
     grew: bool = False
 
@@ -91,7 +93,7 @@ class StepTiming(msgspec.Struct, frozen=True):
     steps: int
     own_seconds: tuple[float | None, ...]  # per step
     warnings: tuple[MeasurementDoubt, ...]
-    parts: tuple[PartSeconds, ...] = ()  # per step, of each rank
+    parts: tuple[PartSeconds, ...] = ()  # per step, for each rank
 
 
 class BlockTimer:
@@ -117,12 +119,12 @@ class BlockTimer:
         self._blocks: list[Block] = []
         self._steps = 0  # steps of each timed block; 0 while warming up
         self._slow_start = 0.0
-        # warnings of the first round, after its end
+        # warnings of the first round, set after its end
         self._unsteady: tuple[MeasurementDoubt, ...] | None = None
 
     @property
     def phase(self) -> str:
-        """The phase to display: warming up | measuring."""
+        """The phase to display: "warming up" or "measuring"."""
         return "measuring" if self._steps else "warming up"
 
     def next_steps(self) -> int:
@@ -134,7 +136,7 @@ class BlockTimer:
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
-        """True if the first warm-up step took longer than the whole probe was meant to.
+        """True if the first warm-up step took longer than the whole probe should take.
 
         The probe then reports that step.
         """
@@ -171,10 +173,10 @@ class BlockTimer:
         return StepTiming(step, steps, _own(clean), self._warnings(clean, step), mean_parts(clean))
 
     def _sized(self, last: Block) -> int:
-        """Return the number of steps that fill a block, judging by the last block.
+        """Return the number of steps that fill a block, based on the last block.
 
-        It is at most 16 times the last block's number of steps, because the time of a short
-        block is imprecise.
+        It is at most 16 times the last block's number of steps, because the time of a short block
+        is imprecise.
         """
         wanted = (
             round(self._block_seconds / last.step_seconds)
@@ -186,7 +188,7 @@ class BlockTimer:
     def _steady(self) -> bool:
         """True if the last two windows agree and the last one is long enough.
 
-        Also True if the warm-up has used up its share of the time; then a slow start is recorded if
+        Also True if the warm-up has used up its share of the time. A slow start is then recorded if
         steps were still getting faster.
         """
         windows = self._windows
@@ -208,12 +210,10 @@ class BlockTimer:
         return over
 
     def _start_again(self) -> bool:
-        """Start a second round and return True, if the first round drifted or was throttled.
+        """Start a second round and return True if the first round drifted or was throttled.
 
-        The second round takes half the time, and only its blocks are reported. There is
-        no third round.
-
-        A whole run isn't restarted, because it lasts for the requested time or steps.
+        The second round takes half the time, and only its blocks are reported. There is no third
+        round. A whole run isn't restarted, because it lasts for the requested time or steps.
         """
         timing = self.result()
         if self._whole or self._unsteady is not None or timing is None:
@@ -228,7 +228,7 @@ class BlockTimer:
         return sum(block.steps for block in self._blocks)
 
     def _block_steps(self) -> int:
-        """Return the steps of the next block.
+        """Return the number of steps of the next block.
 
         The blocks of a whole run grow with the steps done, up to the requested steps.
         """
@@ -258,7 +258,7 @@ class BlockTimer:
         )
 
     def _clean(self) -> list[Block]:
-        """Return the blocks without a disturbance by other processes and without new allocations.
+        """Return the blocks without disturbance by other processes and without new allocations.
 
         If fewer than `FEWEST_BLOCKS` are left, return all blocks.
         """
@@ -267,7 +267,9 @@ class BlockTimer:
         return clean if len(clean) >= FEWEST_BLOCKS else self._blocks
 
     def _taken_by_others(self) -> float:
-        """Return the mean fraction of the cores' time that others took in disturbed blocks."""
+        """Return the mean fraction of the cores' time that other processes took in disturbed
+        blocks.
+        """
         shares = [block.cpu_share for block in self._blocks if block.disturbed]
         return 1 - fmean(share for share in shares if share is not None) if shares else 0.0
 
@@ -302,7 +304,7 @@ class BlockTimer:
 
 
 def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[MeasurementDoubt, bool]:
-    """Return a warning about throttling, and whether it is worth showing.
+    """Return a warning about throttling, and whether to show it.
 
     Its value is the larger of the throttled time that devices report and the gap between the mean
     and the median block. The warning names the device if devices reported it.
@@ -320,8 +322,8 @@ def _judge_throttling(clean: Sequence[Block], step: Interval) -> tuple[Measureme
 def has_grown(before: Sequence[int | None], after: Sequence[int | None]) -> bool:
     """True if a device's peak memory, in bytes, rose by more than 1 % in a block.
 
-    False if unknown. New pages cost the kernel noticeable time: on a virtual machine 16 us for each
-    4 KiB, 70 % of a step of 0.36 s.
+    False if it is unknown. New pages cost the kernel noticeable time: on a virtual machine 16 us
+    for each 4 KiB, 70 % of a step of 0.36 s.
     """
     pairs = zip(before, after, strict=False)
     return any(old is not None and new is not None and new > GREW * old for old, new in pairs)
@@ -332,7 +334,7 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 
     The interval is Student's, over the blocks' means. The value is total time divided by total
     steps, so blocks may differ in length. The interval of a single block is estimated from its
-    difference to the step before it, which took `first_seconds`, unless that step took much longer.
+    difference to the previous step, which took `first_seconds`, unless that step took much longer.
     """
     steps = sum(block.steps for block in blocks)
     if steps <= 0:
@@ -351,7 +353,7 @@ def interval_of(blocks: Sequence[Block], first_seconds: float = 0.0) -> Interval
 def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
     """True if the probe's interval would still exceed `TOO_IMPRECISE` at its end.
 
-    This is judged from the noise between the blocks so far. The noise is the median difference
+    This is predicted from the noise between the blocks so far. The noise is the median difference
     between consecutive blocks, so that a single change of speed doesn't count as noise: a probe
     with such a change needs its full time.
     """
@@ -376,7 +378,7 @@ def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
 def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
     """Return the parts of each rank's mean step over all blocks, in seconds.
 
-    The result is empty if any block has no parts.
+    Return nothing if any block has no parts.
     """
     steps = sum(block.steps for block in blocks)
     if not steps or not all(block.parts for block in blocks):
@@ -388,8 +390,8 @@ def mean_parts(blocks: Sequence[Block]) -> tuple[PartSeconds, ...]:
 def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
     """Return the parts of one rank's mean step: the sums over its blocks, divided by `steps`.
 
-    A part that is unknown in any block is None. `taken_by` comes from the block that waited
-    longest for cores.
+    A part that is unknown in any block is None. `taken_by` comes from the block in which the rank
+    waited longest for cores.
     """
 
     def mean(seconds: Sequence[float | None]) -> float | None:
@@ -412,7 +414,7 @@ def _add_parts(parts: Sequence[PartSeconds], steps: int) -> PartSeconds:
 def _drift(means: Sequence[float]) -> tuple[float, bool]:
     """Return the relative change of the mean block, and whether it exceeds the noise.
 
-    The change is from the earlier to the later half of the blocks.
+    The change is from the earlier half of the blocks to the later half.
     """
     if len(means) < 2 * FEWEST_BLOCKS:
         return 0.0, False

@@ -2,8 +2,8 @@
 
 Children are started when needed, kept between probes if memory allows, and replaced on failure. A
 solo probe has its own child. A split has one child over all its devices if one process can drive
-them (GPUs without limits, in TensorFlow), else one child per device. These children step as a
-group, over loopback if all devices are on one host.
+them (GPUs without limits, in TensorFlow), and otherwise one child per device. These children step
+as a group, over loopback if all devices are on one host.
 """
 
 from __future__ import annotations
@@ -60,11 +60,12 @@ from .measurement import Measurement, ProgressReporter, Timeouts
 from .protocol import Built, LinkMeasured, MeasureLink, Ran, Ready, RunSteps, Stack
 from .simulated import SimulatedProber
 
-WARM_UP_SHARE = 16  # maximum: any other size works, and a small one is made quickly
-REPEAT_SECONDS = 0.5  # between two reports on a silent probe
-GO_ON = RunSteps(1, 0.05)  # seconds between two checks whether other probes still run
-LINK_SECONDS = 20.0  # timeout for a few all-reduces, which take a second
-PORT_TRIES = 3  # a port may be taken between being chosen and being used
+WARM_UP_SHARE = 16  # most rows: any other size works, and a small one is made quickly
+REPEAT_SECONDS = 0.5  # seconds between two reports on a silent probe
+# one step at a time, to check every 0.05 s whether other probes still run
+GO_ON = RunSteps(1, 0.05)
+LINK_SECONDS = 20.0  # timeout in seconds for a few all-reduces, which take a second
+PORT_TRIES = 3  # attempts: a port may be taken between its choice and its use
 LARGEST_ERROR_FILE_BYTES = 4 << 20
 _FRAMEWORKS = ("tensorflow", "keras", "torch")
 _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc server")
@@ -73,9 +74,8 @@ _PORT_TAKEN = ("address already in use", "failed to bind", "could not start grpc
 class ChildProber:
     """Measures probes with real child processes.
 
-    The output of failing children is appended to `error_file`, if there is one.
-
-    A probe that fails yields an observation about the failure, never an exception.
+    The output of failing children is appended to `error_file`, if there is one. A probe that fails
+    yields an observation about the failure, never an exception.
     """
 
     def __init__(
@@ -95,10 +95,10 @@ class ChildProber:
         self._running: set[Probe] = set()  # probes of this round that aren't timed yet
         self._hosts = Hosts(self._devices, resolved.framework, resolved.workload)
         self._memory = MemoryBudget(self._devices, self._hosts.available_memory_bytes)
-        self._busy_cores: dict[int, float] = {}  # position -> cores kept busy by a step alone
+        self._busy_cores: dict[int, float] = {}  # position -> cores that a step alone keeps busy
         self._facts = Facts(driver=resolved.driver, link=link)
         self._looked_at: set[Layout] = set()  # layouts whose limits were measured
-        # positions of devices that took part in a probe, and so are watched
+        # positions of devices that took part in a probe and are therefore watched
         self._used: set[int] = set()
         self._unused: tuple[int, ...] = ()  # devices in `_used` that no running probe uses
         self._lock = threading.Lock()
@@ -113,9 +113,9 @@ class ChildProber:
     ) -> Iterator[Observation]:
         """Run all probes at the same time, and yield the observation of each probe as it ends.
 
-        Each probe is driven by its own thread. Once `stop` is set, `measure` ends early and yields
-        nothing for unfinished probes. `finished` are probes of the same round that were measured
-        before the run was resumed; the devices of these probes don't count as unused.
+        Each probe has its own thread. Once `stop` is set, `measure` ends early and yields nothing
+        for unfinished probes. `finished` are probes of the same round that were measured before the
+        run was resumed; the devices of these probes don't count as unused.
         """
         self._free_memory(probes)
         busy = {position for probe in (*probes, *finished) for position in probe.layout.active}
@@ -160,7 +160,7 @@ class ChildProber:
     def close(self) -> None:
         """Kill every child immediately.
 
-        Can be called twice, from any thread, and while `measure` runs.
+        May be called more than once, from any thread, and while `measure` runs.
         """
         self._closed.set()
         self._hosts.close()
@@ -169,9 +169,9 @@ class ChildProber:
     def _observe(
         self, probe: Probe, progress: ProgressReporter, stop: threading.Event
     ) -> Observation | None:
-        """Run a probe with idle children or new ones; return None if the session stops.
+        """Run a probe with idle children or new ones. Return None if the session stops.
 
-        The probe is retried if a port that its children need was taken meanwhile.
+        The probe is retried if another program took a port that its children need.
         """
         started = time.monotonic()
         for left in reversed(range(PORT_TRIES)):
@@ -256,10 +256,10 @@ class ChildProber:
         return True
 
     def _wants_closer_look(self, probe: Probe) -> bool:
-        """True if the limits of the layout's step (input, host) should be measured too.
+        """True if the limits of the layout's step (input, host) should also be measured.
 
-        This is so in the first probe of a layout that may become the plan, if its batches come
-        from host memory.
+        They are measured in the first probe of a layout that may become the plan, if its batches
+        come from host memory.
         """
         explores = probe.stage == Stage.SOLO and len(self._devices) > 1
         if explores or self._resolved.request.input != "host":
@@ -290,12 +290,13 @@ class ChildProber:
         layout = seen.probe.layout
         group.fresh = False
         try:
-            # devices that share cores or caches slow each other: keep stepping until the round ends
+            # devices that share cores or caches slow each other, so the children step until the
+            # round ends
             while self._running:
                 group.call(lambda _: GO_ON, Ran, self._timeouts.prepare, stop)
             kept = group.release_memory(self._timeouts.prepare, self._closed)
         except (GroupError, HostLostError, StoppedError):
-            group.end()  # its earlier measurements stay valid
+            group.end()  # its earlier measurements are still valid
             return
         with self._lock:
             if busy_cores is not None:
@@ -311,12 +312,11 @@ class ChildProber:
     def _measure_short(self, key: Layout, clean: bool) -> tuple[int, ...]:
         """Return the bytes of each device's memory that other processes hold, by position.
 
-        The result is empty if no such bytes were found and some device doesn't report them.
-
-        `clean`: no child of this layout is running.
+        With `clean`, no child of this layout is running. Return nothing if no such bytes were found
+        and some device doesn't report them.
         """
         if key.traits.side_by_side:
-            return ()  # under MPS, the memory is attributed to the daemon
+            return ()  # under MPS, the memory counts as the daemon's
         with self._lock:
             taken = {position for other in self._idle for position in other.active}
         short = self._hosts.measure_short(key.active, set(key.active) - taken if clean else set())
@@ -330,7 +330,7 @@ class ChildProber:
         """Return the share for a warm-up step before the probe's own share; 0 for no such step.
 
         TensorFlow traces the first size separately and the second for all sizes, so new children
-        step on another size first.
+        first run a step of another size.
         """
         request = self._resolved.request
         traced = (
@@ -379,7 +379,7 @@ class ChildProber:
         return group
 
     def _check_link(self, group: ChildGroup, key: Layout, stop: threading.Event) -> KnownLink:
-        """Return the speed of an all-reduce between the group's ranks, by the slowest rank.
+        """Return the speed of an all-reduce between the group's ranks: the slowest rank's.
 
         Its bytes per second are 0 if the workload doesn't report it. Raises GroupError, with a
         remedy, if the all-reduce hangs or its sums are wrong.
@@ -406,7 +406,7 @@ class ChildProber:
         )
 
     def _environment(self, devices: Sequence[Device], key: Layout) -> ChildEnvironment:
-        """Return a child's environment. Raises GroupError if its devices don't support one."""
+        """Return a child's environment. Raises GroupError if its devices don't support it."""
         if key.traits.side_by_side and key.placement == "mps":  # a resumed run of an older version
             raise GroupError(RankFailure(0, "unsupported", "Packs use MPS where its daemon runs."))
         try:
@@ -466,8 +466,7 @@ class ChildProber:
     def _find_devices(self, key: Layout, failure: RankFailure) -> tuple[int, ...]:
         """Return the devices on which a rank has failed.
 
-        The result is empty if its process drives several devices and the error doesn't name
-        one of them.
+        Return nothing if its process drives several devices and the error doesn't name one of them.
         """
         if not runs_in_one_process(self._resolved, key):
             return (key.active[failure.rank % len(key.active)],)
@@ -476,7 +475,7 @@ class ChildProber:
         return () if failure.gpu is None else key.active[failure.gpu : failure.gpu + 1]
 
     def _explain_stop(self, probe: Probe, progress: ProgressReporter, stack: Stack) -> None:
-        """Report in which phase a probe was stopped before it measured.
+        """Report in which phase a probe was stopped before it measured anything.
 
         If its stack contains a line of the user's code, the stack is saved in the run's error file.
         """
@@ -521,12 +520,11 @@ def needs_link_check(framework: str, devices: Sequence[Device]) -> bool:
 
 
 def add_facts(before: Facts, found: Mapping[str, str], engine: str, resolved: Job) -> Facts:
-    """Return the facts, updated with what one more child reported.
+    """Return the facts, updated with the report of one more child.
 
-    `engine` synchronizes the ranks of that child's split; empty if its layout isn't a split.
-
-    The workload's digest stays that of the first child: the model's own digest if the child reports
-    one, which a training script compares with its model's.
+    `engine` synchronizes the ranks of that child's split. It is empty if its layout isn't a split.
+    The workload's digest remains that of the first child. It is the model's own digest, if the
+    child reports one, which a training script compares with that of its model.
     """
     names = (*_FRAMEWORKS, *(name for backend in all_backends() for name in backend.device_words))
     parts = [resolved.workload, resolved.request.settings, found.get("parameters", "")]
@@ -561,9 +559,8 @@ def make_prober(
 ) -> Prober:
     """Return a prober whose clock starts at `start_seconds`.
 
-    Tracebacks of children go to `error_file`. `link` was measured between the devices before.
-
-    Simulated probes stop at `end_seconds` on the simulated clock; real probes are stopped
+    Tracebacks of children are written to `error_file`. `link` was measured between the devices
+    before. Simulated probes stop at `end_seconds` on the simulated clock. Real probes are stopped
     by the session.
     """
     if job.machine is not None:

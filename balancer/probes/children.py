@@ -3,7 +3,7 @@
 Two threads for each child drain its standard output and standard error, so no amount of output can
 block the child or fill this process's memory. A layout has one child on one device, one child over
 several GPUs, or one child per device that step as a group. If a child fails, the others get
-`GRACE_SECONDS` to report too; the root cause is then chosen from their messages.
+`GRACE_SECONDS` to report too. Then the root cause is chosen from their messages.
 """
 
 from __future__ import annotations
@@ -48,13 +48,14 @@ from .protocol import (
     read_stack,
 )
 
-STDERR_BYTES = 64 << 10  # how much of the end of standard error is kept
-DRAIN_SECONDS = 0.2  # for the rest of standard error, which the child's own children may keep open
+STDERR_BYTES = 64 << 10  # bytes at the end of standard error that are kept
+# seconds to read the rest of standard error, which processes that the child started may keep open
+DRAIN_SECONDS = 0.2
 STACK_SECONDS, POLL_SECONDS = 2.0, 0.01  # timeout and interval for the answer to a signal
 _READ_BYTES = 64 << 10
 TICK_SECONDS = 0.05
-GRACE_SECONDS = 1.0  # time for the other ranks to report too, once one has failed
-# the same if that rank has recovered: the others have finished the step and continue
+GRACE_SECONDS = 1.0  # seconds for the other ranks to report too, once one has failed
+# the same if that rank has recovered: the others finish the step and continue
 RECOVERED_SECONDS = 20.0
 
 
@@ -62,14 +63,14 @@ Inbox = queue.Queue[tuple[int, Message]]
 
 
 class RunningChild(ABC):
-    """The interface of a child on any host, as a group uses it."""
+    """The interface of a child on any host, for its group."""
 
     rank: int
-    alive: bool  # False once it has ended
+    alive: bool  # False once it has exited
 
     @abstractmethod
     def send(self, command: Command) -> None:
-        """Send a command. If the child is gone, the inbox receives a message about it."""
+        """Send a command. If the child has gone, the inbox receives a message about it."""
 
     @abstractmethod
     def find_stack(self) -> Stack | None:
@@ -81,20 +82,20 @@ class RunningChild(ABC):
     def find_loss(self) -> str:
         """Return the reason why the child's host doesn't answer.
 
-        The result is empty if the host answers, as this machine always does.
+        Return an empty string if the host answers, as this machine always does.
         """
         return ""
 
     @abstractmethod
     def end(self) -> None:
-        """Kill the child and its process group now; safe to call twice."""
+        """Kill the child and its process group now. May be called more than once."""
 
 
 class Child(RunningChild):
     """A worker process that `server` forks.
 
-    Its messages are put into `inbox` together with its rank. Killing it also kills
-    its process group.
+    Its messages are put into `inbox` together with its rank. Killing it also kills its process
+    group.
     """
 
     def __init__(
@@ -106,11 +107,11 @@ class Child(RunningChild):
         cap_bytes: int | None,
     ) -> None:
         self.rank, self.alive = rank, True
-        self.pid = 0  # 0 until the child is running
+        self.pid = 0  # 0 until the child runs
         self._server, self._inbox, self._cap_bytes = server, inbox, cap_bytes
         self._stderr = b""
         self._kills_before = _kernel_kills()
-        self._exit = Exited(0)  # set once it has ended
+        self._exit = Exited(0)  # set once it has exited
         self._ended = threading.Event()
         (stdin, write), (read, stdout), (errors, stderr) = (os.pipe() for _ in range(3))
         own = self._stdin, replies, output = (
@@ -144,7 +145,7 @@ class Child(RunningChild):
         self._ended.set()
 
     def send(self, command: Command) -> None:
-        """Send a command. If the child is gone, the inbox receives a message about it."""
+        """Send a command. If the child has gone, the inbox receives a message about it."""
         with suppress(OSError, ValueError):
             self._stdin.write(encode_line(command))
             self._stdin.flush()
@@ -153,7 +154,7 @@ class Child(RunningChild):
     def stderr_tail(self) -> str:
         """The end of the child's standard error and standard output.
 
-        Before the child runs, it is the end of the fork server's output.
+        Until the child runs, it is the end of the fork server's output.
         """
         written = self._stderr + (b"" if self.pid else self._server.read_log())
         return written.decode(errors="replace")
@@ -174,7 +175,7 @@ class Child(RunningChild):
         return stack
 
     def end(self) -> None:
-        """Kill the child and its process group now; safe to call twice."""
+        """Kill the child and its process group now. May be called more than once."""
         self._server.send_signal(self._key, signal.SIGKILL, group=True)
         if self.pid:
             self._ended.wait(WAIT_SECONDS)
@@ -203,7 +204,7 @@ class Child(RunningChild):
         stream.close()
 
     def _put(self, message: Message) -> None:
-        """Put a message into the inbox. Drops it if the inbox stays full for `WAIT_SECONDS`."""
+        """Put a message into the inbox. Drop it if the inbox stays full for `WAIT_SECONDS`."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)
 
@@ -218,7 +219,7 @@ def _read(stream: BinaryIO) -> bytes:
 def _kernel_kills() -> int:
     """Return the number of processes that the kernel has killed for memory since boot.
 
-    Return 0 if it is not reported.
+    Return 0 if the kernel doesn't report it.
     """
     with suppress(OSError):
         lines = Path("/proc/vmstat").read_text().splitlines()
@@ -236,7 +237,7 @@ class ChildGroup:
         self.link_path = ""  # between their devices; empty: unknown
         # seconds that its children waited for the imports of the fork server
         self.import_seconds = 0.0
-        self.held_bytes: dict[int, int] = {}  # position -> bytes held while it rests
+        self.held_bytes: dict[int, int] = {}  # position -> bytes that it holds while it is idle
         self._inbox = inbox
 
     def call(
@@ -246,7 +247,7 @@ class ChildGroup:
         seconds: float,
         stop: threading.Event,
     ) -> list[Reply]:
-        """Send every rank its command at the same time, and wait for all replies."""
+        """Send every rank its command at the same time, and return all replies."""
         for child in self.children:
             child.send(command(child.rank))
         return self.receive(expected, seconds, stop)
@@ -316,13 +317,10 @@ class ChildGroup:
         return found
 
     def release_memory(self, seconds: float, stop: threading.Event) -> dict[int, int]:
-        """Make every rank release unused memory.
+        """Make every rank release unused memory, and return the bytes that it still holds.
 
-        Returns the bytes that the group still holds, by device position, without positions where
-        that is unknown.
-
-        Raises GroupError if a rank doesn't reply within `seconds`, and StoppedError
-        as `receive` does.
+        They are by device position, without positions for which they are unknown. Raises GroupError
+        if a rank doesn't reply within `seconds`, and StoppedError as `receive` does.
         """
         replies = self.call(lambda _: ReleaseMemory(), MemoryReleased, seconds, stop)
         sizes = [size for reply in replies for size in cast(MemoryReleased, reply).memory_bytes]

@@ -1,6 +1,6 @@
-"""Classifies the failures of a layout's children: did memory run out, or is it something else?
+"""Classifies the failures of a layout's children: did memory run out, or did something else fail?
 
-It judges exceptions, exit codes and signals. The lists come from TensorFlow's and PyTorch's issue
+It looks at exceptions, exit codes and signals. The lists come from TensorFlow's and PyTorch's issue
 trackers, and from experiments with capped CPU allocators. The kernel itself counts the processes
 that it kills for lack of memory. The functions have no side effects.
 """
@@ -45,9 +45,9 @@ _OWN_WORDS = (
     "UserCodeError",
     "RequestError",
     "EvenerError",
-)  # their text tells which kind of error it is
+)  # exceptions whose text says which kind of error they are
 _TYPES = ("ResourceExhaustedError", "OutOfMemoryError", "MemoryError")
-_NOT_MEMORY = ("larger than max",)  # gRPC also says ResourceExhausted if a message is too long
+_NOT_MEMORY = ("larger than max",)  # gRPC also reports ResourceExhausted if a message is too long
 _TEXT = (
     "out of memory",
     "out_of_memory",
@@ -61,14 +61,15 @@ _TEXT = (
     "could not create a primitive",
 )
 _HARDWARE = ("gpu", "driver", "device-side")
-_AT_CAP = 0.7  # peak as a fraction of the cap: it excludes the allocation that fails
+# fraction of the cap above which memory ran out: a peak excludes the allocation that fails
+_AT_CAP = 0.7
 _MEMORY_SIGNALS = (signal.SIGSEGV, signal.SIGABRT, signal.SIGBUS)
 _GPU = re.compile(r"(?:device:|/)GPU:(\d+)\b")
 _COLORS = re.compile(r"\x1b\[[0-9;]*m")
 _UNPRINTABLE = re.compile(r"[^\x20-\x7e\u00a0-\uffff]+")
-# TensorFlow: where it was, then what it was
+# TensorFlow: the place, then the error
 _LAST_LINE_BEHIND = ("in user code:", "Graph execution error:")
-# Keras: the layer, what it was, then the arguments
+# Keras: the layer, the error, then the arguments
 _NEXT_LINE_BEHIND = ("Exception encountered when calling",)
 _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 
@@ -76,7 +77,7 @@ _PLACES = ("[[", "File ", "Detected at", "Node:", "<stack traces unavailable>")
 class StoppedError(Exception):
     """The session stops, so running probes have no observation.
 
-    `stack` is that of a child that had not begun to measure; None if unknown.
+    `stack` is that of a child that hadn't begun to measure; None if unknown.
     """
 
     def __init__(self, stack: Stack | None = None) -> None:
@@ -106,10 +107,8 @@ class RankFailure(msgspec.Struct, frozen=True):
 class GroupError(Exception):
     """One or more ranks of the group have failed.
 
-    The group's children are not reused, unless all that failed have recovered from running out of
-    memory and the others have replied.
-
-    `silent` are the ranks that have neither replied nor failed.
+    The group's children are not reused, unless all failed ranks have recovered from running out of
+    memory and the others have replied. `silent` are the ranks that have neither replied nor failed.
     """
 
     def __init__(self, *failures: RankFailure, silent: Sequence[int] = ()) -> None:
@@ -127,8 +126,8 @@ class GroupError(Exception):
     def root(self) -> RankFailure:
         """The failure that is most likely the root cause.
 
-        Failures for lack of memory come before other failures, and ranks that only lost a
-        peer come last.
+        Failures for lack of memory come before other failures. Ranks that only lost a peer come
+        last.
         """
         return min(
             self.failures,
@@ -173,7 +172,7 @@ def error_is_memory(types: Sequence[str], text: str) -> bool:
 def names_hardware(text: str) -> bool:
     """True if an error's text mentions a GPU or its libraries.
 
-    A single device may then be at fault.
+    The error may then be specific to one device.
     """
     lowered = text.lower()
     makers = [word for backend in all_backends() for word in backend.device_words]
@@ -237,8 +236,8 @@ def one_line(text: str, longest: int = 300) -> str:
 
 
 def _cut_at_space(text: str, longest: int) -> str:
-    """Cut the text to `longest` characters, after the last whole word that fits.
+    """Return the text cut to `longest` characters, after the last whole word that fits.
 
-    A longer first word is truncated.
+    If the first word is longer, it is truncated.
     """
     return text[: longest + 1].rpartition(" ")[0].rstrip() or text[:longest]

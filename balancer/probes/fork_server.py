@@ -2,9 +2,9 @@
 
 It imports the framework once, so that each child starts without a delay for imports.
 
-`ForkServer` runs in that process: it reads requests from a socket, one per datagram, and answers
-them; it never imports the user's own code. It exits when the other end of its socket closes, and
-kills its children then. `ServerProcess` is the other end.
+`ForkServer` runs in that process. It reads requests from a socket, one per datagram, and answers
+them; it never imports the user's own code. It exits when the other end of its socket closes, after
+killing its children. `ServerProcess` is the other end.
 """
 
 from __future__ import annotations
@@ -33,11 +33,11 @@ from evener.devices.registry import all_backends, import_path
 
 from .protocol import STACK_SIGNAL
 
-LONGEST_REQUEST = 1 << 20  # bytes: the variables of a child
+LONGEST_REQUEST = 1 << 20  # bytes of the environment variables of a child
 _PR_SET_PDEATHSIG = 1
 MODULE = "evener.balancer.probes.worker"
 WAIT_SECONDS = 2.0
-LOG_BYTES = 64 << 10  # how much of the end of a server's output is kept
+LOG_BYTES = 64 << 10  # bytes at the end of a server's output that are kept
 
 
 class ForkRequest(msgspec.Struct, frozen=True, tag=True):
@@ -46,7 +46,7 @@ class ForkRequest(msgspec.Struct, frozen=True, tag=True):
     The descriptors of its three standard streams come with the message.
     """
 
-    key: int  # identifies the child on both sides
+    key: int  # identifies the child at both ends
     folder: str  # its working folder
     variables: dict[str, str]
     cores: tuple[int, ...] = ()  # empty: all
@@ -90,11 +90,11 @@ class ForkServer:
         self._channel = channel
         self._run = run
         self._own = os.getpid()
-        self._pids: dict[int, int] = {}  # key -> pid of a child that isn't reaped
-        self._keys: dict[int, int] = {}  # its pidfd -> key
+        self._pids: dict[int, int] = {}  # key -> pid of a child that hasn't been reaped
+        self._keys: dict[int, int] = {}  # pidfd of such a child -> key
 
     def serve(self) -> None:
-        """Handle requests until the socket closes; children that are running then are killed."""
+        """Handle requests until the socket closes, then kill the running children."""
         while True:
             channel = self._channel.fileno()
             ready, _, _ = select.select([channel, *self._keys], [], [])
@@ -107,7 +107,7 @@ class ForkServer:
             self._send_signal(SignalRequest(key, signal.SIGKILL, True))
 
     def _carry_out(self) -> bool:
-        """Handle the next request. Returns False if the socket has closed."""
+        """Handle the next request. Return False if the socket has closed."""
         data, descriptors, _, _ = socket.recv_fds(self._channel, LONGEST_REQUEST, 3)
         if not data:
             return False
@@ -135,9 +135,9 @@ class ForkServer:
                 os.close(descriptor)
 
     def _be_child(self, start: ForkRequest, streams: Sequence[int]) -> None:
-        """Run as the forked child; never returns."""
+        """Run as the forked child. Never returns."""
         try:
-            os.setsid()  # its process group is its own
+            os.setsid()  # it becomes the leader of its own process group
             for number, descriptor in enumerate(streams):
                 os.dup2(descriptor, number)
             for descriptor in (self._channel.fileno(), *streams, *self._keys):
@@ -163,7 +163,7 @@ class ForkServer:
             return
         try:
             (os.killpg if request.group else os.kill)(pid, request.number)
-        except ProcessLookupError:  # it has no group of its own yet
+        except ProcessLookupError:  # it has no process group of its own yet
             os.kill(pid, request.number)
 
     def _answer(self, answer: ChildForked | ChildExited) -> None:
@@ -188,7 +188,7 @@ def import_first(names: Sequence[str]) -> None:
         # until the program that starts now can handle the signal
         signal.pthread_sigmask(signal.SIG_BLOCK, [STACK_SIGNAL])
         os.execv(sys.executable, sys.orig_argv[: -len(names)])
-    # all children share these objects: their collections need not visit, and so copy, them
+    # all children share these objects, so collections needn't visit them, which would copy them
     gc.freeze()
 
 
@@ -204,18 +204,18 @@ def _has_started_driver() -> bool:
 
 
 def die_with_parent() -> None:
-    """Have the kernel kill this process when the thread that started it exits."""
+    """Make the kernel kill this process when the thread that started it exits."""
     with suppress(OSError, AttributeError):
         ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL, 0, 0, 0)
 
 
 class ForkedChild(Protocol):
-    """What `ServerProcess` needs of a child."""
+    """The interface of a child for `ServerProcess`."""
 
     pid: int  # 0 until it runs
 
     def finish(self, code: int, peak_bytes: int = 0) -> None:
-        """Record that the child has exited; `peak_bytes` is its peak memory."""
+        """Record that the child has exited. `peak_bytes` is its peak memory."""
 
 
 class ServerProcess:
@@ -228,7 +228,7 @@ class ServerProcess:
     def __init__(self, variables: Mapping[str, str], imports: Sequence[str]) -> None:
         self._keys = itertools.count()
         self._children: dict[int, ForkedChild] = {}
-        self._last_words: bytes | None = None  # the end of its output, once it has ended
+        self._last_words: bytes | None = None  # the end of its output, once it has exited
         with ExitStack() as stack:
             self._log = os.memfd_create("log of a fork server")
             stack.callback(os.close, self._log)
@@ -236,7 +236,7 @@ class ServerProcess:
             stack.callback(self._channel.close)
             with theirs:
                 self._process = _run(theirs.fileno(), self._log, variables, imports)
-            self._resources = stack.pop_all()  # closed once all has been read
+            self._resources = stack.pop_all()  # closed once everything has been read
         self.pid = self._process.pid
         self._reader = threading.Thread(
             target=self._read, name=f"fork server {self.pid}", daemon=True
@@ -251,7 +251,7 @@ class ServerProcess:
     def start(
         self, child: ForkedChild, environment: ChildEnvironment, streams: Sequence[int]
     ) -> int:
-        """Request a child, which the server forks after its imports; return the child's key.
+        """Request a child, which the server forks after its imports, and return the child's key.
 
         The child's streams are closed in this process. If the server has exited, the child is
         reported as exited too. Raises OSError if the request can't be sent.
@@ -294,9 +294,9 @@ class ServerProcess:
         return self._last_words or b""
 
     def close(self) -> None:
-        """Kill the server; the kernel then kills the children that are still running.
+        """Kill the server. The kernel then kills the children that are still running.
 
-        Safe to call twice.
+        May be called more than once.
         """
         self._process.kill()
         with suppress(subprocess.TimeoutExpired):
@@ -335,7 +335,7 @@ def _run(
             stderr=log,
             env=_merge_variables(variables),
             pass_fds=[channel],
-            start_new_session=True,  # a terminal's Ctrl-C reaches the parent alone, which decides
+            start_new_session=True,  # Ctrl-C on a terminal reaches only the parent, which decides
         )
     finally:
         signal.pthread_sigmask(signal.SIG_SETMASK, blocked)

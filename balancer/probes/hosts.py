@@ -1,7 +1,7 @@
-"""The hosts of a session's devices behind one interface: this machine, and hosts through Ray.
+"""One interface for the hosts of a session's devices: this machine, and hosts through Ray.
 
-A `RemoteHost` talks to a `HostService` in evener's actor on a host of the cluster. A thread
-receives the messages of the children there, and delivers them as those of local children.
+A `RemoteHost` calls a `HostService` in evener's actor on a host of the cluster. A thread receives
+the messages of the children there, and delivers them like those of local children.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ from .launch_plan import LOOPBACK, find_free_ports
 from .protocol import Build, ChildError, Command, Exited, HostLost, Message, Stack
 from .script_copy import ScriptCopy, WrittenScript, copy_workload
 
-RECEIVE_SECONDS = 2.0  # a call that gets no message in this time returns without one
+RECEIVE_SECONDS = 2.0  # seconds after which a call without a message returns
 INBOX = 10_000
-SILENT_SECONDS = 15.0  # a host that is silent for longer counts as lost;
-ANSWER_SECONDS = 3.0  # this is its timeout when a rank on any host has failed
+SILENT_SECONDS = 15.0  # seconds of silence after which a host counts as lost;
+ANSWER_SECONDS = 3.0  # the same timeout once a rank on any host has failed
 
 
 class LocalHost:
@@ -64,13 +64,13 @@ class LocalHost:
         self._starter = ThreadPoolExecutor(1, "child starter")
 
     def ask(self, method: str, *arguments: Any) -> Any:
-        """Call a method of this host, or of one of its attributes: "monitor.read"."""
+        """Call a method of this host, or of one of its attributes, as in "monitor.read"."""
         return attrgetter(method)(self)(*arguments)
 
     def wait_for_drivers(
         self, positions: Collection[int], stop: threading.Event | None = None
     ) -> None:
-        """Wait for each driver's answer.
+        """Wait for the answer of each driver.
 
         Raises GroupError, which names a device that is gone or doesn't answer.
         """
@@ -91,8 +91,8 @@ class LocalHost:
     ) -> Child:
         """Start a new child.
 
-        Raises OSError or RuntimeError if it can't be started. Also closes the pipes of children
-        that have exited.
+        The pipes of children that have exited are closed. Raises OSError or RuntimeError if the
+        child can't be started.
         """
 
         def start() -> Child:
@@ -100,7 +100,7 @@ class LocalHost:
                 raise RuntimeError("this session has ended")
             child = Child(rank, inbox, self._find_server(environment), environment, cap_bytes)
             ended = {other for other in self._running if not other.alive}
-            for other in ended:  # perhaps while it rested, and nobody has noticed yet
+            for other in ended:  # perhaps while it was idle, so that nobody has noticed yet
                 other.end()
             self._running = {child, *self._running - ended}
             return child
@@ -110,8 +110,8 @@ class LocalHost:
     def _find_server(self, environment: ChildEnvironment) -> ServerProcess:
         """Return a running fork server for children with this environment, or start a new server.
 
-        The variables that affect the framework's import must be equal, since the server
-        has imported it.
+        The variables that affect the framework's import must be equal, because the server has
+        imported it.
         """
         late = tuple(prefix for backend in all_backends() for prefix in backend.late_variables)
         before = {
@@ -137,24 +137,24 @@ class LocalHost:
         return self.monitor.measure_short(positions, own, clean)
 
     def find_neighbours(self, positions: Iterable[int]) -> dict[int, Neighbours]:
-        """Return the processes other than children that compute on each device, by position.
+        """Return the processes that compute on each device, except children, by position.
 
-        Positions where the driver doesn't report them are left out.
+        Positions for which the driver doesn't report them are left out.
         """
         own = {child.pid for child in self._running if child.alive}
         return self.monitor.find_neighbours(positions, own)
 
     def close(self) -> None:
-        """Kill every child immediately; safe to call twice."""
+        """Kill every child immediately. May be called more than once."""
         self._closed.set()
-        with suppress(RuntimeError):  # it was closed before
+        with suppress(RuntimeError):  # it is already closed
             self._starter.submit(self._end_children).result()  # after a child that is being started
         self._starter.shutdown()
         self.monitor.close()
 
 
 class HostService(LocalHost):
-    """The local host in evener's actor on another machine, where each call runs in its own thread.
+    """The local host in evener's actor on another machine. Each call runs in its own thread.
 
     Integer keys identify its children.
     """
@@ -225,7 +225,7 @@ class HostService(LocalHost):
 
 
 class RemoteChild(RunningChild):
-    """A child on another host, as a group uses it."""
+    """A child on another host, for its group."""
 
     def __init__(self, host: RemoteHost, key: int, rank: int, inbox: Inbox) -> None:
         self.rank = rank
@@ -236,7 +236,7 @@ class RemoteChild(RunningChild):
         self.generation = host.service.generation  # generation of the actor that it runs in
 
     def send(self, command: Command) -> None:
-        """Send a command. If the child is gone, the inbox receives a message about it."""
+        """Send a command. If the child has gone, the inbox receives a message about it."""
         self._host.service.begin("send", self._key, command)
 
     def find_stack(self) -> Stack | None:
@@ -304,7 +304,7 @@ class RemoteHost:
     def _recover(self, generation: int) -> bool:
         """Restart the host in a new actor, and report the old actor's children as killed.
 
-        Returns False if the host can't be restarted or this session has closed it.
+        Return False if the host can't be restarted or this session has closed it.
         """
         if self._closed.is_set() or not self.service.restart(generation):
             return False
@@ -342,7 +342,7 @@ class RemoteHost:
             raise StoppedError
 
     def close(self) -> None:
-        """Kill every child on the host; safe to call twice."""
+        """Kill every child on the host. May be called more than once."""
         if not self._closed.is_set():
             self._closed.set()
             self.service.close()
@@ -363,7 +363,7 @@ class RemoteHost:
                     child.receive(message)
 
     def _lose(self, error: Exception) -> None:
-        """Record that the host is lost, and report that to the group of each of its children."""
+        """Record that the host is lost, and report this to the group of each of its children."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")
         self._lost = error
@@ -412,7 +412,7 @@ class Hosts:
         return tuple(next(free[device.host]) for device in devices)
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
-        """Wait for each driver's answer.
+        """Wait for the answer of each driver.
 
         Raises GroupError, which names a device that is gone or doesn't answer.
         """
@@ -422,7 +422,7 @@ class Hosts:
     def read(self, positions: Collection[int]) -> Mapping[int, Vitals]:
         """Return the drivers' current readings, by position.
 
-        Raises GroupError if a device is gone, or its driver has been silent for long.
+        Raises GroupError if a device is gone, or if its driver has been silent for too long.
         """
         found: dict[int, Vitals] = {}
         for host in self._with_drivers(positions):
@@ -440,9 +440,9 @@ class Hosts:
         return found
 
     def find_neighbours(self, positions: Collection[int]) -> Mapping[int, Neighbours]:
-        """Return the processes other than children that compute on each device, by position.
+        """Return the processes that compute on each device, except children, by position.
 
-        Positions where the driver doesn't report them are left out.
+        Positions for which the driver doesn't report them are left out.
         """
         found: dict[int, Neighbours] = {}
         for host in self._with_drivers(positions):
@@ -458,7 +458,7 @@ class Hosts:
         return min(sizes, default=0)
 
     def close(self) -> None:
-        """Kill every child; safe to call twice."""
+        """Kill every child. May be called more than once."""
         for host in self._by_name.values():
             host.close()
 

@@ -27,10 +27,13 @@ from ..types import PartSeconds
 from .block_timing import Block
 from .failures import GroupError, RankFailure, StoppedError
 
-READ_SECONDS = 0.05  # a reading takes a millisecond or two; slower readings aren't waited for
-RETURN_SECONDS = 0.5  # wait before a probe for a driver that was silent and may answer again
-SILENT_SECONDS = 5.0  # a device whose driver takes longer to answer can't be used for training
-# relative to SILENT_SECONDS: how long a busy machine may take to query the driver at all
+# seconds; a reading takes a millisecond or two, and slower readings aren't waited for
+READ_SECONDS = 0.05
+# seconds to wait before a probe for a driver that was silent and may answer again
+RETURN_SECONDS = 0.5
+# a device whose driver takes more seconds to answer can't be used for training
+SILENT_SECONDS = 5.0
+# relative to SILENT_SECONDS: the longest time in which a busy machine starts to query the driver
 PATIENCE = 3.0
 # fraction of a GPU's memory in use that may be the driver's own; SPREAD_SMALL at most on small GPUs
 SPREAD = 0.02
@@ -46,8 +49,8 @@ class Neighbours(NamedTuple):
     """Other processes that compute on a device.
 
     `part` is the fraction of the time in which their kernels ran, `own_part` the same for the
-    session's kernels, and `names` are the other processes' names. A GPU gives each process time
-    slices in turn, so both fractions together are at most 1.
+    session's kernels, and `names` are the names of the other processes. A GPU gives each process
+    time slices in turn, so both fractions together are at most 1.
     """
 
     part: float
@@ -68,7 +71,7 @@ class InterferenceMonitor:
         self._host = host
         self._silent_seconds = silent_seconds
         self._watches: dict[int, VitalsWatch | None] = {}  # None: the device reports nothing
-        self._short: dict[int, int] = {}  # position -> bytes others hold, as last reported
+        self._short: dict[int, int] = {}  # position -> bytes that others hold, as last reported
 
     def wait_for_drivers(self, positions: Collection[int], stop: threading.Event) -> None:
         """Wait until each device's driver answers.
@@ -93,7 +96,7 @@ class InterferenceMonitor:
     def read(self, positions: Iterable[int]) -> Mapping[int, Vitals]:
         """Return the drivers' current vitals.
 
-        Raises GroupError if a device is gone, or its driver has been silent for long.
+        Raises GroupError if a device is gone, or if its driver has been silent for too long.
         """
         vitals = self._read(positions, READ_SECONDS)
         self._raise_if_gone(positions)
@@ -104,10 +107,9 @@ class InterferenceMonitor:
     ) -> dict[int, int]:
         """Return the bytes that each device lacks because other processes hold them, by position.
 
-        Positions where that is unknown are left out.
-
-        `own` are the pids of the session's children, `clean` the positions where no child runs. If
-        the driver doesn't list processes, other processes' bytes are known only for a clean device.
+        `own` are the pids of the session's children. `clean` are the positions on which no child
+        runs. If the driver doesn't list processes, other processes' bytes are known only for a
+        clean device. Positions for which they are unknown are left out.
         """
         found: dict[int, int] = {}
         for position in self._own(positions):
@@ -122,20 +124,20 @@ class InterferenceMonitor:
     ) -> dict[int, Neighbours]:
         """Return the other processes that have computed on each device since the last call.
 
-        `own` are the pids of the session's children, which aren't included. Positions where the
-        driver doesn't list any child are left out.
+        `own` are the pids of the session's children, which are left out. Positions for which the
+        driver doesn't list any child are also left out.
         """
         found = {}
         for position, vitals in self._read(positions, SETTLE_SECONDS, full=True).items():
             if not vitals.busy.keys() & own:
-                continue  # the processes may have other pids in the driver than here
+                continue  # the driver may know the processes by other pids
             busy = {pid: part for pid, part in vitals.busy.items() if part}
             others = {pid: part for pid, part in busy.items() if pid not in own}
             mine = sum(part for pid, part in busy.items() if pid in own)
             total = mine + sum(others.values())
             scale = 1 / max(1.0, total)
             if not mine:
-                continue  # a sample of before they began
+                continue  # a sample from before they began
             names = sorted({name_process(pid) for pid in others})
             found[position] = Neighbours(
                 scale * sum(others.values()), scale * mine, ", ".join(names)
@@ -163,7 +165,7 @@ class InterferenceMonitor:
             watch.answer(until)
 
     def _own(self, positions: Iterable[int]) -> list[int]:
-        """Return the positions whose devices are on this host, without repeats."""
+        """Return the positions of devices on this host, without duplicates."""
         return [
             position
             for position in dict.fromkeys(positions)
@@ -212,7 +214,7 @@ class InterferenceMonitor:
         """Return the missing bytes; None if unknown.
 
         An increase over the last report must persist through several readings, because the process
-        that holds them may be exiting.
+        that holds the memory may be exiting.
         """
         reported = self._short.get(position, 0) + _unclear_bytes(
             self._devices[position].memory_bytes or 0
@@ -257,7 +259,7 @@ class DeviceWatch(DriverReader, Protocol):
 class ProbeInterference:
     """Records how much a probe's devices were throttled in each block, and the power they drew.
 
-    It also records the power of unused devices; `idle` has readings of these from before the probe.
+    The power of unused devices is also recorded; `idle` has their readings from before the probe.
     """
 
     def __init__(
@@ -273,7 +275,7 @@ class ProbeInterference:
         self._first = {**self._idle, **self._before}
 
     def annotate(self, block: Block) -> Block:
-        """Return the block with what the drivers report about its time.
+        """Return the block with the drivers' reports for its time.
 
         Raises GroupError if a device was lost meanwhile.
         """
@@ -304,8 +306,8 @@ class ProbeInterference:
     def mean_watts(self) -> dict[int, float]:
         """Return each device's mean power in watts during the probe, by position.
 
-        The probe lasts from its start to the last block. Devices that report no energy
-        are left out.
+        The probe lasts from its start to the last block. Devices that report no energy are left
+        out.
         """
         found = {}
         for position, last in {**read_idle(self._monitor, self._idle), **self._before}.items():
@@ -343,7 +345,7 @@ def _add_lost(
 def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int, Vitals]:
     """Return the drivers' readings of devices that a probe doesn't use.
 
-    The result is empty if a device is gone, because the probe doesn't need these devices.
+    Return nothing if a device is gone, because the probe doesn't need these devices.
     """
     with suppress(GroupError, HostLostError):
         return monitor.read(positions) if positions else {}
@@ -351,7 +353,7 @@ def read_idle(monitor: DriverReader, positions: Collection[int]) -> Mapping[int,
 
 
 def _resident_bytes(pid: int) -> int:
-    """Return a process's resident memory in bytes; 0 if the process is gone."""
+    """Return a process's resident memory in bytes; 0 if the process has gone."""
     with suppress(psutil.Error):
         return int(psutil.Process(pid).memory_info().rss)
     return 0

@@ -1,7 +1,7 @@
 """Determines a layout's child processes, their build commands, and which idle children to kill.
 
 Idle children are killed to free memory. PyTorch's children release their cache while they are idle,
-and report what they keep. TensorFlow's allocator never releases memory, so an idle child still
+and report how much they keep. TensorFlow's allocator never releases memory, so an idle child still
 holds its peak, and somewhat more.
 """
 
@@ -24,7 +24,7 @@ from ..request import Job
 from ..types import MEASURED_PART, Layout, Probe
 from .protocol import Build
 
-MIXED: Precision = "mixed_bfloat16"  # what the knob "mixed" means: no loss scaling is needed
+MIXED: Precision = "mixed_bfloat16"  # the meaning of the knob "mixed": no loss scaling is needed
 WORKERS = "workers"  # the prefix of knobs that set the loader workers
 LOOPBACK = "127.0.0.1"
 ONE_PROCESS = ("towers",)  # engines in which one process drives all devices
@@ -32,13 +32,13 @@ OPEN_SERVERS = (
     "TensorFlow's engine multiworker listens on all network addresses of this machine. Anyone who "
     "can connect to its ports can run code as you: see docs/security.md."
 )
-MOST_HELD = 256  # sockets
+MOST_HELD = 256  # most sockets that are held
 
 
 def choose_engine(resolved: Job, key: Layout) -> str:
     """Return the engine that synchronizes a split over these devices.
 
-    The result is empty for a layout that isn't a split.
+    Return an empty string for a layout that isn't a split.
     """
     if not key.traits.together:
         return ""
@@ -80,8 +80,8 @@ def map_ranks(
 ) -> RankMap:
     """Return the positions of a group's ranks.
 
-    `busy_cores` has the cores that a step keeps busy, by position; for positions that no solo probe
-    has measured, all threads count as busy.
+    `busy_cores` has the cores that a step keeps busy, by position. All threads count as busy for
+    positions that no solo probe has measured.
     """
     threads = environments[0].threads or 1
     positions = key.active * key.processes
@@ -147,21 +147,21 @@ def build_commands(
 def find_workers(knobs: Sequence[str]) -> int | None:
     """Return the number of loader worker processes that a knob such as `workers4` sets.
 
-    Return None if no knob does.
+    Return None if no knob sets it.
     """
     numbers = [knob.removeprefix(WORKERS) for knob in knobs if knob.startswith(WORKERS)]
     return int(numbers[0]) if numbers else None
 
 
-# sockets that are bound to the ports that were found, so that nobody else gets them
+# sockets bound to the ports that were found, so that no other program gets the ports
 _held: deque[int] = deque()
 
 
 def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
     """Return free ports on an address of this machine, for servers that set SO_REUSEADDR.
 
-    The ports stay bound, so that the system gives them to no other program before
-    the servers start.
+    The ports stay bound, so that the system gives them to no other program before the servers
+    start.
     """
     ports = []
     for _ in range(count):
@@ -176,9 +176,9 @@ def find_free_ports(count: int, address: str = LOOPBACK) -> list[int]:
 
 
 def _split_memory(device: Device, processes: int) -> Device:
-    """Return the device, limited to an equal fraction of its memory.
+    """Return the device, limited to the fraction of its memory for one logical device.
 
-    The fraction is for one of `processes` logical devices.
+    There are `processes` logical devices with equal fractions.
     """
     size = device.usable_memory_bytes
     part = None if size is None else size // processes
@@ -208,23 +208,23 @@ def _framework_limit(framework: str, device: Device) -> int | None:
 class RankMap(msgspec.Struct, frozen=True):
     """The positions of a group's ranks among the devices of the request."""
 
-    # in rank order; for one child over several devices, in the order of its devices
+    # in rank order or, for one child over several devices, in the order of its devices
     positions: tuple[int, ...]
     one_process: bool = False  # a single child for all positions
     own_cores: bool = False  # CPU slices: a rank's compute time is known from its CPU time
-    threads: int = 1  # threads of each rank
-    busy_cores: tuple[float, ...] = ()  # cores that each rank's step keeps busy
+    threads: int = 1  # number of threads of each rank
+    busy_cores: tuple[float, ...] = ()  # number of cores that each rank's step keeps busy
 
     @property
     def unique_positions(self) -> tuple[int, ...]:
-        """The positions without repeats, in rank order."""
+        """The positions without duplicates, in rank order."""
         return tuple(dict.fromkeys(self.positions))
 
 
 USED = 0.92  # fraction of a GPU's memory that all children together may hold
 # GPU memory that the driver's context of each process takes in addition to the allocator
 CONTEXT_BYTES = 600 << 20
-KEPT = 1.4  # what an allocator keeps, free blocks included, relative to its peak in use
+KEPT = 1.4  # memory that an allocator keeps, free blocks included, relative to its peak in use
 LOW_HOST_BYTES = 1 << 30  # all other idle children are killed if a host has less memory left
 
 HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak bytes
@@ -233,11 +233,11 @@ HeldBytes = Mapping[Layout, Mapping[int, int]]  # group -> position -> peak byte
 class MemoryBudget:
     """The memory that processes were seen to hold, by position and rows per pass.
 
-    Decides which idle children must be killed to make room.
+    It decides which idle children must be killed to make room.
     """
 
     def __init__(self, devices: Sequence[Device], available_bytes: Callable[[], int]) -> None:
-        # available_bytes: of the host that has the least
+        # available bytes of the host that has the least
         self._devices = devices
         self._available_bytes = available_bytes
         self._peaks: dict[int, dict[int, int]] = {}
@@ -292,8 +292,8 @@ class MemoryBudget:
     def _estimate_need(self, position: int, rows: int) -> int | None:
         """Return an upper bound on the bytes for passes of `rows` rows; None if unknown.
 
-        It is computed from what processes held for other passes. Memory grows at most in proportion
-        to the rows.
+        It is computed from the memory that processes held for other passes. Memory grows at most in
+        proportion to the rows.
         """
         peaks = self._peaks.get(position, {})
         return min(

@@ -1,8 +1,8 @@
 """One rank of a link measurement: it joins the other ranks, runs all-reduces and checks sums.
 
 A command names the ranks that take part in an all-reduce. Run as a program. Commands and replies
-are JSON Lines on standard input and output; anything that a library prints goes to standard error.
-It exits when its standard input ends.
+are JSON Lines on standard input and output; the output of libraries goes to standard error. The
+program exits when its standard input ends.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ class Join(msgspec.Struct, frozen=True, tag=True):
     rank: int
     world: int
     device: str  # cuda:0, cpu
-    seconds: float  # timeout for the others to join
+    seconds: float  # timeout in seconds for the others to join
 
 
 class Sum(msgspec.Struct, frozen=True, tag=True):
@@ -84,7 +84,7 @@ def main() -> None:
         except Exception as error:
             reply = RankFailed(f"{type(error).__name__}: {str(error).splitlines()[0][:300]}")
         replies.write(msgspec.json.encode(reply) + b"\n")
-    os._exit(0)  # a communicator that hangs would keep an orderly exit waiting
+    os._exit(0)  # a communicator that hangs would block an orderly exit
 
 
 class LinkRank:

@@ -27,10 +27,10 @@ from evener.system.memory_files import make_memory_file
 
 from .link_rank import Join, Joined, LinkCommand, LinkReply, RankFailed, RankReady, Sum, Summed
 
-START_SECONDS = 120.0  # timeout for the first rank to import its framework
-LATE_SECONDS = 15.0  # timeout for the other ranks, after the first one
-JOIN_SECONDS = 15.0  # timeout for all ranks to rendezvous
-SUM_SECONDS = 15.0  # timeout for the sums of a measurement; they take a second or two
+START_SECONDS = 120.0  # timeout in seconds for the first rank to import its framework
+LATE_SECONDS = 15.0  # timeout in seconds for the other ranks, after the first one
+JOIN_SECONDS = 15.0  # timeout in seconds for all ranks to rendezvous
+SUM_SECONDS = 15.0  # timeout in seconds for the sums of a measurement; they take a second or two
 LONGEST_LINE = 1 << 16
 PROGRAM = (sys.executable, "-P", "-m", "evener.balancer.probes.link_rank")
 
@@ -44,7 +44,7 @@ Outcome = Literal["ok", "hangs", "wrong", "failed"]
 _Reply = TypeVar("_Reply", RankReady, Joined, Summed)
 
 
-# the stored names, which files of earlier versions have
+# the stored names of fields, as in files of earlier versions
 STORED = {"transport": "way", "remedy": "cure", "ranks_met": "met"}
 
 
@@ -60,9 +60,9 @@ class LinkMeasurement(msgspec.Struct, frozen=True, rename=STORED):
     bytes_per_second: float = 0.0
     latency_seconds: float = 0.0
     detail: str = ""
-    ranks_met: bool = True  # False if the ranks hadn't joined: then it isn't a link's fault
+    ranks_met: bool = True  # False if the ranks hadn't joined, so that the link isn't at fault
     remedy: str = ""  # the variables with which it works, such as NCCL_P2P_DISABLE=1
-    path: str = ""  # between the devices: NVLink; empty: unknown
+    path: str = ""  # path between the devices, such as NVLink; empty: unknown
 
 
 class RankTask(NamedTuple):
@@ -121,8 +121,8 @@ def measure_links(
 def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> str:
     """Return environment variables with which an all-reduce between these devices works.
 
-    For example, NCCL_P2P_DISABLE=1. The sums must be correct; the result is empty if no transport
-    gives correct sums.
+    For example, NCCL_P2P_DISABLE=1. The sums must be correct. Return an empty string if no
+    transport gives correct sums.
     """
     everyone = [tuple(range(len(devices)))]
     for transport, variables in TRANSPORTS.items():
@@ -137,7 +137,7 @@ def find_remedy(devices: Sequence[Device], program: Sequence[str] = PROGRAM) -> 
 def name_path(devices: Sequence[Device]) -> str:
     """Return the name of the slowest path between two of these devices.
 
-    The result is empty if a path is unknown, as between hosts.
+    Return an empty string if a path is unknown, as between hosts.
     """
     kinds = {device.kind for device in devices}
     if len(kinds) > 1 or any(device.host for device in devices):
@@ -148,7 +148,7 @@ def name_path(devices: Sequence[Device]) -> str:
 
 
 def write_variables(variables: Mapping[str, str]) -> str:
-    """Format environment variables as in a shell command: NAME=value, separated by spaces."""
+    """Return environment variables as in a shell command: NAME=value, separated by spaces."""
     return " ".join(f"{name}={text}" for name, text in variables.items())
 
 
@@ -219,7 +219,7 @@ def _describe(devices: Sequence[Device], transport: Transport, summed: Summed) -
 class LinkGroup:
     """One process on each device, joined in one group.
 
-    Raises LinkError if they can't join; call `close` in any case.
+    Raises LinkError if the processes can't join. `close` must be called in any case.
     """
 
     def __init__(
@@ -250,7 +250,7 @@ class LinkGroup:
     def measure(self, members: tuple[int, ...]) -> Summed:
         """Return the highest latency and lowest rate that these ranks measured in an all-reduce.
 
-        The result's `wrong` describes the first incorrect sum, or is empty if there is none.
+        `wrong` in the result describes the first incorrect sum, and is empty if there is none.
         Raises LinkError if a rank fails or doesn't answer.
         """
         for rank in members:
@@ -340,7 +340,7 @@ class _RankProcess:
             start_new_session=True,
         )
         if cores:
-            with suppress(OSError):  # it has ended
+            with suppress(OSError):  # it has exited
                 os.sched_setaffinity(self._process.pid, cores)
         assert self._process.stdout is not None
         self.replies = self._process.stdout.fileno()
@@ -370,7 +370,7 @@ class _RankProcess:
         return None
 
     def kill(self) -> None:
-        """Kill the process and everything it started; safe to call if the process has exited."""
+        """Kill the process and everything it started. Safe if the process has already exited."""
         with suppress(ProcessLookupError):
             os.killpg(self._process.pid, signal.SIGKILL)
 
@@ -380,5 +380,5 @@ class _RankProcess:
         self._process.wait()
         for stream in (self._process.stdin, self._process.stdout):
             if stream is not None:
-                with suppress(OSError):  # what it no longer read
+                with suppress(OSError):  # input that it no longer read
                     stream.close()

@@ -39,20 +39,22 @@ from .protocol import (
 )
 
 _T = TypeVar("_T")
-REPORT_SECONDS = 0.2  # between two reports on one probe
+REPORT_SECONDS = 0.2  # seconds between two reports on one probe
 BLOCK_SLACK = 20.0  # a block's time limit, relative to its expected seconds
-CLOSER_SHARE = 0.2  # fraction of a probe's seconds for measuring the limits of its step
-CHUNKS = 8  # per block of a pack: how often each training checks the clock
-PACK_STEPS = 4  # steps of each training in a block, as trainings don't end together
-LONGEST_PACK_SECONDS = 2.0  # the longest block of a pack; it may then have fewer steps
+CLOSER_SHARE = 0.2  # fraction of a probe's seconds in which the limits of its step are measured
+CHUNKS = 8  # chunks per block of a pack; each training checks the clock after a chunk
+PACK_STEPS = 4  # steps of each training in a block, because trainings don't end together
+# seconds of the longest block of a pack, which may then have fewer steps
+LONGEST_PACK_SECONDS = 2.0
 
 
 class Timeouts(msgspec.Struct, frozen=True):
     """The seconds that each phase may take before the child is considered hung."""
 
-    build: float = 600.0  # for each: imports of a framework from a slow disk, and the model
+    # seconds each for the imports of a framework from a slow disk, and for the model
+    build: float = 600.0
     prepare: float = 600.0  # tracing, autotuning, compiling
-    block: float = 60.0  # or BLOCK_SLACK times the expected time, if that is more
+    block: float = 60.0  # seconds, or BLOCK_SLACK times the expected time if that is more
 
 
 def prepare_command(layout: Layout, ranks: RankMap) -> Prepare:
@@ -97,7 +99,7 @@ class ProgressReporter:
         self.repeat()
 
     def stop(self, stack: Stack, note: str) -> None:
-        """Report where a child was when it was stopped; `note` has details."""
+        """Report where a child was when it was stopped. `note` has details."""
         at = time.monotonic()
         phase = stack.step if self.phase == "building" else self.phase
         seconds, where = at - self._entered, f"{stack.where}{note}" if stack.where else ""
@@ -117,8 +119,8 @@ class ProgressReporter:
 class Measurement:
     """Measures one probe on one group of children.
 
-    Raises GroupError if a child fails, and StoppedError if the session stops. With `closer`, the
-    step is also measured without input, and on GPUs without waiting for the host.
+    With `closer`, the step is also measured without input and, on GPUs, without waiting for the
+    host. Raises GroupError if a child fails, and StoppedError if the session stops.
     """
 
     def __init__(
@@ -134,8 +136,8 @@ class Measurement:
         closer: bool = False,
     ) -> None:
         self._probe, self._group, self._ranks = probe, group, group.ranks
-        self._row_tokens = row_tokens  # per row on average, if rows have lengths
-        self._work: list[tuple[Work, ...]] = []  # work of each rank in a step, by block
+        self._row_tokens = row_tokens  # tokens per row on average, if rows have lengths
+        self._work: list[tuple[Work, ...]] = []  # the work of each rank in a step, by block
         self._timeouts, self._progress, self._monitor = timeouts, progress, monitor
         self._idle = idle  # readings of unused devices
         self._watts: dict[int, float] = {}
@@ -149,7 +151,7 @@ class Measurement:
         self._cpu_seconds, self._work_seconds = (
             0.0,
             0.0,
-        )  # alone on its own cores: of all blocks, without spinning
+        )  # alone on its own cores: over all blocks, without spinning
 
     def run(
         self,
@@ -161,7 +163,7 @@ class Measurement:
         """Time the probe.
 
         If `warm_up_share` isn't 0, another step runs first, with half of each share but at most
-        `warm_up_share` rows. `started` is the monotonic clock's time when the probe began;
+        `warm_up_share` rows. `started` is the monotonic clock's time at the start of the probe.
         `short_bytes` has the memory that other processes held then, by position.
         """
         self._progress.enter("warming up")
@@ -173,7 +175,7 @@ class Measurement:
         start_seconds = time.monotonic() - started if self._group.fresh else 0.0
         timing = self._time_blocks(first, stop)
         if self._closer and self._probe.layout.processes == 1:
-            with suppress(GroupError, StoppedError):  # the step's own measurement stays valid
+            with suppress(GroupError, StoppedError):  # the step's own measurement is still valid
                 self._look_closer(timing, stop)
         return Timed(
             probe=self._probe,
@@ -201,11 +203,11 @@ class Measurement:
         )
 
     def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:
-        """Measure what the step's time would be without input and, on GPUs, without a slow host.
+        """Measure the step's time without input and, on GPUs, without a slow host.
 
         The step is timed on a kept batch if input takes a noticeable part of the step
-        (`LEAST_SHARE`) or its time is unknown. On GPUs, a step is also timed that the host has
-        enqueued completely before it starts.
+        (`LEAST_SHARE`) or its time is unknown. On GPUs, a step that the host has enqueued
+        completely before it starts is also timed.
         """
         on_gpus = not self._ranks.own_cores
         known = [part.input_seconds for part in timing.parts]
@@ -224,7 +226,10 @@ class Measurement:
         self._keep_batch(False, stop)
 
     def _keep_batch(self, kept: bool, stop: threading.Event) -> bool:
-        """Make every rank keep its next batch, or stop keeping one. True if all ranks can."""
+        """Make every rank keep its next batch, or stop keeping one.
+
+        Return True if all ranks can.
+        """
         replies = self._group.call(lambda _: KeepBatch(kept), BatchKept, self._timeouts.block, stop)
         return all(cast(BatchKept, reply).able for reply in replies)
 
@@ -348,8 +353,9 @@ class Measurement:
     def _own_seconds(self, ran: Sequence[Ran], wall: float) -> tuple[float | None, ...]:
         """Return each rank's compute time (own work) in a block of `wall` seconds.
 
-        If ranks report how long they waited, it is the time without waiting, else CPU time divided
-        by the number of cores that the rank keeps busy. Empty if neither is known.
+        If ranks report how long they waited, it is the time without waiting. Otherwise it is CPU
+        time divided by the number of cores that the rank keeps busy. Return nothing if neither is
+        known.
         """
         if any(reply.waited_seconds is not None for reply in ran):
             return tuple(_less(wall, reply.waited_seconds) for reply in ran)
@@ -381,7 +387,7 @@ class Measurement:
     def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
         """Return the replies with their times scaled to the data's mean number of tokens.
 
-        The times become those of the same number of steps with that mean, because the random text
+        They are then the times of the same number of steps with that mean, because the random text
         lengths in a block would add noise.
         """
         work = [reply.work for reply in ran if reply.work]
@@ -423,10 +429,8 @@ class Measurement:
         """Return a pack's block.
 
         Its time per step is the time of the longest-running training, divided by the mean number of
-        steps per training.
-
-        The longest time is used because a training steps faster while another one has not begun yet
-        or has already finished.
+        steps per training. The longest time is used because a training steps faster while another
+        one hasn't begun yet or has already finished.
         """
         sizes = [reply.memory_bytes[0] for reply in ran]
         total = None if None in sizes else sum(size for size in sizes if size is not None)

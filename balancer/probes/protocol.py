@@ -1,6 +1,6 @@
 """The messages between a prober and its children, and stack dumps on a signal.
 
-Each message is one typed and bounded JSON object per line. A child only executes commands; the
+Each message is one typed and bounded JSON object per line. A child only executes commands. The
 parent decides what to run, for how long, and what an error means. On `STACK_SIGNAL`, a child writes
 its stack to standard error, which shows where a silent child is. `faulthandler` writes it without
 the interpreter's help, so this also works in a child that loops, waits or computes.
@@ -39,19 +39,18 @@ class Build(msgspec.Struct, frozen=True, tag=True):
     framework: str
     settings: dict[str, Any]
     setup: WorkerSetup
-    compute: float = 1.0  # share of its speed that it may use: below 1 it spins before each step
-    parallelism: float = 1.0  # cores that its step keeps busy
+    compute: float = 1.0  # fraction of its speed that it may use: below 1 it spins before each step
+    parallelism: float = 1.0  # number of cores that its step keeps busy
     device_ids: tuple[str, ...] = ()  # ids of the place's devices, as the monitor knows them
-    # how much the process may grow after the framework's import; None: no cap
+    # bytes by which the process may grow after the framework's import; None: no cap
     address_space_bytes: int | None = None
 
 
 class Prepare(msgspec.Struct, frozen=True, tag=True):
     """Make batches for these shares and run the first step.
 
-    `micro` has the rows per pass for each share; if empty, each share is one pass.
-
-    With `costs`, rows are distributed by length, in passes of at most `tokens` padded tokens; with
+    `micro` has the rows per pass for each share. If it is empty, each share is one pass. With
+    `costs`, rows are distributed by length, in passes of at most `tokens` padded tokens. With
     `length`, all rows are padded to that length.
     """
 
@@ -63,7 +62,7 @@ class Prepare(msgspec.Struct, frozen=True, tag=True):
 
 
 class RunSteps(msgspec.Struct, frozen=True, tag=True):
-    """Run `steps` steps, again and again until `seconds` have passed, as one timed block."""
+    """Run `steps` steps repeatedly until `seconds` have passed, as one timed block."""
 
     steps: int
     seconds: float = 0.0
@@ -115,20 +114,22 @@ class Ran(msgspec.Struct, frozen=True, tag=True):
     steps: Annotated[int, msgspec.Meta(ge=1, le=1 << 40)]
     wall_seconds: Annotated[float, msgspec.Meta(gt=0, le=1e9)]
     cpu_seconds: Seconds  # CPU time of the whole process, without spinning
-    spun_seconds: Seconds  # spent spinning to hold the process to its share of speed
+    spun_seconds: Seconds  # seconds of spinning, which slow the process to its share of speed
     memory_bytes: Annotated[
         tuple[Bytes | None, ...], Devices
-    ]  # the most that each of its devices held
+    ]  # the most memory that each of its devices held
     # number of steps after which the loss was NaN or infinite; 0: it was finite
     not_finite_step: Annotated[int, msgspec.Meta(ge=0, le=1 << 60)] = 0
     work: Work | None = None  # work of all steps in the block; None: rows have no lengths
-    # its device waited for other ranks' gradients and the all-reduce; None: unknown
+    # seconds in which its device waited for other ranks' gradients and the all-reduce; None:
+    # unknown
     waited_seconds: Seconds | None = None
-    input_seconds: Seconds | None = None  # waiting for rows; None: unknown
+    input_seconds: Seconds | None = None  # seconds of waiting for rows; None: unknown
     update_seconds: Seconds | None = None  # the optimizer's own step; None: unknown
-    # its threads were ready to run but had no core; None: not reported by the kernel
+    # seconds in which its threads were ready to run but had no core; None: not reported by the
+    # kernel
     starved_seconds: Seconds | None = None
-    taken_by: str = ""  # names of the programs that used the cores then
+    taken_by: str = ""  # names of the programs that used the cores meanwhile
 
 
 class BatchKept(msgspec.Struct, frozen=True, tag=True):
@@ -144,7 +145,7 @@ class LinkMeasured(msgspec.Struct, frozen=True, tag=True):
 
 
 class TimedOnDevice(msgspec.Struct, frozen=True, tag=True):
-    """The time in seconds that the device took for the step; None if the device has no clock."""
+    """The seconds that the device took for the step; None if the device has no clock."""
 
     seconds: Seconds | None
 
@@ -166,7 +167,7 @@ class ChildError(msgspec.Struct, frozen=True, tag=True):
 
     types: Annotated[tuple[str, ...], msgspec.Meta(max_length=100)]
     text: str
-    where: str = ""  # "file.py:12": the user's own line that it came from, if there is one
+    where: str = ""  # "file.py:12": the line of the user's code that raised it, if there is one
     traceback: str = ""
     # memory ran out in a step, and the child is back in its state before that step
     recovered: bool = False
@@ -194,13 +195,13 @@ def encode_line(message: Command | Reply) -> bytes:
 
 
 class Exited(msgspec.Struct, frozen=True):
-    """The child has exited; `code` is negative if a signal killed it."""
+    """The child has exited. `code` is negative if a signal killed it."""
 
     code: int
-    cap_share: float = 0.0  # the most memory that it held as a part of its cap; 0 without a cap
+    cap_share: float = 0.0  # peak memory as a fraction of its cap; 0 without a cap
     # the kernel has killed some process for memory since the child started
     kernel_killed: bool = False
-    output: str = ""  # the end of what it wrote to standard error and standard output
+    output: str = ""  # the end of its standard error and standard output
 
 
 class InvalidReply(msgspec.Struct, frozen=True):
@@ -221,7 +222,7 @@ Message = Reply | Exited | InvalidReply | HostLost
 def parse_reply(text: bytes) -> Reply | InvalidReply:
     """Parse the reply in a line.
 
-    Returns InvalidReply with the beginning of the line if it isn't valid.
+    Return InvalidReply with the beginning of the line if it isn't valid.
     """
     try:
         return reply_decoder.decode(text)
@@ -237,7 +238,7 @@ class Stack(msgspec.Struct, frozen=True):
     """
 
     step: Step
-    where: str  # "file.py:12": the user's own line; empty: none
+    where: str  # "file.py:12": the line of the user's code; empty: none
     text: str
 
 

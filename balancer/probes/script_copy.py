@@ -21,7 +21,7 @@ LARGEST_BYTES = 64 << 20
 class ScriptCopy(msgspec.Struct, frozen=True):
     """A script's files, by their path relative to the script's folder."""
 
-    folder: str  # the script's folder
+    folder: str  # path of the script's folder
     name: str  # the script's file name
     files: dict[str, bytes]
 
@@ -60,7 +60,7 @@ def _list_sources(folder: Path) -> Iterator[Path]:
 
 
 class WrittenScript:
-    """Writes a script's files to a temporary folder of this host, where they stay until `close`."""
+    """Writes a script's files to a temporary folder of this host, which `close` removes."""
 
     def __init__(self, script: ScriptCopy) -> None:
         self._script = script

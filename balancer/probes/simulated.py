@@ -22,7 +22,8 @@ from ..statistics import relative_half_width
 from ..types import MEASURED_PART, Facts, Failed, ModelState, Observation, OutOfMemory, Probe, Timed
 from .block_timing import Block, BlockTimer
 
-TICK_SECONDS = 0.1  # of real time between checks of `stop` when paced
+# seconds of real time between checks of `stop`, if simulated probes take real time
+TICK_SECONDS = 0.1
 SHORTEST_STEP_SECONDS = 1e-9  # a step is never free
 LATER = (
     "micro",
@@ -36,10 +37,9 @@ LATER = (
 class SimulatedProber:
     """Measures probes on a simulated machine.
 
-    `pace` is the real time per simulated time: 1 takes real time, 0 none. Its clock
-    starts at `start_seconds`.
-
-    Probes that are still running at `end_seconds` are stopped without an observation.
+    `pace` is the real time per simulated time: 1 takes real time, 0 none. Its clock starts at
+    `start_seconds`. Probes that are still running at `end_seconds` are stopped without an
+    observation.
     """
 
     def __init__(
@@ -110,9 +110,9 @@ class SimulatedProber:
         self._closed.set()
 
     def _wait_until(self, virtual: float, stop: threading.Event) -> bool:
-        """Advance the clock to `virtual`, in real time if paced.
+        """Advance the clock to `virtual`, in real time if `pace` requires it.
 
-        Returns False if it was stopped while waiting, or if `virtual` is later than `end_seconds`.
+        Return False if it was stopped while waiting, or if `virtual` is later than `end_seconds`.
         """
         at = min(virtual, self._end)
         until = time.monotonic() + max(0.0, at - self._clock) * self._pace
@@ -181,7 +181,7 @@ class _SimulatedProbe:
         return self._timed(step, parts, short)
 
     def _usable_bytes(self, position: int) -> int:
-        """Return the memory that tensors can use; fragments take some of it in a sharded step."""
+        """Return the memory that tensors can use. In a sharded step, fragments take some of it."""
         usable = self._machine.usable_memory_bytes(position)
         shards, layout = self._machine.shards, self._probe.layout
         if shards is None or not layout.state:
@@ -225,7 +225,7 @@ class _SimulatedProbe:
             return machine.pack_seconds(position, share, processes, crowd)
         passes = (
             max(map(layout.passes, layout.active)) if layout.state else layout.passes(position)
-        )  # all meet in each
+        )  # all devices synchronize in each
         return machine.device_seconds(position, share, crowd, min(share, passes))
 
     def _timed(
@@ -270,7 +270,7 @@ class _SimulatedProbe:
     def _watts(self, step: float, parts: tuple[float | None, ...]) -> tuple[float | None, ...]:
         """Return the power of each device in watts.
 
-        A power is None if another probe uses the device, or if it isn't specified.
+        It is None if another probe uses the device, or if it isn't specified.
         """
         layout = self._probe.layout
         found = list[float | None]()
@@ -307,7 +307,7 @@ class _SimulatedProbe:
         return slowed, -position if slowed else -1
 
     def _lost(self, elapsed: float) -> Failed | None:
-        """Return the failure of the probe if one of its devices is lost by then, otherwise None."""
+        """Return the failure of the probe if one of its devices is lost by then, else None."""
         at = self._start + elapsed
         for i in self._probe.layout.active:
             if self._machine.lost(i, at):
@@ -335,7 +335,7 @@ class _SimulatedProbe:
         )
 
     def _draw(self, noise: float, steps: int) -> float:
-        """Draw the relative duration of a block; the noise of its steps averages out."""
+        """Return a random relative duration of a block. The noise of its steps averages out."""
         return max(0.01, self._random.gauss(1.0, noise / steps**0.5)) if noise else 1.0
 
     def _report_timing(self, elapsed: float, timer: BlockTimer) -> None:

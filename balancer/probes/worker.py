@@ -43,15 +43,15 @@ from . import protocol
 from .failures import error_is_memory
 from .fork_server import ForkServer, die_with_parent, import_first
 
-NAMED_FROM = 0.05  # fraction of a block's time without a core from which competitors are named
-LOOK_SECONDS = 0.5  # between two looks at all processes
-IDLE_SECONDS = 1.0  # without a command, after which a child no longer counts as training
+NAMED_FROM = 0.05  # fraction of a block's time without a core above which competitors are named
+LOOK_SECONDS = 0.5  # seconds between two looks at all processes
+IDLE_SECONDS = 1.0  # seconds without a command after which a child no longer counts as training
 
 
 def main() -> None:
     """Import the modules that the arguments name, then fork children as requested on a socket.
 
-    The first argument is the socket's descriptor; the other arguments name modules.
+    The first argument is the descriptor of the socket; the other arguments name modules.
     """
     die_with_parent()
     faulthandler.register(protocol.STACK_SIGNAL)
@@ -64,7 +64,8 @@ def main() -> None:
 def run_child(parent: int) -> None:
     """Execute the commands on standard input until it ends or a command fails without recovering.
 
-    Exits if the process `parent` has already exited, and is killed when it exits.
+    Exit if the process `parent` has already exited. The kernel kills this process when `parent`
+    exits.
     """
     _end_with_parent(parent)
     commands, replies = _private_streams()
@@ -85,7 +86,7 @@ def run_child(parent: int) -> None:
         replies.write(protocol.encode_line(reply))
         replies.flush()
         if isinstance(reply, protocol.ChildError) and not reply.recovered:
-            break  # a child that has failed without recovering is never reused
+            break  # a child that failed without recovering is never reused
     _exit_now()
 
 
@@ -95,7 +96,7 @@ class Worker:
     def __init__(self) -> None:
         self._workload: Workload | None = None
         self._build: protocol.Build | None = None
-        self._busy_seconds = 0.0  # of the last step; a slowed process spins accordingly
+        self._busy_seconds = 0.0  # duration of the last step; a slowed process spins accordingly
         self._shares: tuple[int, ...] = ()  # shares of this process's devices
         self._steps = 0  # steps since the workload was built
         self._not_finite_step = 0
@@ -151,14 +152,14 @@ class Worker:
     def recover(self, error: BaseException, reply: protocol.ChildError) -> protocol.ChildError:
         """Release the memory of a failed step if it ran out of memory.
 
-        Returns the reply; its `recovered` is True if this child can continue.
+        Return the reply. Its `recovered` is True if this child can continue.
         """
         if self._workload is None or not error_is_memory(reply.types, reply.text):
             return reply
         gc.unfreeze()
         gc.enable()
         seen: BaseException | None = error
-        while seen is not None:  # frames hold what the step had allocated
+        while seen is not None:  # frames hold what the step allocated
             traceback.clear_frames(seen.__traceback__)
             seen.__traceback__ = None
             seen = seen.__context__
@@ -180,7 +181,7 @@ class Worker:
             command.workload, command.setup, command.settings, command.framework
         )
         if size is not None and ":" in command.workload:
-            cap_address_space(size)  # only the user's own code imports what it needs
+            cap_address_space(size)  # only the user's own code imports its own modules
         return protocol.Built(
             {str(key): str(value) for key, value in self._workload.facts().items()}
         )
@@ -201,7 +202,7 @@ class Worker:
         self._shares = command.shares[rank : rank + 1] if grouped else command.shares
         self._account(1, workload, build, timed=False)
         gc.collect()
-        gc.freeze()  # live objects stay: a collection between blocks need not visit them again
+        gc.freeze()  # live objects stay, so collections between blocks needn't visit them again
         return protocol.Prepared(first)
 
     def _run(self, command: protocol.RunSteps) -> protocol.Ran:
@@ -242,9 +243,9 @@ class Worker:
     def _name_takers(self, starved: Starvation) -> str:
         """Return the programs that used the cores while this process lacked a core.
 
-        It lacks a core while it is ready to run but has none. The result is empty if that took less
-        than `NAMED_FROM` of the time. Other processes of this search are recognized by the fork
-        server, which is their common ancestor.
+        It lacks a core while it is ready to run but has none. Return an empty string if that took
+        less than `NAMED_FROM` of the time. Other processes of this search are recognized by the
+        fork server, which is their common ancestor.
         """
         if starved.part < NAMED_FROM:
             return ""
@@ -274,10 +275,7 @@ class Worker:
         )
 
     def _run_steps(self, count: int, workload: Workload, build: protocol.Build) -> float:
-        """Run steps until the devices have finished them; return the time spent spinning.
-
-        The time is in seconds.
-        """
+        """Run steps until the devices have finished them, and return the seconds spent spinning."""
         if build.compute < 1:
             return sum(self._slow_step(workload, build) for _ in range(count))
         for _ in range(count):
@@ -286,12 +284,12 @@ class Worker:
         return 0.0
 
     def _slow_step(self, workload: Workload, build: protocol.Build) -> float:
-        """Spin to imitate a slower device, then run a step; return the time spent spinning.
+        """Spin to imitate a slower device, then run a step. Return the seconds spent spinning.
 
-        The time is in seconds. The process spins before the step, because the other ranks of a
-        group then wait for this rank as they would for a slow device. The time depends on the
-        previous step: on its wall time for a lone process, but in a group only on its compute time
-        (own work), because waiting for other ranks isn't slowness.
+        The process spins before the step, because the other ranks of a group then wait for this
+        rank as they would for a slow device. The time depends on the previous step: on its wall
+        time for a lone process, but in a group only on its compute time (own work), because waiting
+        for other ranks isn't slowness.
         """
         spun = _spin(self._busy_seconds * (1 / build.compute - 1))
         cpu, wall = time.process_time(), time.perf_counter()
@@ -362,7 +360,7 @@ def _private_streams() -> tuple[BinaryIO, BinaryIO]:
 
 
 def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
-    """Yield the lines as they arrive. Calls `idle` after `IDLE_SECONDS` without a line."""
+    """Yield the lines as they arrive. Call `idle` after `IDLE_SECONDS` without a line."""
     while True:
         if not select.select([stream], [], [], IDLE_SECONDS)[0]:
             idle()
@@ -373,10 +371,7 @@ def _read_lines(stream: BinaryIO, idle: Callable[[], None]) -> Iterator[bytes]:
 
 
 def _spin(seconds: float) -> float:
-    """Keep the core busy for this time, to imitate a slower core; return the time it took.
-
-    Both times are in seconds.
-    """
+    """Keep the core busy for `seconds`, to imitate a slower core. Return the actual seconds."""
     started = time.perf_counter()
     while (spent := time.perf_counter() - started) < seconds:
         pass

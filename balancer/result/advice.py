@@ -1,9 +1,8 @@
-"""Chooses a verdict's one recommendation.
+"""Chooses the recommendation of a verdict.
 
 It recommends one device, equal shares without a plan, the plan, another measurement, or fixing the
-user's code first.
-
-Of layouts that are equally fast, the simplest is recommended, whichever of them the search chose.
+user's code first. Of layouts that are equally fast, the simplest is recommended, whichever of them
+the search chose.
 """
 
 from __future__ import annotations
@@ -14,14 +13,15 @@ from ..search.ranking import UNCLEAR
 from ..types import Doubt
 from ..verdict import Action, Recommendation, Rival, Verdict
 
-MOSTLY = 0.5  # fraction of the blocks above which other processes have disturbed a measurement
+# fraction of the blocks that other processes must disturb for a measurement to count as disturbed
+MOSTLY = 0.5
 # relative: measurements of one layout that differ by more are unreliable
 DOUBTFUL = 0.5
 REASONS: tuple[tuple[Doubt, float], ...] = (("disturbed", MOSTLY), ("changed", DOUBTFUL))
 
 
 def advise(verdict: Verdict) -> Recommendation:
-    """Return the recommendation, from all other fields of the verdict."""
+    """Return the recommendation, based on all other fields of the verdict."""
     chosen = verdict.chosen
     own = Recommendation("plan", chosen.devices, chosen.batches, chosen.description)
 
@@ -72,8 +72,8 @@ def _lacks_comparison(verdict: Verdict) -> bool:
 def find_single(verdict: Verdict) -> Rival | None:
     """Return the single device that is as fast as a plan of several devices; None if there is none.
 
-    Its batch is the plan's, or a smaller one if the user set no batch. Also None if the speeds of
-    the two may differ by much.
+    Its batch is the plan's, or a smaller one if the user set no batch. Return None also if the
+    speeds of the two may differ by much.
     """
     batch = verdict.chosen.global_batch
     for one in verdict.rivals:

@@ -35,8 +35,8 @@ def explain_no_plan(
 ) -> NoLayoutError | DeviceError:
     """Return the error for a run without a plan.
 
-    It is built from the run's observations, the search's beliefs about the devices, and the reason
-    why the run ended.
+    It is built from the run's observations, the search's predictions for the devices, and the
+    reason why the run ended.
     """
     header, seen = record.header, record.observations
     ran = any(isinstance(one, Timed) for one in seen)
@@ -53,7 +53,7 @@ def explain_no_plan(
 def _explain_failures(
     record: JournalContents, failures: Sequence[str]
 ) -> NoLayoutError | DeviceError:
-    """Return the error for a run whose devices have failed, with what may help."""
+    """Return the error for a run whose devices have failed, with remedies."""
     header, seen = record.header, record.observations
     if _lost_all(seen):
         remedy = find_backend(header.devices[0].kind).remedy
@@ -75,7 +75,7 @@ def _lost_all(seen: Sequence[Observation]) -> bool:
 def _fails_everywhere(seen: Sequence[Observation]) -> bool:
     """True if every observation is the same exception.
 
-    Neither a single device nor its memory is the cause then.
+    The cause is then neither a single device nor its memory.
     """
     raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
     errors = {cut_place(one.detail) for one in raised}
@@ -83,9 +83,9 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
 
 
 def _find_maker(workload: str, why: str) -> str:
-    """Return the end of an error message: where the workload's function is defined.
+    """Return the end of an error message, which says where the workload's function is defined.
 
-    It is for an error that names no line of the user's code, such as an error from inside a layer.
+    It is for an error that names no line of the user's code, such as an error inside a layer.
     """
     file, _, name = workload.rpartition(":")
     if not file.endswith(".py") or f"{Path(file).name}:" in why:
@@ -119,7 +119,7 @@ def _explain_shards(record: JournalContents) -> Iterator[str]:
 def _explain_state(state: ModelState, memory_bytes: int) -> str:
     """Explain that the model can't be sharded either, if its state exceeds the devices' memory.
 
-    The memory is that of all devices together.
+    `memory_bytes` is the memory of all devices together.
     """
     return (
         f"in shards its state of {size(state.state_bytes)} doesn't fit either: the devices have "
@@ -136,7 +136,7 @@ def _active(seen: Sequence[Observation], outcome: type[Observation]) -> set[int]
 def _explain_end(header: Header, ran: bool, end: SearchEnd) -> NoLayoutError:
     """Return the error for a run that was stopped, or whose search or budget ended.
 
-    `ran`: something was measured.
+    `ran` is True if something was measured.
     """
     budget = header.request.budget_seconds
     what = "a layout of the global batch" if ran else "anything"
@@ -189,11 +189,10 @@ def find_unfinished(
 
 
 def _name_phase(phase: str, workload: str) -> tuple[str, str]:
-    """Return a phase in the user's terms, and what it works on.
+    """Return a phase in the user's terms, and its object.
 
-    It works on the workload, or on the function that builds the workload.
-
-    A workload without a function of the user's is prepared, not built.
+    The object is the workload, or the function that builds the workload. A workload without a
+    function of the user's is prepared, not built.
     """
     home, _, attribute = workload.rpartition(":")
     name = Path(home).name or workload
@@ -236,7 +235,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
 
 
 def _join_phase(why: str) -> str:
-    """Complete a sentence that ends in "failed" with the phase: while warming up: ValueError."""
+    """Return a clause after "failed" with the phase: while warming up: ValueError."""
     phase, colon, rest = why.partition(": ")
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 

@@ -56,14 +56,14 @@ from .rivals import (
 from .state_memory import find_state_memory
 from .training_limits import find_link, find_training_limits
 
-MARGIN = 1.3  # factor on a just sufficient budget: start times are estimates
+MARGIN = 1.3  # factor on a budget that barely suffices, because start times are estimates
 STEP_SECONDS = 10  # the budget is rounded up to a multiple of it
 USUAL_ROWS = 8  # typical number of rows in a pass
 COVERS = 0.8  # fraction of a loss that a cause must explain to be named
 
 
 class SearchEnd(msgspec.Struct, frozen=True):
-    """Why a run ended, when it ended, and which phases were unfinished then.
+    """Why and when a run ended, and which phases were unfinished then.
 
     The time is in seconds on the run's clock.
     """
@@ -75,7 +75,7 @@ class SearchEnd(msgspec.Struct, frozen=True):
 
     @property
     def why_stopped(self) -> str:
-        """The reason as a message."""
+        """The reason as text."""
         return self.end.words
 
     @property
@@ -166,7 +166,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
 
 
 def find_kind(family: Family, layout: Layout) -> LayoutKind:
-    """Return a layout's kind, by which the verdict describes the layout."""
+    """Return a layout's kind, as the verdict describes it."""
     traits = layout.traits
     if traits.placed:
         return "placed"
@@ -238,7 +238,7 @@ def padding_share(seen: Sequence[Timed]) -> float:
 
 
 def work_gap(seen: Sequence[Timed]) -> float | None:
-    """Return the relative gap between the longest and shortest compute time (own work) of devices.
+    """Return the gap between the longest and the shortest compute time (own work) of devices.
 
     It is relative to the longest. Return None if it wasn't measured.
     """
@@ -264,9 +264,8 @@ def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
 def list_alone(report: SearchReport) -> list[ComparedLayout]:
     """Return each device alone, at the plan's batch if possible.
 
-    A device that didn't run alone at the plan's batch is returned at its fastest batch.
-
-    If the plan is one device, that device has the plan's samples/s.
+    A device that didn't run alone at the plan's batch is returned at its fastest batch. If the plan
+    is one device, that device has the plan's samples/s.
     """
     chosen, batch = report.chosen, report.chosen.layout.global_batch
     found = []
@@ -296,8 +295,8 @@ def _name_rivals(
 ) -> tuple[Rival, ...]:
     """Return the rivals of the race, each device alone, and the fastest layout of all.
 
-    The fastest layout is left out if it is the plan. The single device that the plan is compared
-    with comes first.
+    The fastest layout is left out if it is the plan. The single device with which the plan is
+    compared comes first.
     """
     chosen = report.chosen
     known = {one.layout for one in rivals} | {chosen.layout}
@@ -323,10 +322,8 @@ def _choose_single(
     """Return the single device to compare the plan with.
 
     It is the device that was raced, unless another device had more samples/s at the same batch and
-    no more than the plan.
-
-    A device with more samples/s than the plan doesn't count, because it was measured while the
-    machine was faster.
+    no more than the plan. A device with more samples/s than the plan doesn't count, because it was
+    measured while the machine was faster.
     """
     own = chosen.layout.active if chosen.layout.traits.alone else ()
     others = [one for one in alone if one.layout.active != own]
@@ -347,7 +344,7 @@ def _list_singles(rivals: Sequence[ComparedLayout]) -> list[ComparedLayout]:
 def _find_fastest(report: SearchReport, known: set[Layout]) -> list[ComparedLayout]:
     """Return the layout with the highest samples/s at the requested batch, if faster than the plan.
 
-    The result is empty if that layout is already `known`.
+    Return nothing if that layout is already `known`.
     """
     batch, chosen = report.problem.global_batch, report.chosen
     able = [one for one in report.results if batch in (None, one.layout.global_batch)]
@@ -365,9 +362,9 @@ def _describe_rival(
     labels: Sequence[str],
     alone: Sequence[ComparedLayout],
 ) -> Rival:
-    """Convert a rival, a layout that was compared with the plan, to the verdict's form.
+    """Return a rival, a layout that was compared with the plan, in the verdict's form.
 
-    `alone` are the single-device layouts with their earlier samples/s.
+    `alone` are the solo layouts with their earlier samples/s.
     """
     layout, gain = one.layout, one.gain_of(report.chosen) if one.compared else None
     kind: RivalKind = find_kind(one.candidate.family, layout)
@@ -403,7 +400,7 @@ def _describe_rival(
 def _why_not(report: SearchReport, one: ComparedLayout) -> WhyNotChosen | None:
     """Return why a layout with more samples/s than the plan isn't the plan.
 
-    None for a slower layout, and for a layout whose samples/s are too uncertain.
+    Return None for a slower layout, and for a layout whose samples/s are too uncertain.
     """
     chosen, problem = report.chosen, report.problem
     if one.throughput.value <= chosen.throughput.value or not is_known(one.throughput):
@@ -424,7 +421,7 @@ def _find_split_loss(report: SearchReport, rivals: Sequence[ComparedLayout]) -> 
     """Return why the best split is slower than one device.
 
     The cause is synchronization, or time that a smaller share doesn't reduce. If neither explains
-    the loss, the known times are returned without a cause.
+    the loss, return the known times without a cause.
     """
     chosen, split = report.chosen, _best_split(rivals)
     if not chosen.layout.traits.alone or split is None or not _is_surely_slower(split):
@@ -455,8 +452,8 @@ NEARLY = 0.9  # fraction of the sum of all devices alone: anything less is expla
 def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> SumLoss | None:
     """Return why several devices reach much less than the sum of each device alone.
 
-    Return None if they don't, if a device wasn't measured alone, or if the training waits for
-    rows or cores.
+    Return None if they don't, if a device wasn't measured alone, or if the training waits for rows
+    or cores.
     """
     chosen = report.chosen
     alone = [one.throughput.value for one in list_alone(report)]
@@ -478,9 +475,9 @@ def _find_sum_loss(report: SearchReport, limits: Sequence[TrainingLimit]) -> Sum
 def _find_cause(
     lost: float, by_share: float, by_exchange: float
 ) -> Literal["longest_part", "exchange", "both", "unexplained"]:
-    """Return what explains the time that a step loses.
+    """Return the cause of the time that a step loses.
 
-    The causes are the longest share's small batch, the exchange of gradients, or both together.
+    It is the longest share's small batch, the exchange of gradients, or both together.
     """
     if by_share >= COVERS * lost:
         return "longest_part"
@@ -494,8 +491,8 @@ def _find_cause(
 def _find_idle_devices(report: SearchReport, labels: Sequence[str]) -> Iterator[LeftOut]:
     """Yield each working device that has no part in the plan, with a reason.
 
-    The reason is the fastest split that uses the device, or why no such split was measured near
-    the plan's batch.
+    The reason is the fastest split that uses the device, or why no such split was measured near the
+    plan's batch.
     """
     chosen = report.chosen
     if not chosen.layout.traits.by_shares:
@@ -547,8 +544,8 @@ def _lacks_split(chosen: Result, rivals: Sequence[ComparedLayout], devices: int)
 def _find_slow_bfloat16(record: JournalContents, layout: Layout) -> tuple[str, ...]:
     """Return the plan's devices that compute bfloat16 without hardware support.
 
-    The result is empty if no other device of the plan has that support, or if the training
-    uses another type.
+    Return nothing if no other device of the plan has that support, or if the training uses another
+    type.
     """
     request = record.header.request
     asked = request.precision == MIXED or "mixed" in layout.knobs
@@ -601,7 +598,7 @@ def find_unequal_rows(report: SearchReport) -> Iterator[LeftOut]:
 
 
 def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Iterator[LeftOut]:
-    """Yield layouts that the budget left no time for, with a budget that should suffice."""
+    """Yield layouts for which the budget left no time, with a budget that should suffice."""
     cut = end.end.stop in (Stop.INTERRUPTED, Stop.CUT_OFF)
     if report.problem.budget_seconds is None or cut:
         return
@@ -615,8 +612,8 @@ def find_unmeasured(report: SearchReport, devices: int, end: SearchEnd) -> Itera
 def _name_missing(one: Candidate, devices: int) -> str:
     """Return the name of a layout that wasn't measured.
 
-    The name of an even split includes its devices, as the plan may be an even split
-    over fewer devices.
+    The name of an even split includes its devices, because the plan may be an even split over fewer
+    devices.
     """
     if one.family.equal_shares and len(one.layout.active) == devices:
         over = "both" if devices == 2 else f"all {devices}"
@@ -625,7 +622,7 @@ def _name_missing(one: Candidate, devices: int) -> str:
 
 
 def find_replaced(report: SearchReport, devices: int) -> tuple[ReplacedLayout, ...]:
-    """Return the layouts that ran out of memory, each with the smaller one measured instead."""
+    """Return the layouts that ran out of memory, each with the smaller layout measured instead."""
     return tuple(
         ReplacedLayout(
             name_layout(wished, devices),
@@ -643,10 +640,9 @@ def _round_enough(report: SearchReport) -> int:
 def find_short_budget(
     report: SearchReport, seen: Sequence[Observation], end: SearchEnd
 ) -> ShortBudget | None:
-    """Return the budget if it ended before any split was tried; None otherwise.
+    """Return the budget if it ended before any split was tried, else None.
 
-    It comes with the time that starting processes took, and with a budget that should
-    suffice, in seconds.
+    The result has the seconds that starting processes took, and a budget that should suffice.
     """
     budget = report.problem.budget_seconds
     tried = any(len(one.probe.layout.active) > 1 for one in seen)
@@ -661,7 +657,7 @@ def find_short_budget(
 
 
 def _find_left_out_hosts(report: SearchReport, devices: Sequence[Device]) -> Iterator[LeftOut]:
-    """Yield the hosts that a chosen split doesn't use and why.
+    """Yield the hosts that a chosen split doesn't use, and why.
 
     Hosts are yielded only if a split over more hosts was measured to be slower.
     """

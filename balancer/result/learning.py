@@ -1,4 +1,4 @@
-"""Relates the choice of a batch to what the model learns.
+"""Relates the choice of a batch to learning.
 
 It uses the noise scale of an earlier training if that is known.
 """
@@ -15,12 +15,12 @@ from ..request import Request
 from ..search.report import SearchReport
 from ..verdict import Learning
 
-# global batch, samples/s, samples/s in small batches that learn as fast
+# global batch, samples/s, and samples/s in small batches that learn as fast
 Point = tuple[int, float, float]
 
 
 def find_learning(request: Request, report: SearchReport) -> Learning | None:
-    """Return what a plan's batch means for learning, with a learning rate for it.
+    """Return the effect of a plan's batch on learning, with a learning rate for it.
 
     Return None if neither the noise scale nor the script's own batch is known.
     """
@@ -46,7 +46,7 @@ def find_learning(request: Request, report: SearchReport) -> Learning | None:
 
 
 def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Learning:
-    """Return what the chosen batch means for learning, with the measured batches.
+    """Return the effect of the chosen batch on learning, with the measured batches.
 
     It is relative to the script's `own` batch if that is known.
     """
@@ -65,7 +65,7 @@ def _find_worth(scale: NoiseScale, own: int | None, report: SearchReport) -> Lea
 
 
 def _find_frontier(scale: NoiseScale, report: SearchReport) -> tuple[Point, ...]:
-    """Return each measured batch that is faster than all smaller ones, in increasing order."""
+    """Return each measured batch that is faster than all smaller batches, in increasing order."""
     chosen = report.chosen
     # the chosen layout has the same samples/s as in the verdict
     results = [chosen if one.layout == chosen.layout else one for one in report.results]

@@ -1,7 +1,7 @@
 """What a plan's measurements show besides samples/s.
 
-They show doubts, memory that other processes hold, unused devices, and limits of the
-user's own code.
+They show doubts, memory that other processes hold, unused devices, and limits of the user's own
+code.
 """
 
 from __future__ import annotations
@@ -26,9 +26,9 @@ from ..verdict import (
 )
 
 ORDER = get_args(Doubt)
-# if other processes disturbed this fraction of a rival's blocks, they slowed the chosen layout too
+# if other processes disturbed this fraction of a rival's blocks, they also slowed the chosen layout
 MOSTLY = 0.5
-FEW_STEPS = 100  # per epoch: with fewer, the model learns little
+FEW_STEPS = 100  # steps per epoch: with fewer, the model learns little
 CHANGED = 0.1  # relative difference of two measurements of one layout
 
 
@@ -54,7 +54,7 @@ def find_doubts(
 def _weight(doubt: MeasurementDoubt) -> float:
     """Return how serious a doubt is.
 
-    A loss that stops being finite is worse the earlier that happens.
+    A loss that stops being finite is worse the earlier it happens.
     """
     return -doubt.value if doubt.code == "not_finite" else abs(doubt.value)
 
@@ -62,10 +62,9 @@ def _weight(doubt: MeasurementDoubt) -> float:
 def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[MeasurementDoubt]:
     """Yield the layout's own doubts, and losses of any layout that weren't finite.
 
-    For several devices, also a rival's disturbance by other work in the race, if most of the
-    rival's blocks were disturbed.
-
-    Processes that wait for each other can't tell other work from waiting.
+    For several devices, also yield a rival's disturbance by other work in the race, if most of the
+    rival's blocks were disturbed. Processes that wait for each other can't tell other work from
+    waiting.
     """
     for one in seen:
         if isinstance(one, Timed):
@@ -81,11 +80,9 @@ def _doubts_about(seen: Iterable[Observation], chosen: Layout) -> Iterator[Measu
 def _compare_repeats(seen: Iterable[Observation]) -> Iterator[MeasurementDoubt]:
     """Yield a warning for two measurements of one layout that differ too much.
 
-    They differ by over 10 % and by more than their intervals. The warning has the gain of
-    the faster one.
-
-    A slower measurement from the solo stage doesn't count if the faster one is from another stage,
-    because the solo stage runs all devices at the same time.
+    They differ by over 10 % and by more than their intervals. The warning has the gain of the
+    faster one. A slower measurement from the solo stage doesn't count if the faster one is from
+    another stage, because the solo stage runs all devices at the same time.
     """
     repeats: defaultdict[Layout, list[Timed]] = defaultdict(list)
     for one in seen:
@@ -118,14 +115,14 @@ def find_taken_memory(
 ) -> tuple[TakenMemory, ...]:
     """Return each device on which other processes held memory at the start of a probe.
 
-    It comes with the most bytes that they held.
+    It has the most bytes that they held.
     """
     found = sorted(find_taken_bytes(seen).items())
     return tuple(TakenMemory(devices[i].label, size) for i, size in found)
 
 
 def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
-    """Return a warning about a layer whose statistics are over a pass's rows, not a device's share.
+    """Return a warning about a layer with statistics over a pass instead of a device's share.
 
     Return None if every share is one pass.
     """
@@ -136,10 +133,8 @@ def find_pass_statistics(chosen: Layout, layer: str) -> PassStatistics | None:
 def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
     """Return the number of rows above which the user's own code raises an exception.
 
-    Return None if there is no such number.
-
-    An error message that occurs only above the rows that ran is a limit of the code; a message that
-    also occurs below isn't.
+    An error message that occurs only above the rows that ran is a limit of the code. A message that
+    also occurs below isn't. Return None if there is no such limit.
     """
     ran: defaultdict[int, int] = defaultdict(int)
     failed: defaultdict[str, dict[int, int]] = defaultdict(dict)
@@ -173,7 +168,8 @@ def cut_place(detail: str) -> str:
     return error
 
 
-TWIN_TIMES = 1.25  # devices of the same product differ by less, unless something is wrong
+# ratio of speeds; devices of the same product differ by less, unless something is wrong
+TWIN_TIMES = 1.25
 
 
 def find_unequal_devices(
@@ -252,7 +248,7 @@ def _why_left_out(
 
 
 def find_short_epoch(chosen: Layout, rows: int) -> ShortEpoch | None:
-    """Return a warning if an epoch has fewer than 100 steps, as the model then learns little.
+    """Return a warning if an epoch has fewer than 100 steps, because the model then learns little.
 
     `rows` is the size of the training data; 0 if unknown.
     """

@@ -80,7 +80,7 @@ def _list_evidence(
     """Return every rival with its name, and each device alone.
 
     The best single device is included even if it is the plan. Each device alone is at its fastest
-    and at the plan's batch.
+    batch and at the plan's batch.
     """
     rivals = compare_all(report.chosen, report.ranking, report.results, report.single)
     found = [*_list_rivals(report, rivals, len(devices)), *_list_alone(report, rivals, devices)]
@@ -118,7 +118,7 @@ def _list_rivals(
 def _list_alone(
     report: SearchReport, rivals: Sequence[ComparedLayout], devices: Sequence[Device]
 ) -> Iterator[_Named]:
-    """Yield each device alone at its fastest, and at the plan's batch if that is different."""
+    """Yield each device alone at its fastest batch, and at the plan's batch if it differs."""
     fastest = [one for one in report.solos if one is not None]
     for result in fastest:
         alone = _find_layout(rivals, result.layout) or compare_alone(report.chosen, result)
@@ -160,7 +160,7 @@ def _write_evidence(
     facts: Facts,
     report: SearchReport,
 ) -> Evidence:
-    """Convert a rival to the plan's form."""
+    """Return a rival in the plan's form."""
     layout = one.layout
     contended = layout.traits.alone and len(layout.shares) > 1 and layout not in report.others_idle
     return Evidence(
@@ -192,9 +192,9 @@ def _write_layout(
     report: SearchReport,
     chosen: bool = False,
 ) -> PlanLayout:
-    """Convert a layout to the plan's form.
+    """Return a layout in the plan's form.
 
-    The chosen layout includes its devices' curves, and their memory if it is sharded.
+    The chosen layout includes its devices' curves and, if it is sharded, their memory.
     """
     batch, costs, turns = layout.global_batch, layout.costs, report.turns_of(layout)
     ratios = find_ratios(layout, report.mean_length)

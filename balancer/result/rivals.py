@@ -1,6 +1,6 @@
 """Names layouts, and compares every other layout that ran with the chosen one.
 
-Layouts are compared by printed rates or by turns.
+Layouts are compared by their printed rates, or by turns.
 """
 
 from __future__ import annotations
@@ -40,11 +40,10 @@ def name_layout(
 
 
 def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
-    """Return a unique name for each layout, fastest first.
+    """Return a unique name for each layout, the fastest first.
 
-    Of two layouts of the same kind, the slower one is named `another`.
-
-    After a faster split, no split is named the best one.
+    Of two layouts of the same kind, the slower one is named `another`. After a faster split, no
+    split is named the best one.
     """
     names: list[str] = []
     for one in found:
@@ -59,20 +58,20 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 
 def list_samples(layout: Layout) -> str:
-    """Format the samples of each active device, with its passes: 820 + 568."""
+    """Return the samples of each active device as text, with its passes: 820 + 568."""
     return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.active])
 
 
 COARSE = 0.02  # relative error above which a gain is given in whole percents
-SURELY = 0.01  # relative, beyond both intervals: faster in a split than alone
-NEAR = 2  # relative to a split's batch: the largest plan batch that is compared with it
+SURELY = 0.01  # relative, beyond both intervals: a device this much faster in a split than alone
+NEAR = 2  # relative to a split's batch: the largest batch of a plan with which it is compared
 
 
 class ComparedLayout(msgspec.Struct, frozen=True):
     """Another layout that ran.
 
-    `gain` is the chosen layout's samples/s divided by this layout's, minus 1; `paired` if it was
-    measured by turns.
+    `gain` is the chosen layout's samples/s divided by this layout's, minus 1. `paired` is True if
+    it was measured in turns.
     """
 
     candidate: Candidate
@@ -81,7 +80,7 @@ class ComparedLayout(msgspec.Struct, frozen=True):
     tie: bool = False
     unclear: bool = False
     paired: bool = False
-    # False: its samples/s or the plan's are unknown, or its batch is too far from the plan's
+    # False: its samples/s or the plan's are uncertain, or its batch is too far from the plan's
     compared: bool = True
     difference: RateGap | None = None  # None: it isn't compared
 
@@ -112,10 +111,9 @@ def compare_all(
 ) -> tuple[ComparedLayout, ...]:
     """Compare every layout in the ranking with the chosen one.
 
-    They are compared by turns if the chosen layout won the race, else by samples/s.
-
-    If the plan is one device or a pack, the fastest split of the `results` comes first, even if it
-    wasn't raced. The best `single` device comes last, if it wasn't raced.
+    They are compared by turns if the chosen layout won the race, and otherwise by samples/s. If the
+    plan is one device or a pack, the fastest split of the `results` comes first, even if it wasn't
+    raced. The best `single` device comes last, if it wasn't raced.
     """
     won = ranking and ranking[0].candidate.layout == chosen.layout
     others = [one for one in ranking if one.candidate.layout != chosen.layout]
@@ -172,7 +170,7 @@ def compare(
 
 
 def _divide(own: Interval, other: Interval) -> RateGap:
-    """Return the gap between two rates with its interval; they tie if the interval contains 0."""
+    """Return the gap between two rates with its interval. They tie if the interval contains 0."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1
     return RateGap(printed_gain(own.value, other.value), low, high)
@@ -190,7 +188,7 @@ def _reverse_gap(against: Interval) -> RateGap:
 
 
 def find_own_family(layout: Layout) -> Family:
-    """Return the family of a chosen layout; a split with equal shares counts as even."""
+    """Return the family of a chosen layout. A split with equal shares counts as even."""
     whole = layout.traits.together and not layout.traits.sharded
     return EVEN if whole and is_even(layout) else family_of(layout)
 
@@ -205,7 +203,7 @@ def name_rivals(chosen: Result, rivals: Sequence[ComparedLayout], devices: int) 
 def find_larger(chosen: Result, rivals: Sequence[ComparedLayout]) -> ComparedLayout | None:
     """Return the fastest layout of one training with a larger batch than the chosen layout's.
 
-    Return it only if it is faster than the chosen layout.
+    Return None if it isn't faster than the chosen layout.
     """
     if not chosen.layout.traits.by_shares:
         return None
@@ -219,10 +217,9 @@ def is_comparable(
 ) -> bool:
     """True if a gain over a layout is meaningful.
 
-    Empty `shares` stand for the sum of all devices alone.
-
-    False if a rate is uncertain, if a split has less than half of the samples, or if a device is
-    faster in the split than alone, as it then wasn't measured at its best batch.
+    Empty `shares` stand for the sum of all devices alone. It isn't meaningful if a rate is
+    uncertain, if a split has less than half of the samples, or if a device is faster in the split
+    than alone, because it then wasn't measured at its best batch.
     """
     active = [i for i, share in enumerate(shares) if share]
     if not other.value or not is_known(own, other):
@@ -246,5 +243,5 @@ def is_rough(*figures: Interval) -> bool:
 
 
 def write_gain(gain: float, *figures: Interval) -> str:
-    """Format a gain in percent, with no decimals if a value is rough: 36.4 %, 36 %."""
+    """Return a gain in percent as text, without decimals if a value is rough: 36.4 %, 36 %."""
     return percent(gain, 0 if is_rough(*figures) and gain >= 0.005 else 1)

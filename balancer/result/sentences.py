@@ -1,9 +1,8 @@
 """Writes the verdict as plain text.
 
-The text has the recommendation, its gains, remarks that explain them, and warnings.
-
-To add a sentence, write a function of the verdict that yields it, and add the function to REMARKS,
-or to WARNINGS if the sentence is a reason not to trust the measurements.
+The text has the recommendation, its gains, remarks that explain them, and warnings. To add a
+sentence, write a function of the verdict that yields it, and add the function to REMARKS, or to
+WARNINGS if the sentence is a reason not to trust the measurements.
 """
 
 from __future__ import annotations
@@ -50,10 +49,10 @@ from .rivals import KNOBS, is_rough, printed_gain
 from .state_memory import write_state_memory
 
 BETWEEN = "   "  # between the parts of the headline
-EXACT = 0.0005  # a relative error that isn't printed, as it rounds to 0.0 %
+EXACT = 0.0005  # a relative error that isn't printed, because it rounds to 0.0 %
 ALTERNATELY = "measured alternately"
 SIMULATED = "simulated: "
-MOST_NAMED = 3  # layouts in a sentence
+MOST_NAMED = 3  # most layouts in a sentence
 SPLITS = ("equal_shares", "other_shares", "sharded")
 PLAIN_PARALLEL = {
     "torch": "plain DDP",
@@ -143,7 +142,7 @@ PLANS: dict[LayoutKind, str] = {
 
 
 def _write_reason(verdict: Verdict, reason: str) -> str:
-    """Explain why to measure again."""
+    """Return why to measure again."""
     value = max((one.value for one in verdict.doubts if one.code == reason), default=0.0)
     if reason == "disturbed":
         return (
@@ -170,7 +169,7 @@ def _write_reason(verdict: Verdict, reason: str) -> str:
 
 
 def write_error(figure: MeasuredRate) -> str:
-    """Format the error of samples/s, with their interval: ± 0.4 %."""
+    """Return the relative error of samples/s as text: ± 0.4 %."""
     return f"± {half_width(figure.samples_per_second, figure.low, figure.high)}"
 
 
@@ -221,8 +220,8 @@ def _write_each_training(verdict: Verdict, single: Rival) -> Iterator[str]:
 def _find_even(verdict: Verdict) -> Rival | None:
     """Return the even split to compare uneven shares with.
 
-    It is the one with the fewest devices, but no fewer than the plan has. Return None if it has no
-    meaningful gain, or if one device is advised.
+    It has the fewest devices, but no fewer than the plan. Return None if it has no meaningful gain,
+    or if one device is recommended.
     """
     chosen, advice = verdict.chosen, verdict.recommendation
     if chosen.kind not in ("other_shares", "sharded"):
@@ -245,7 +244,7 @@ def find_best_split(verdict: Verdict) -> Rival | None:
 
 
 def find_alone(verdict: Verdict) -> Rival | None:
-    """Return the single device that the plan is compared with.
+    """Return the single device with which the plan is compared.
 
     It is another device if the plan is one device. Return None if the comparison isn't meaningful.
     """
@@ -256,7 +255,9 @@ def find_alone(verdict: Verdict) -> Rival | None:
 
 
 def _name_split(verdict: Verdict, split: Rival) -> str:
-    """Name the best split (226 + 30), with its global batch if that differs from the plan's."""
+    """Return the name of the best split (226 + 30), with its global batch if it differs from the
+    plan's.
+    """
     other = split.global_batch != verdict.chosen.global_batch
     if len(split.batches) > MOST_DEVICES:
         return f"the {split.name}" + (f" of {split.global_batch} samples" if other else "")
@@ -265,11 +266,9 @@ def _name_split(verdict: Verdict, split: Rival) -> str:
 
 
 def _can_be_stated(rival: Rival) -> bool:
-    """True if the gain over a rival is known, or if it is known to be uncertain.
+    """True if the gain over a rival is worth a sentence.
 
-    It is uncertain if the rival's samples/s are too uncertain.
-
-    Both are worth a sentence.
+    The gain is known, or the rival's samples/s are known to be too uncertain.
     """
     return rival.gain is not None or not rival.rate.known
 
@@ -279,9 +278,9 @@ def _interval(figure: MeasuredRate) -> Interval:
 
 
 def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
-    """Format the plan's gain over a rival, with ± if either rate is rough.
+    """Return the plan's gain over a rival as text, with ± if either rate is rough.
 
-    For a tie, uses the gap measured by the comparison.
+    For a tie, it is the gap that the comparison measured.
     """
     if not rival.rate.known or rival.gain is None:
         return f"{over} is too uncertain to compare ({write_error(rival.rate)})"
@@ -298,7 +297,7 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
 
 
 def _write_rough_gain(difference: RateGap, over: str) -> str:
-    """Format a gain whose error exceeds its size.
+    """Return a gain whose error exceeds its size as text.
 
     The text has the gain's lower bound, or says that the gain isn't certain.
     """
@@ -308,7 +307,7 @@ def _write_rough_gain(difference: RateGap, over: str) -> str:
 
 
 def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
-    """Format the ± of a gain, in percentage points; empty if the gain is precise."""
+    """Return the ± of a gain in percentage points; empty if the gain is precise."""
     figures = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*figures) or _is_doubtful(verdict)):
         return ""
@@ -323,15 +322,15 @@ def _is_doubtful(verdict: Verdict) -> bool:
 def _half(difference: RateGap) -> float:
     """Return half of the interval's width.
 
-    It is the upper half if that is larger, because the lower one ends at -1.
+    If the upper half is larger, return it instead, because the lower half ends at -1.
     """
     return max(difference.high - difference.value, (difference.high - difference.low) / 2)
 
 
 def _write_tie(rival: Rival, over: str) -> str:
-    """Format a tie: 1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)."""
+    """Return a tie as text: 1.4 % faster than GPU:0 alone ± 1.8 % (too close to call)."""
     gap = rival.difference
-    if gap is None:  # of an older version
+    if gap is None:  # from an older version
         return f"as fast as {over}"
     why = _write_why_equal(gap)
     if abs(gap.value) < EXACT:
@@ -342,7 +341,7 @@ def _write_tie(rival: Rival, over: str) -> str:
 
 
 def _write_why_equal(gap: RateGap) -> str:
-    """Explain why a difference counts as a tie."""
+    """Return why a difference counts as a tie."""
     how = f"{ALTERNATELY}: " if gap.alternately else ""
     if gap.low <= 0 <= gap.high:
         return f"{how}too close to call"
@@ -355,7 +354,7 @@ def _write_why_equal(gap: RateGap) -> str:
 def _describe_limits(verdict: Verdict) -> Iterator[str]:
     """Yield what takes the training's time, the largest limit first, with a remedy for each."""
     for limit in verdict.limits:
-        if limit.taken_away:  # the plan's gain already shows it
+        if limit.taken_away:  # the plan's gain already includes it
             continue
         took = f"{milliseconds(limit.milliseconds / 1e3)} of a step, {percent(limit.share)}"
         by = f" Cause: {limit.by}." if limit.by else ""
@@ -368,7 +367,7 @@ def _describe_limits(verdict: Verdict) -> Iterator[str]:
 def _describe_link(verdict: Verdict) -> Iterator[str]:
     """Yield the speed of the link between the chosen devices.
 
-    Yield nothing if the exchange is a limit, because the limit then names the link.
+    If the exchange is a limit, yield nothing, because the limit names the link.
     """
     named = any(limit.kind is LimitKind.EXCHANGE for limit in verdict.limits)
     if verdict.link is not None and not named:
@@ -398,7 +397,7 @@ MUCH_MORE = 3.0  # relative to a gain: a larger upper bound is meaningless
 
 
 def _write_promise(verdict: Verdict, limit: TrainingLimit) -> str:
-    """Format the samples/s that the remedy would give, as measured or as expected."""
+    """Return the samples/s that the remedy would give as text, as measured or as expected."""
     speed = verdict.rate.samples_per_second
     low, high = rate(speed * (1 + limit.gain_low)), rate(speed * (1 + limit.gain_high))
     gain = f"+{percent(limit.gain)}"
@@ -502,7 +501,7 @@ def _describe_sum_loss(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_cause(loss: SumLoss) -> str:
-    """Explain the time that a step loses, if the cause is known."""
+    """Return the cause of the time that a step loses, if it is known."""
     cost = milliseconds(loss.exchange_seconds or 0.0)
     exchange = f"synchronizing the devices costs {cost} a step"
     longest = milliseconds(loss.longest_seconds or 0.0)
@@ -553,7 +552,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_less(loss: float) -> str:
-    """Format a loss relative to the plan: 3.1 % less."""
+    """Return a loss relative to the plan as text: 3.1 % less."""
     if abs(loss) < EXACT:
         return "no more than the plan"
     return f"{percent(abs(loss), 1)} {'less' if loss > 0 else 'more'} than the plan"
@@ -588,7 +587,7 @@ def _describe_faster(verdict: Verdict) -> Iterator[str]:
 
 
 def _write_more(verdict: Verdict, one: Rival) -> str:
-    """Format a faster layout's samples/s, and its gain over the plan."""
+    """Return a faster layout's samples/s and its gain over the plan as text."""
     speed = rate(one.rate.samples_per_second)
     words = f"{speed} samples/s, {percent(_more(verdict, one), 1)} more"
     gap = one.difference
@@ -655,7 +654,7 @@ def _describe_earlier_rate(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_knobs(verdict: Verdict) -> Iterator[str]:
-    """Yield the gain or loss of each knob, whether the chosen layout uses it or not."""
+    """Yield the gain or loss of each knob, whether or not the chosen layout uses it."""
     if not verdict.rate.known:
         return
     for one in verdict.rivals:
@@ -714,7 +713,7 @@ WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
 def _percent_lost(gain: float) -> str:
-    """Format the loss of a rival over which the plan has this gain."""
+    """Return the loss of a rival over which the plan has this gain, in percent."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
 
@@ -779,7 +778,7 @@ def _describe_code_limit(verdict: Verdict) -> Iterator[str]:
 
 
 def _describe_learning(verdict: Verdict) -> Iterator[str]:
-    """Yield what the batch means for learning, and a learning rate to try."""
+    """Yield the effect of the batch on learning, and a learning rate to try."""
     found = verdict.learning
     if found is None:
         return
@@ -810,7 +809,7 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
 
 
 def _span(middle: str, low: str, high: str) -> str:
-    """Format a value with its lower and upper bound in brackets, if they differ."""
+    """Return a value with its lower and upper bound in brackets, if they differ."""
     return middle if low == high else f"{middle} ({low} - {high})"
 
 
@@ -925,7 +924,7 @@ def _warn_of_unfinished(verdict: Verdict) -> Iterator[str]:
 
 
 def write_unfinished(one: Unfinished) -> str:
-    """Describe the phase that was unfinished when the time was over."""
+    """Return the phase that was unfinished when the time was over, as text."""
     what = {
         "importing": "Importing had not ended",
         "loading": f"The import of {one.name} had not ended",
@@ -940,7 +939,7 @@ def write_unfinished(one: Unfinished) -> str:
 def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
     """Yield the doubts, and two devices of one product whose speeds differ.
 
-    Leaves out the doubt about noise if measurements of one layout differ by more than that.
+    The doubt about noise is left out if measurements of one layout differ by more than that.
     """
     changed = max((one.value for one in verdict.doubts if one.code == "changed"), default=0.0)
     for one in verdict.doubts:
@@ -957,7 +956,7 @@ def _warn_of_doubts(verdict: Verdict) -> Iterator[str]:
 
 
 def write_doubt(doubt: VerdictDoubt, on_gpus: bool, longer: str = "a longer --budget") -> str:
-    """Describe a doubt about a measurement, with a remedy.
+    """Return a doubt about a measurement as text, with a remedy.
 
     `longer` says how to measure for longer.
     """
@@ -1063,11 +1062,10 @@ WARNINGS: tuple[Callable[[Verdict], Iterator[str]], ...] = (
 
 
 def write_end(verdict: Verdict, words: str) -> str:
-    """Explain why the search ended, with the names of the layouts that tie.
+    """Return why the search ended, with the names of the layouts that tie.
 
-    `words` is the reason's usual text.
-
-    Empty if the search ended by its own rules but the verdict is to measure again.
+    `words` is the reason's usual text. Return nothing if the search ended by its own rules but the
+    verdict is to measure again.
     """
     again = verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
     if again and verdict.stopped in ("settled", "unsure", "tied", "only_one"):
@@ -1091,9 +1089,8 @@ def write_end(verdict: Verdict, words: str) -> str:
 def write_next_steps(run: str, finished: Finished, path: str, measured: bool) -> tuple[str, ...]:
     """Return the commands to run after a search, the most useful first.
 
-    `path` is the plan's file, if it was written; `measured`: this session measured something.
-
-    No command uses a plan that the verdict advises against.
+    `path` is the plan's file, if it was written. `measured` is True if this session measured
+    something. No command uses a plan that the verdict advises against.
     """
     steps = [f"plan written to {path}"] if path else []
     if recommends_plan(finished):
@@ -1133,9 +1130,9 @@ def recommends_plan(finished: Finished) -> bool:
 
 
 def find_one_device_command(finished: Finished) -> str:
-    """Return the command that trains without a plan on the one device that the verdict advises.
+    """Return the command that trains without a plan on the one recommended device.
 
-    The result is empty for other advice, and if there is no script or no such device.
+    Return an empty string for another recommendation, and if there is no script or no such device.
     """
     found = finished.found
     if found is None or found.recommendation is None or found.simulated:
@@ -1156,7 +1153,7 @@ def find_one_device_command(finished: Finished) -> str:
 
 
 def write_training_step(plan: Plan, path: str) -> str:
-    """Explain how to train with the plan in this file; empty if there is no script to launch."""
+    """Return how to train with the plan in this file; empty if there is no script to launch."""
     command = find_training_command(plan, path)
     hosts = [host for host in dict.fromkeys(share.host for share in plan.layout.active) if host]
     where = f", on {hosts[0] if len(hosts) == 1 else 'each of its hosts'}" if hosts else ""
@@ -1166,7 +1163,7 @@ def write_training_step(plan: Plan, path: str) -> str:
 def find_training_command(plan: Plan, path: str) -> str:
     """Return the command that trains with the plan in this file.
 
-    The result is empty if there is no script to launch.
+    Return an empty string if there is no script to launch.
     """
     script = plan.workload.rpartition(":")[0]
     simulated = is_simulated(share.device for share in plan.layout.active)

@@ -1,6 +1,6 @@
 """Compares the memory of a model's state with the devices' memory.
 
-It also estimates what adapters would need.
+It also estimates the memory of adapters.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from ..search.observations import SHARDED
 from ..types import Facts, Layout, Observation, Timed
 from ..verdict import AdapterMemory, StateMemory
 
-FEW = 0.1  # of a model's parameters: if no more are trained, only adapters are trained
+FEW = 0.1  # fraction of a model's parameters: if no more are trained, they are adapters
 
 
 def find_state_memory(
@@ -60,9 +60,9 @@ def _find_adapters(
 
 
 def write_state_memory(memory: StateMemory) -> str:
-    """Describe the memory of the state.
+    """Return the memory of the state as text.
 
-    Empty if a device was seen to hold the whole model and the plan isn't sharded.
+    Return an empty string if a device was seen to hold the whole model and the plan isn't sharded.
     """
     if memory.fits_on and not memory.shard_bytes:
         return ""
@@ -76,9 +76,9 @@ def write_state_memory(memory: StateMemory) -> str:
 
 
 def write_adapters(memory: StateMemory) -> list[str]:
-    """Return a sentence for each way to train adapters.
+    """Return a sentence for each method of training adapters.
 
-    It has the memory of that way, and the devices that can hold it.
+    It has the memory of the method, and the devices that can hold it.
     """
     sentences = []
     for each in memory.adapters:

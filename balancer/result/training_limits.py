@@ -19,18 +19,19 @@ from evener.training.limits import HAND_OVER_S, LimitKind, StepPart, TrainingLim
 from ..search.report import SearchReport
 from ..types import Layout, Observation, PartSeconds, Timed
 
-TWICE = 0.5  # the fraction that twice the batch saves of a part that doesn't grow with the batch
+TWICE = 0.5  # fraction that twice the batch saves of a part that doesn't grow with the batch
 STARVED_ERROR = 0.3  # relative: cores that are busy now may be free in the next minute
-# Twice the batch saves more than these parts, as nothing of a step grows more than its rows.
+# twice the batch saves more than these parts, because nothing in a step grows more than its rows
 UPDATE_ERROR, UPDATE_HIGH_ERROR = 0.2, 0.8
 EXCHANGE_ERROR, EXCHANGE_HIGH_ERROR = 0.2, 0.4
 FIXED_ERROR = 0.5  # relative, for a line through two points
-ELASTICITY_ERROR = 0.25  # of a GPU's time by rows, beyond the rows that were measured
-# Relative, half of an interval: a step that waits for no rows differs by as much from one turn to
-# the next, as its time is mostly the host's.
+# for a GPU's time as a power of the rows, above the rows that were measured
+ELASTICITY_ERROR = 0.25
+# relative, half of an interval: a step that waits for no rows differs this much from one turn to
+# the next, because most of its time is the host's
 KEPT_ERROR = 0.1
 SLOWED_ERROR = 0.5  # relative: not all kernels depend on the clock
-NEIGHBOUR_ERROR = 0.3  # relative: the driver's figures are means over long samples
+NEIGHBOUR_ERROR = 0.3  # relative: the driver's values are means over long samples
 UNKNOWN_NEIGHBOUR_ERROR = 0.9  # if the driver doesn't say how long the session's kernels ran
 LAUNCH_ERROR = 0.15  # relative, for a step of twice the batch
 TWICE_BATCH = "Take a batch twice as large, or compile the model (torch.compile)."
@@ -51,7 +52,7 @@ def find_training_limits(
 ) -> tuple[TrainingLimit, ...]:
     """Return the limits of the chosen layout, the largest first.
 
-    The last is the limit that the layout's unequal shares have removed, if any.
+    The last is the limit that the layout's unequal shares have removed, if there is one.
     """
     chosen = report.chosen
     layout = chosen.layout
@@ -79,9 +80,9 @@ def _find_turns(seen: Sequence[Observation], layout: Layout) -> list[Timed]:
 
 
 def _find_closer(seen: Sequence[Observation], layout: Layout) -> Timed | None:
-    """Return the layout's last measurement in which the causes of its step time were measured too.
+    """Return the layout's last measurement that also measured the causes of its step time.
 
-    That is, it has steps on a kept batch, or steps whose kernels were enqueued before they began.
+    It has steps on a kept batch, or steps whose kernels were enqueued before they began.
     """
     turns = _find_turns(seen, layout)
     found = [one for one in turns if one.kept is not None or one.enqueued_seconds is not None]
@@ -125,13 +126,13 @@ class _Measured:
         return fmean(known) * self.step_s if known else 0.0
 
     def lost_s(self, position: int, kind: LimitKind) -> float:
-        """Return how much of a device's compute time per step heat or power cost, in seconds."""
+        """Return the seconds of a device's compute time per step that heat or power cost."""
         own_s = self.own_s(position) or self.step_s
         name = "heat_seconds" if kind is LimitKind.HEAT else "power_seconds"
         return own_s * (self.share(position, name) or 0.0)
 
     def waited_for_neighbours(self, position: int) -> float:
-        """Return how long a device's kernels wait for other processes per step, in seconds.
+        """Return the seconds per step that a device's kernels wait for other processes.
 
         A kernel waits while it is enqueued and doesn't run. The GPU gives the processes time slices
         in turn, so the kernels wait at least as long as they run, if the other processes compute
@@ -149,12 +150,12 @@ class _Measured:
         return own_s * min(others, max(enqueued - ran, ran))
 
     def list_last(self) -> list[int]:
-        """Return the devices that the other devices wait for, by their compute time."""
+        """Return the devices that the other devices wait for, according to their compute time."""
         longest = max((self.own_s(i) for i in self.layout.active), default=0.0)
         return [i for i in self.layout.active if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
-        """Return how long a GPU waits for its host to launch kernels per step, in seconds."""
+        """Return the seconds per step that a GPU waits for its host to launch kernels."""
         if self.closer is None or self.closer.enqueued_seconds is None:
             return 0.0
         step = self.closer.kept or self.closer
@@ -169,7 +170,7 @@ class _Measured:
 def _find_input(measured: _Measured) -> Iterator[StepPart]:
     """Yield the time spent waiting for rows.
 
-    The step without this wait was measured on a batch that is kept.
+    The step without this wait was measured on a kept batch.
     """
     seconds = measured.largest_s("input_seconds")
     closer = measured.closer
@@ -199,8 +200,8 @@ def _find_input(measured: _Measured) -> Iterator[StepPart]:
 def _find_host(measured: _Measured) -> Iterator[StepPart]:
     """Yield the time in which the host limits the training.
 
-    It is the time in which ranks have no core because other programs use the host, and the time in
-    which a GPU waits for its host to launch kernels.
+    Ranks then have no core because other programs use the host, or a GPU waits for its host to
+    launch kernels.
     """
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
@@ -229,7 +230,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
 
 
 def _spare_by_twice(step_s: float, waits_s: float) -> float:
-    """Return the time in seconds that doubling the batch saves per step, for the same rows.
+    """Return the seconds per step that doubling the batch saves, for the same rows.
 
     The device waits `waits_s` for its host. With twice the batch, the host's time stays the same
     and the device's time doubles.
@@ -263,7 +264,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
 
 
 def _describe_link(measured: _Measured, devices: Sequence[Device]) -> str:
-    """Name the devices of an exchange, with their link if it was measured."""
+    """Return the devices of an exchange as text, with their link if it was measured."""
     link = find_link(measured.turns, measured.layout, devices)
     if link is None:
         return " – ".join(devices[i].label for i in measured.layout.active)
@@ -289,8 +290,8 @@ def find_link(
 def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | None:
     """Return the fraction of a step that a device waits for other devices or the all-reduce.
 
-    On a CPU, compute time (own work) is CPU time, so waiting for rows and for a core
-    is subtracted separately.
+    On a CPU, compute time (own work) is CPU time, so waiting for rows and for a core is subtracted
+    separately.
     """
     shares = []
     for one, part in measured.parts_of(position):
@@ -305,7 +306,7 @@ def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | Non
 def _find_update(measured: _Measured) -> Iterator[StepPart]:
     """Yield the time of the optimizer's own step.
 
-    It is without its part of the time in which a GPU waits for kernels.
+    The time in which a GPU waits for kernels is subtracted.
     """
     update = measured.largest_s("update_seconds")
     if update is not None:
@@ -323,9 +324,9 @@ def _find_update(measured: _Measured) -> Iterator[StepPart]:
 def _find_memory(
     measured: _Measured, seen: Sequence[Observation], devices: Sequence[Device]
 ) -> Iterator[StepPart]:
-    """Yield the time that one pass would save on a device that takes several for lack of memory.
+    """Yield the time that a single pass would save, if memory forces a device to take several.
 
-    Considers a device that the others wait for.
+    The device is one that the others wait for.
     """
     layout = measured.layout
     for position in measured.list_last():
@@ -358,9 +359,9 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
 
 
 def _spare_on_cpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[float, float, float]:
-    """Return the time in seconds that one pass saves: at least, expected and at most.
+    """Return the seconds that a single pass saves: at least, expected and at most.
 
-    On a CPU, each row takes as long as the next, so one pass saves the fixed time of the other
+    On a CPU, each row takes equally long, so a single pass saves the fixed time of the other
     passes, whatever their rows.
     """
     (few, few_s), (many, many_s) = known
@@ -370,7 +371,7 @@ def _spare_on_cpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[floa
 
 
 def _spare_on_gpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[float, float, float]:
-    """Return the time in seconds that one pass saves: at least, expected and at most.
+    """Return the seconds that a single pass saves: at least, expected and at most.
 
     Few rows leave multiprocessors of a GPU idle. Twice the rows took 1.17 times as long from 4 to 8
     rows on an H200, and 1.15 times on average from there to 64, so the time is modeled as a power
@@ -384,9 +385,9 @@ def _spare_on_gpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[floa
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
-    """Yield the compute time that heat, power or a neighbor cost on a device.
+    """Yield the compute time that heat, power or a neighbour cost on a device.
 
-    It is a device that the other devices wait for.
+    The device is one that the other devices wait for.
     """
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
@@ -410,8 +411,8 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
 def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """Return the time that the plan's unequal shares save, as a limit that the plan has removed.
 
-    It is computed from a measured split with equal shares of the same devices and batch; empty
-    without one.
+    It is computed from a measured split with equal shares of the same devices and batch. Return
+    nothing without one.
     """
     chosen = report.chosen
     layout = chosen.layout
