@@ -25,10 +25,12 @@ from .time_left import (
     EXPLORES,
     FEWEST_STEPS,
     LATER_TURNS_END_BY,
+    LONE_STEPS,
     LONGEST_PROBE_SECONDS,
     SHORTEST_PROBE_SECONDS,
     SURPRISE,
     TimeLeft,
+    first_step_overhead,
     untimed_seconds,
 )
 
@@ -175,7 +177,9 @@ class Budget:
         step = self._step(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
         measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
-        return self.starts.seconds(layout) + self._warm_up(layout, step) + measured
+        lone = fewest == LONE_STEPS
+        overhead = self._lone_overhead(layout, step) if lone else self._warm_up(layout, step)
+        return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
         """Return how many turns of these layouts still fit the budget.
@@ -221,6 +225,12 @@ class Budget:
         """Return the duration of a probe without its start and its timed steps, in seconds."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
+
+    def _lone_overhead(self, layout: Layout, step_seconds: float) -> float:
+        """Return how much longer the first step of a layout's probe takes than a later one."""
+        own = [first_step_overhead(one) for one in self._seen.timed_in(layout)]
+        typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
+        return min(own, default=typical)
 
     def _further_warm_up(self, layout: Layout) -> float:
         """Return the warm-up time that a layout's next probe needs to show its noise, in seconds.

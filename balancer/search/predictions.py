@@ -90,6 +90,20 @@ class Predictions:
             [device for device in self.machine.split_curves if device.position in positions]
         )
 
+    def split_within(self, seconds: float) -> Allocation | None:
+        """Return the fastest split of a free batch in which no device computes for longer.
+
+        Returns None for a fixed batch.
+        """
+        if self.problem.global_batch is not None:
+            return None
+        found = []
+        for each in self._reachable:
+            most = each.curve.largest(seconds, each.limit, self.machine.quantum)
+            if most:
+                found.append(DeviceCurve(each.position, each.curve, most))
+        return self._split(found)
+
     def rate_of(self, batch: int) -> float:
         """Return the samples/s of the fastest layout of this batch in one pass.
 

@@ -328,7 +328,10 @@ class SoloStage:
             plan = self._predictions.fastest_single
         if plan is None:
             return 0.0
-        return self._budget.least_seconds(self._predictions.layout(plan), plan.seconds)
+        layout = self._predictions.layout(plan)
+        if not self._budget.affords(layout, Stage.RACE, plan.seconds):
+            return 0.0  # only larger batches can show a faster split
+        return self._budget.least_seconds(layout, plan.seconds)
 
     def _middle_of_widest(self, batches: Sequence[int], wider: float = 0.0) -> int:
         """Return the middle of the widest gap between neighbors in a list of ascending batch sizes.

@@ -15,8 +15,10 @@ from functools import cached_property
 
 from evener.shares.waterfill import Allocation
 
-from ..types import Failed, Layout, Probe, Stage
+from ..types import Failed, Layout, Observation, Probe, Stage, Timed
 from .budget import Budget
+from .layouts import same_measurement
+from .model.step_time import SAME_BATCH
 from .observations import MOST_TURNS, TRIES
 from .predictions import Predictions, fastest
 from .ranking import LEAST_RATE
@@ -45,13 +47,14 @@ class SplitStage:
         """
         if len(self._seen.in_stage(Stage.SPLIT, Stage.REST)) >= MOST_TURNS:
             return None
-        split = self._predictions.fastest_split
-        after = self._least_seconds(split) if split else 0.0
-        first = self._probe(self._first_single(after), after)
+        first = self._probe_first_single()
         if first:
             return first
         wanted = self._next_split() if self._with_splits else None
-        return self._probe(wanted or self._next_single())
+        found = self._probe(wanted or self._next_single())
+        if found or wanted is None or self._machine.splits:
+            return found
+        return self._probe(self._predictions.split_within(self._longest_first_step(wanted)))
 
     def _least_seconds(self, wanted: Allocation) -> float:
         return self._budget.least_seconds(self._predictions.layout(wanted), wanted.seconds)
@@ -116,7 +119,7 @@ class SplitStage:
         if wanted is None or not self._gains(wanted):
             return None
         layout = self._predictions.layout(wanted)
-        if not layout.traits.together or any(layout == seen.probe.layout for seen in tried):
+        if not layout.traits.together or any(_is_like(layout, seen) for seen in tried):
             return None
         return wanted
 
@@ -129,22 +132,38 @@ class SplitStage:
         best = max(self._best_rate, self._predictions.best_single_rate, *rates)
         return wanted.samples_per_second > best * (1 + self._budget.least_gain)
 
-    def _first_single(self, after: float) -> Allocation | None:
-        """Return the fastest device alone at a fixed batch; None if it leaves no time for a split.
+    def _probe_first_single(self) -> Probe | None:
+        """Return a probe of the fastest device alone at a fixed batch, before the first split.
 
-        It is measured first, because otherwise a much slower split could be all that a short search
-        has measured.
+        It is measured first, because otherwise a much slower split could be all that a short
+        search has measured. Return None if it leaves no time for a split that promises more.
         """
         if self._problem.global_batch is None or not self._with_splits:
             return None
         if len(self._machine.live) < 2 or self._machine.splits or self._seen.in_stage(Stage.REST):
             return None
         single = self._predictions.fastest_single
-        if single is None or self._predictions.fastest_split is None:
-            return single
+        split = self._predictions.fastest_split
+        if single is None or split is None:
+            return self._probe(single)
+        after = self._least_seconds(split)
         layout = self._predictions.layout(single)
         seconds = self._budget.least_seconds(layout, single.seconds, LONE_STEPS)
-        return single if self._budget.has_time(seconds, after) else None
+        if self._budget.has_time(seconds, after):
+            return self._probe(single, after)
+        if single.samples_per_second > split.samples_per_second:
+            return self._probe(single)
+        return None
+
+    def _longest_first_step(self, wanted: Allocation) -> float:
+        """Return the longest step in seconds of a first split that the budget still affords.
+
+        `wanted` is the fastest split, which takes too long.
+        """
+        layout = self._predictions.layout(wanted)
+        least = self._budget.least_seconds(layout, wanted.seconds, LONE_STEPS)
+        overhead = least - LONE_STEPS * wanted.seconds
+        return (self._budget.seconds - self._budget.spent - overhead) / LONE_STEPS
 
     def _next_single(self) -> Allocation | None:
         """Return one device alone, with the others idle, that may win; None if there is none.
@@ -170,7 +189,31 @@ class SplitStage:
         return wanted if untried else None
 
     def _never_measured_with_others_idle(self) -> list[int]:
-        """Return the devices of groups in which none was measured while the others were idle."""
+        """Return the devices of groups in which none was measured while the others were idle.
+
+        The only device is returned if the batch that should be its best wasn't measured yet.
+        """
+        if len(self._machine.live) == 1:
+            return [i for i in self._machine.live if self._has_new_best_batch(i)]
         rested = {seen.probe.layout.active[0] for seen in self._seen.in_stage(Stage.REST)}
         groups = (group for group in self._machine.groups if not rested.intersection(group))
         return sorted(i for group in groups for i in group)
+
+    def _has_new_best_batch(self, position: int) -> bool:
+        """True if no measured batch of the device is near the one that should be its best."""
+        wanted = self._predictions.single(position)
+        if wanted is None:
+            return False
+        batch = wanted.global_batch
+        points = self._machine.devices[position].points
+        return all(abs(point.batch - batch) > SAME_BATCH * point.batch for point in points)
+
+
+def _is_like(layout: Layout, seen: Observation) -> bool:
+    """True if measuring the layout would show nothing beyond the observation of another split.
+
+    The two are equal, or so similar that a lone step can't tell them apart.
+    """
+    if isinstance(seen, Timed) and seen.lone:
+        return same_measurement(layout, seen.probe.layout)
+    return layout == seen.probe.layout

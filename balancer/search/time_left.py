@@ -114,6 +114,15 @@ class TimeLeft:
         return median([untimed_seconds(seen) for seen in self._seen.timed(*EXPLORATION)] or [0.0])
 
     @cached_property
+    def lone_overhead_seconds(self) -> float:
+        """How much longer the first step of a typical probe takes than a later one, in seconds.
+
+        A probe that times a lone step takes this and `LONE_STEPS` steps.
+        """
+        found = [first_step_overhead(seen) for seen in self._seen.timed(*EXPLORATION)]
+        return median(found or [0.0])
+
+    @cached_property
     def tuning_steps(self) -> float:
         """The time that the first step at a new size takes to tune kernels, in multiples of a step.
 
@@ -138,3 +147,8 @@ class TimeLeft:
 def untimed_seconds(seen: Timed) -> float:
     """Return the seconds of tracing and warm-up in a probe, without its start and timed steps."""
     return max(0.0, seen.elapsed_seconds - seen.start_seconds - seen.steps * seen.step_seconds)
+
+
+def first_step_overhead(seen: Timed) -> float:
+    """Return how much longer a probe's first step took than a later one, in seconds."""
+    return max(0.0, seen.first_step_seconds - seen.step_seconds)
