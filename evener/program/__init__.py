@@ -1,4 +1,4 @@
 """Hooks that `evener run` installs in a program's processes.
 
-With these hooks the program trains by shares without being changed.
+With these hooks, the unchanged program trains by shares.
 """

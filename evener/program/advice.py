@@ -1,6 +1,6 @@
-"""Suggest the code that makes a single-GPU script train on several GPUs.
+"""Suggest the code with which a single-GPU script trains on several GPUs.
 
-The code uses the script's own variable names.
+The suggestion uses the script's own variable names.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from torch.utils.data import DataLoader, RandomSampler, default_collate
 
 from .exchanges import is_installed
 
-# options that the suggested DataLoader copies, with their defaults, which it doesn't mention
+# options that the suggested DataLoader copies, unless they have these defaults
 _LOADER_OPTIONS: dict[str, Any] = {
     "num_workers": 0,
     "collate_fn": default_collate,
@@ -67,8 +67,8 @@ def _trains_on_gpu(optimizer: Any) -> bool:
 def advise_lightning() -> str:
     """Return a message with two lines of Lightning that make a script train on all devices.
 
-    The script's Trainer trains on one device although several ranks are available. The lines keep
-    the global batch: each rank has a loader of its own.
+    It is for a script whose Trainer uses one device although several ranks are available. The lines
+    keep the global batch: each rank has its own loader.
     """
     devices = int(os.environ["WORLD_SIZE"])
     lines = (
@@ -101,13 +101,13 @@ def _share_rows(name: str, loader: Any) -> list[str]:
 
 
 def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
-    """Return the stack frame whose variables are named in the message, or None.
+    """Return the stack frame whose variables the message names, or None.
 
     It is the outermost frame of the program's own code with variables for both the loader and a
     trained model, or else for one of them. Lines inserted there run once, before all epochs.
     """
     best, most = None, 0
-    for frame in _own_frames():  # outer frames come later
+    for frame in _own_frames():  # later frames are further out
         values = list(_list_names(frame).values())
         has_loader = any(each is loader for each in values)
         has_model = any(_count_trained(each, weights) > 0 for each in values)
@@ -118,7 +118,7 @@ def _find_frame(weights: set[int], loader: Any) -> FrameType | None:
 
 
 def _name_models(names: Mapping[str, Any], weights: set[int]) -> list[str]:
-    """Return the names of the models that an optimizer trains, without models nested in others."""
+    """Return the names of the models that an optimizer trains, without nested models."""
     left, found = set(weights), []
     ranked = sorted(names, key=lambda name: -_count_trained(names[name], weights))
     for name in ranked:
@@ -141,14 +141,14 @@ def _list_names(frame: FrameType) -> dict[str, Any]:
 
 
 def _file_of(kind: type) -> str:
-    """Return the file of the module that defines a class, or torch's file if there is none."""
+    """Return the file of the module that defines a class; torch's file if it has none."""
     module = sys.modules.get(kind.__module__)
     path: str | None = getattr(module, "__file__", None)
     return path or str(torch.__file__)
 
 
 def _describe_place(frame: FrameType) -> str:
-    """Return where to insert the lines: before the outermost loop around a frame's current line."""
+    """Return where to insert the lines: before the outermost loop around the current line."""
     path = Path(frame.f_code.co_filename)
     with suppress(OSError, SyntaxError, ValueError):
         body = ast.parse(path.read_text())

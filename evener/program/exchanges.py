@@ -1,7 +1,7 @@
-"""Inspect the collectives in the program's own code: what they exchange, and where results go.
+"""Inspect the collectives in the program's own code: what they exchange, and where the results go.
 
-Uneven shares change a training run if its ranks exchange rows, or if values computed from rows go
-into what the model learns.
+Uneven shares change a training run if its ranks exchange rows, or if values computed from rows
+affect what the model learns.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from ..torch.private import is_view
 from .guard import Guard
 from .origins import Origins, each_tensor_in
 
-# collectives -> the names of their input and output arguments; "" if the output is returned
+# names of collectives' input and output arguments; "" if the output is returned
 ARGUMENTS = {
     "all_reduce": ("tensor", "tensor"),
     "reduce": ("tensor", "tensor"),
@@ -59,7 +59,7 @@ FUNCTIONAL = {
 # collectives whose result depends only on the sending rank
 _FROM_ONE = {"broadcast", "broadcast_object_list"}
 _OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
-# collectives that accept tensors of different sizes, like the collectives for objects
+# collectives that accept tensors of different sizes, and collectives for objects
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
 _MOST_AXES = 8
 LIBRARIES = {
@@ -68,8 +68,8 @@ LIBRARIES = {
     "transformers",
     "deepspeed",
     "evener",
-}  # libraries whose collectives are known
-# modules on the call stack between a program and a collective
+}  # libraries whose collectives are known to be harmless
+# modules that may be on the call stack between a program and a collective
 _BETWEEN = (
     "torch.distributed.distributed_c10d",
     "torch.distributed.nn",
@@ -88,10 +88,10 @@ _BETWEEN = (
 
 
 class ExchangeCall(msgspec.Struct, frozen=True):
-    """A call of a collective, with its arguments and its place in the program's code."""
+    """A call of a collective, with its arguments and its line in the program's code."""
 
     name: str
-    place: str  # in the program's own code, such as train.py:12
+    place: str  # line in the program's own code, such as train.py:12
     function: Callable[..., Any]
     bound: inspect.BoundArguments
     given: Any
@@ -99,7 +99,7 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 
     @property
     def words(self) -> str:
-        """The call's name and place, for use in a message."""
+        """The call's name and line, for messages."""
         return f"{self.name} ({self.place})"
 
     def run(self, **other: Any) -> Any:
@@ -111,7 +111,7 @@ class ExchangeCall(msgspec.Struct, frozen=True):
 class Exchanges:
     """Inspects the collectives that the program calls itself.
 
-    `fault` is the reason why shares can't be uneven, or empty if none has been found. `origins`
+    `fault` is the reason why shares can't be uneven, or empty if there is none yet. `origins`
     tracks what was computed from exchanged values. `note` is called for each exchange.
     """
 
@@ -119,8 +119,8 @@ class Exchanges:
         self.fault = ""
         self._note = note
         self.origins = Origins()
-        self._nested = False  # inside a collective
-        self._knows_rows = False  # inside a call that handles different numbers of rows
+        self._nested = False  # True inside a collective
+        self._knows_rows = False  # True inside a call that handles different numbers of rows
 
     def see(
         self,
@@ -130,10 +130,10 @@ class Exchanges:
         guard: Guard | None,
         is_uneven: bool,
     ) -> Any:
-        """Call a collective, and inspect what it exchanges if `guard` is given.
+        """Call a collective; if `guard` is given, inspect what it exchanges.
 
-        If shares are uneven (`is_uneven`), a gather returns the actual number of rows
-        from each rank.
+        If shares are uneven (`is_uneven`), a gather returns the actual number of rows from each
+        rank.
         """
         place = "" if self._nested else find_caller(sys._getframe(1))
         if not place or (guard is not None and guard.is_replaying):
@@ -155,10 +155,10 @@ class Exchanges:
         return result
 
     def note_entered(self, words: str, what: str) -> None:
-        """Set `fault`, because values that a collective exchanged affect what the model learns.
+        """Set `fault`, because values from a collective affect what the model learns.
 
         `words` names the collective, and `what` says where its values go. Nothing changes if
-        `words` is empty or there is a fault already.
+        `words` is empty or there is already a fault.
         """
         if words and not self.fault:
             self.fault = (
@@ -168,7 +168,7 @@ class Exchanges:
 
     @contextmanager
     def knowing_rows(self) -> Iterator[None]:
-        """Return a context for a function that handles different numbers of rows itself."""
+        """Return a context for a function that itself handles different numbers of rows."""
         before, self._knows_rows = self._knows_rows, True
         try:
             yield
@@ -223,7 +223,7 @@ def make_call(
     bound.apply_defaults()
     name = wrapped.__name__
     given, filled = (FUNCTIONAL if "self" in bound.arguments else ARGUMENTS)[name]
-    # a function that calls itself by a newer name may lack this argument
+    # a deprecated alias of the function may lack this argument
     found = bound.arguments.get(filled) if filled else None
     return ExchangeCall(name, place, wrapped, bound, bound.arguments.get(given), found)
 
@@ -234,7 +234,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
-    """True if the values that the call exchanges may be computed from a rank's rows."""
+    """True if the exchanged values may be computed from a rank's rows."""
     return call.name not in _FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
 
 
@@ -291,7 +291,7 @@ def is_installed(path: str) -> bool:
 
 
 def run_compared(call: ExchangeCall) -> Any:
-    """Run the call; if ranks have different numbers of rows, gather every rank's actual rows.
+    """Run the call; if ranks have different numbers of rows, gather each rank's actual rows.
 
     Raises RequestError on every rank if their tensors can't be exchanged.
     """
@@ -321,7 +321,7 @@ def run_compared(call: ExchangeCall) -> Any:
 
 
 class _Complete:
-    """An already completed work handle, returned for an asynchronous call."""
+    """A completed work handle, returned for an asynchronous call."""
 
     def wait(self, *_: Any) -> bool:
         """Return immediately."""

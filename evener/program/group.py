@@ -1,8 +1,8 @@
 """The process group of a program.
 
 The group consists of ranks that evener started, or of processes that the program or its launcher
-started. The other ranks that evener started wait until the first rank makes a process group with
-them. A process that evener didn't start gets a device by its rank in its group.
+started. The other ranks of evener wait until the first rank creates a process group with them. A
+process that evener didn't start gets a device according to its rank in its group.
 """
 
 from __future__ import annotations
@@ -36,18 +36,18 @@ _ADDRESS = ("MASTER_ADDR", "MASTER_PORT")
 
 
 class GroupRank(msgspec.Struct, frozen=True):
-    """A process's rank in a process group, and the group's size."""
+    """A process's rank in a process group, and the size of the group."""
 
     rank: int
     world: int
-    is_given: bool  # the rank was passed to the call rather than set in the environment
+    is_given: bool  # True if the rank was passed to the call instead of set in the environment
 
 
 _place: GroupRank | None = None
 
 
 def current_rank() -> int:
-    """Return this process's rank in its group or, without a group, the rank set by its launcher.
+    """Return this process's rank in its group or, without a group, its rank from the launcher.
 
     Return 0 if neither is known.
     """
@@ -58,7 +58,7 @@ def current_rank() -> int:
 
 
 def begin(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Prepare this process for the process group that the program makes, then make the group."""
+    """Prepare this process for the process group that the program creates, then create it."""
     global _place
     given = _signature(wrapped).bind(*arguments, **keywords).arguments
     place = _read_place(given)
@@ -78,7 +78,7 @@ def _signature(function: Any) -> inspect.Signature:
 
 
 def _read_place(given: dict[str, Any]) -> GroupRank | None:
-    """Return the rank and size in the group that is about to be made.
+    """Return the rank and size in the group that is about to be created.
 
     Return None if only its backend knows them.
     """
@@ -98,9 +98,8 @@ def _read_place(given: dict[str, Any]) -> GroupRank | None:
 def _is_own_address(place: GroupRank, method: str | None) -> bool:
     """True if the group consists of the ranks that evener started.
 
-    A script may choose another address for evener's ranks, so a different address alone
-    doesn't rule them out. It does rule them out if a launcher in the program has also
-    started sibling ranks.
+    A script may choose another address for evener's ranks, so a different address alone doesn't
+    exclude them. It does if a launcher in the program has also started sibling ranks.
     """
     known = (os.environ.get("RANK"), os.environ.get("WORLD_SIZE"))
     if not is_started_rank() or known != (str(place.rank), str(place.world)):
@@ -136,7 +135,7 @@ def _read_environment(process: str) -> dict[str, str]:
 
 
 def _has_sibling(own: dict[str, str]) -> bool:
-    """True if a launcher in this program has started another rank besides this one."""
+    """True if a launcher in this program has also started another rank."""
     alike = (RUN, "WORLD_SIZE", *_ADDRESS)
     for process in filter(str.isdecimal, os.listdir("/proc")):
         other = _read_environment(process)
@@ -149,8 +148,8 @@ def _has_sibling(own: dict[str, str]) -> bool:
 def _take_device(place: GroupRank) -> None:
     """Give this process, which evener didn't start, the plan's device for its rank.
 
-    If the number of processes that the program started differs from the number of shares, the plan
-    is left out and the program starts with even shares.
+    If the program started another number of processes than the plan has shares, the plan is ignored
+    and the program starts with even shares.
     """
     # these variables belong to the process that started this one
     if place.is_given and is_started_rank():
@@ -170,7 +169,7 @@ def _take_device(place: GroupRank) -> None:
 
 
 def _free_interfaces(place: GroupRank) -> None:
-    """Remove evener's restriction to loopback if a group has ranks on several machines."""
+    """Remove evener's restriction to loopback if the group spans several machines."""
     here = os.environ.get("LOCAL_WORLD_SIZE", str(place.world))
     if is_in_other_run() and here != str(place.world):
         for name in _INTERFACES:
@@ -179,7 +178,7 @@ def _free_interfaces(place: GroupRank) -> None:
 
 
 def _keep_to(device: str) -> None:
-    """Pin this process to the cores of its device from now on, if the device is a CPU slice."""
+    """Pin this process to the cores of its device, if the device is a CPU slice."""
     cores = slice_cores(device, allowed_cpus())
     if cores:
         pin_threads(cores)
@@ -193,7 +192,7 @@ def begin_processes(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 @contextmanager
 def _without_rank() -> Iterator[None]:
-    """Return a context in which a process that is still alone has no rank variables.
+    """Return a context in which a process that is still a single rank has no rank variables.
 
     Otherwise its children would act as the ranks that evener started.
     """

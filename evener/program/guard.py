@@ -1,10 +1,10 @@
-"""An audit of the program's own loss for one batch.
+"""Audit the program's own loss for one batch.
 
-It runs before shares become uneven, and at intervals while they are uneven. The functions with
-which the program computes the loss from a batch are recorded. The recorded functions and their
-backward pass are then computed again for a few rows: in equal parts, as under the program's own
-launcher, and in parts of the sizes that the shares give. The program's own code runs only once, and
-its state is restored.
+An audit runs before shares become uneven, and at intervals while they are uneven. The functions
+with which the program computes the loss from a batch are recorded. The recorded functions and their
+backward pass are then run again on a few rows: in equal parts, as under the program's own launcher,
+and in parts with the sizes of the shares. The program's own code runs only once, and its state is
+restored.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ from ..torch.training_audits import (
 from ..training.audit import IN_EQUAL_PARTS, describe
 from .origins import Origins
 
-LATER_CALLS = 100  # number of calls to record after the backward pass
+LATER_CALLS = 100  # maximum number of calls recorded after the backward pass
 LOOK_AGAIN = 4  # factor between the steps at which a guard checks again
 SINGLE_ROW = "each rank has a single row at a time, which can't be divided to compare losses"
 CANT = "its loss can't be computed again to compare it"
-PART = (  # the loss of all rows has been computed again
+PART = (  # although the loss of all rows was computed again
     "its loss can't be computed for a part of its rows, as where each row is compared with the "
     "others of its batch"
 )
@@ -82,7 +82,7 @@ class Guard(Recorder):
     ) -> None:
         self.fault = UNSEEN
         self.measured = False
-        self.entered = ""  # the collective whose exchanged values are in the loss
+        self.entered = ""  # the collective whose values are in the loss
         # numbers used in computing the loss, other than the batch and the models
         self.numbers: tuple[float, ...] | None = None
         # True if rows are padded with their rank's other rows, whose effect can't be recomputed
@@ -119,7 +119,7 @@ class Guard(Recorder):
             self._origins.follow(function, arguments, keywords, result)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the loss as it was before ranks overwrote it in an in-place collective."""
+        """Return the loss's value before an in-place collective overwrote it."""
         return super().read_loss(self._before.get(address(loss), loss))
 
     def _write(self, *arguments: Any, **options: Any) -> None:
@@ -139,16 +139,16 @@ class Guard(Recorder):
 
     @property
     def is_replaying(self) -> bool:
-        """True while recorded functions of the program are computed again."""
+        """True while recorded functions of the program are run again."""
         return self._busy
 
     def keep_figure(self, tensor: torch.Tensor) -> None:
-        """Save a scalar before ranks overwrite it with an exchanged value."""
+        """Save a scalar before an exchange overwrites it."""
         if tensor.numel() == 1:
             self._before.setdefault(address(tensor), tensor.detach().clone())
 
     def forget_making(self, tensor: torch.Tensor) -> None:
-        """Treat a tensor as an input from now on, because ranks have exchanged its contents."""
+        """Treat a tensor as an input from now on, because its contents were exchanged."""
         if tensor.grad_fn is None:
             self._made.pop(id(tensor), None)
 
@@ -157,7 +157,7 @@ class Guard(Recorder):
         return self._walk(tensor)[1]
 
     def is_flag(self, tensor: torch.Tensor) -> bool:
-        """True for a whole number of 0 or 1 that isn't known to be computed from the batch."""
+        """True for a whole number, 0 or 1, that isn't known to be computed from the batch."""
         if tensor.numel() != 1 or tensor.is_floating_point() or tensor.is_complex():
             return False
         return int(tensor.detach()) in (0, 1) and not self.comes_from_batch(tensor)
@@ -165,7 +165,7 @@ class Guard(Recorder):
     def goes_by_rows(self, tensor: torch.Tensor) -> bool:
         """True if the tensor's size depends on the number of rows in the batch.
 
-        Also True if that can't be determined although the tensor was computed from the batch.
+        Also True if the tensor was computed from the batch but its dependence can't be determined.
         """
         if not self.rows or not tensor.ndim or len(tensor) % self.rows:
             return False
@@ -177,7 +177,10 @@ class Guard(Recorder):
         entries = [self._tape[place] for place in sorted(places)]
         self._busy = True
         try:
-            for gradients in (False, True):  # some functions need gradients on or off
+            for gradients in (
+                False,
+                True,
+            ):  # some functions work only with gradients enabled, or only without
                 with suppress(Exception), torch.set_grad_enabled(gradients):
                     return bool(self._make_fewer(entries, tensor).shape != tensor.shape)
             return True  # the functions don't work with fewer rows
@@ -185,7 +188,7 @@ class Guard(Recorder):
             self._busy = False
 
     def _make_fewer(self, entries: list[WrittenCall], tensor: torch.Tensor) -> torch.Tensor:
-        """Return the tensor as the recorded calls compute it from three quarters of the rows."""
+        """Return the tensor recomputed by the recorded calls from three quarters of the rows."""
         rows = max(1, self.rows * 3 // 4)
         batch = cut_rows(self.batch, 0, rows, self.rows)
         known = dict(zip(map(id, self.batch), batch, strict=True))
@@ -223,7 +226,7 @@ class Guard(Recorder):
             return _describe_error(error)
 
     def _find_record(self, loss: torch.Tensor) -> LossRecord | str:
-        """Return the record of a loss that can be compared, or the reason why it can't be."""
+        """Return a loss's record that can be compared, or the reason why there is none."""
         if not self.batch:
             return f"its batch is a {self._kind}, not tensors in tuples, lists or dicts"
         if self.rows < 2:
@@ -239,7 +242,7 @@ class Guard(Recorder):
         return record
 
     def _judge_together(self, record: LossRecord | str, agree: Callable[[str], str]) -> str:
-        """Return the fault of a loss after computing the same passes on every rank.
+        """Return the fault of a loss after running the same passes on every rank.
 
         The result is the same on all ranks.
         """
@@ -261,7 +264,7 @@ class Guard(Recorder):
     def _compare_losses(self, record: LossRecord, few: FewRows) -> str:
         sketcher = self._make_sketcher(record.models, losses_only=True)
         fault = record.find_change()
-        # the same number of passes on every rank, however few rows it has: the whole and two parts
+        # every rank runs the same passes, even with few rows: the whole and two parts
         computations = make_share_computations(
             few, lambda part: record.compute(part.batch, part.rows)
         )
@@ -281,7 +284,7 @@ class Guard(Recorder):
         rows, first = self._list_rows(), self._step == 1
         found = audit_record(record, rows, sketcher, computations, (AS_WRITTEN,), first)
         if found.audited is None and found.fault != NOT_A_NUMBER:
-            # the calls fit no other number of rows, for example if a shape holds the batch's
+            # the calls don't support fewer rows, for example if a shape contains the batch size
             counted = audit_record(record, rows, sketcher, computations, (ROW_COUNTS,), first)
             found = found if counted.audited is None else counted
         if found.audited is None:
@@ -296,7 +299,7 @@ class Guard(Recorder):
         return describe(difference, audited.cause, audited.sizes, self._step, IN_EQUAL_PARTS)
 
     def _collate_few(self) -> FewRows | None:
-        """Return a few rows collated anew, or None if collating them anew isn't known to be right.
+        """Return a few rows collated again, or None if that may give a different batch.
 
         Rows are fetched once.
         """
@@ -307,7 +310,7 @@ class Guard(Recorder):
     def _list_rows(self) -> list[FewRows]:
         """Return candidate selections of a few rows of the batch.
 
-        They are collated anew by the loader's collate function, or sliced from the batch.
+        They are collated again by the loader's collate function, or sliced from the batch.
         """
         every = [self._collate_few()]
         every += [cut_few(self.batch, self.rows, in_order) for in_order in (False, True)]

@@ -37,7 +37,7 @@ _FIT_LOOP = (
     ("_FitLoop.run", "strategies:run"),
     ("_FitLoop.on_advance_start", "strategies:begin_epoch"),
 )
-# module of a library -> pairs of its function and our replacement, as file:function
+# a library's module -> pairs of a function and its wrapper, as file:function
 _HOOKS = {
     "torch": (
         ("nn.parallel.DistributedDataParallel.__init__", "program:PROGRAM.make_model"),
@@ -67,7 +67,7 @@ _HOOKS = {
     "lightning.pytorch.loops.fit_loop": _FIT_LOOP,
     "pytorch_lightning.loops.fit_loop": _FIT_LOOP,
 }
-# hooks of a process that evener run started alone, without shares: it may start processes, and a
+# hooks of a single process that evener run started, without shares: it may start processes, and a
 # Trainer can recover from running out of memory
 _ALONE = {
     "torch": (("distributed.init_process_group", "group:begin"),),
@@ -92,10 +92,10 @@ def install() -> None:
 
 
 class _HookFinder:
-    """An import finder that finds no module, but registers the hooks.
+    """An import finder that never finds a module, but registers the hooks.
 
-    The hooks are registered when a library is first imported, because importing wrapt
-    takes a while.
+    The hooks are registered on the first import of a library, because importing wrapt takes a
+    while.
     """
 
     def find_spec(self, name: str, *_: Any) -> Any:
@@ -120,7 +120,7 @@ def _register() -> None:
     if not os.environ.get(PROGRAM):
         return
     sys.excepthook = partial(print_own_error, sys.excepthook)
-    atexit.register(wait_until_asleep, _GLOO)  # the first one registered runs last
+    atexit.register(wait_until_asleep, _GLOO)  # the handler that was registered first runs last
     alone = os.environ.get("WORLD_SIZE") == "1"
     hooks = _ALONE if alone else _HOOKS
     for module in hooks:
@@ -172,7 +172,7 @@ def _watch_steps(_: Any) -> None:
 def print_own_error(
     before: Any, kind: type[BaseException], error: BaseException, trace: Any
 ) -> None:
-    """Print evener's own error as a message instead of a traceback, and exit with its exit code.
+    """Print evener's own errors as messages instead of tracebacks, and exit with their exit code.
 
     Any other error is passed to `before`, the previous sys.excepthook.
     """
@@ -188,9 +188,9 @@ def print_own_error(
 
 
 def leave_group(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Destroy a process group once gloo's threads have released their work.
+    """Destroy a process group after gloo's threads have released their work.
 
-    A work item holds Python objects. A thread that releases them while the interpreter shuts down
+    Work items hold Python objects. A thread that releases them while the interpreter shuts down
     aborts the process, and a thread that does so while its group is destroyed blocks forever.
     """
     wait_until_asleep(_GLOO)

@@ -1,9 +1,8 @@
-"""Follow a plain PyTorch loop, and split its rows by shares.
+"""Follow a plain PyTorch loop, and divide its rows by shares.
 
-Such a loop has a DataLoader whose sampler splits rows evenly, and a DistributedDataParallel model.
-
+Such a loop has a DataLoader whose sampler divides rows evenly, and a DistributedDataParallel model.
 Each rank draws the batches of every rank from copies of its batch sampler. Therefore it knows the
-global batches, and splits their rows by shares without communication. Nothing changes before one
+global batches, and divides their rows by shares without communication. Nothing changes before one
 whole step has been observed.
 """
 
@@ -38,7 +37,7 @@ _SHARDS = (
 
 
 def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
-    """Begin a loop over a DataLoader, and follow it if the program trains in it."""
+    """Start an iteration over a DataLoader, and follow it if the program trains in it."""
     PROGRAM.note_loader(loader)
     opened = getattr(loader.batch_sampler, "opens", False)  # set by an outer loop
     return (
@@ -47,13 +46,19 @@ def begin_loop(wrapped: Any, loader: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_outer(wrapped: Any, outer: Any, *_: Any) -> Any:
-    """Begin a loop over a loader of accelerate or timm; follow it if the program trains in it."""
+    """Start an iteration over a loader of accelerate or timm.
+
+    The iteration is followed if the program trains in it.
+    """
     inner = getattr(outer, "base_dataloader", None) or outer.loader
     return Loop(inner, wrapped, outer) if PROGRAM.trains() else wrapped()
 
 
 class Loop:
-    """A loop over a DataLoader, or over `outer`, a loader around it that prefetches one batch."""
+    """An iteration over a DataLoader, or over a loader around it.
+
+    The outer loader, `outer`, prefetches one batch.
+    """
 
     def __init__(self, loader: Any, begin: Any, outer: Any = None) -> None:
         self._loader = loader
@@ -67,8 +72,10 @@ class Loop:
         self.sampler: UnevenBatchSampler | None = None
         self.origin: Epoch | None = None  # set once the loop trains by shares
         self.batch: Any = None
-        self.sizes: tuple[int, ...] = ()  # rows of each rank in the batch, as weights of the ranks
-        self.compared = False  # the ranks have compared the order of the rows
+        self.sizes: tuple[
+            int, ...
+        ] = ()  # rows of each rank in the batch, which are the ranks' weights
+        self.compared = False  # True once the ranks have compared the order of the rows
         self.is_over = False
         self._step = getattr(outer, "skip_batches", 0) - 1
 
@@ -102,7 +109,7 @@ class Loop:
 
     @property
     def batch_maker(self) -> str:
-        """The name of the class that chooses the rows of a batch; empty if PyTorch's class does."""
+        """The name of the class that chooses a batch's rows; empty if it is PyTorch's class."""
         return name_own_sampler(self.shared_batches.given)
 
     def follow(self, training: Any) -> None:
@@ -114,8 +121,8 @@ class Loop:
         self.sampler.take(self._step)
 
     def varies(self) -> bool:
-        """True if the data set returns different rows for one index and one random state."""
-        with suppress(Exception):  # the user's own code may not support this call
+        """True if the data set returns different rows for the same index and random state."""
+        with suppress(Exception):  # the user's code may not support this call
             twin = copy_dataset(self._loader.dataset)
             row = next(iter(self.sampler.sample_rows(1, 1))) if self.sampler is not None else 0
             rows = []
@@ -130,7 +137,7 @@ class Loop:
         return 0 if self.sampler is None else len(self.sampler.rows_at(self._step))
 
     def few_rows(self) -> FewRows | None:
-        """Return a few rows of the current batch, collated anew as the shares would collate them.
+        """Return a few rows of the current batch, collated as the shares would collate them.
 
         Return None if collating can't differ from slicing the batch, or if the loader's collate_fn
         doesn't reproduce the batch that the program received.
@@ -150,24 +157,24 @@ class Loop:
 
 
 class SharedBatches:
-    """Replaces a loader's batch sampler, and splits rows by shares in a training loop.
+    """Replaces a loader's batch sampler, and divides rows by shares in a training loop.
 
     Outside such a loop it yields the original batches. `sampler` belongs to the most recent
-    training loop. If it is None, `fault` says why rows can't be split.
+    training loop. If it is None, `fault` says why rows can't be divided.
     """
 
     def __init__(self, given: Any, fault: str) -> None:
         self.given, self.opens = given, False
         self.sampler: UnevenBatchSampler | None = None
-        # digest: of the order of rows, and the number of batches
+        # digest: of the order of rows and the number of batches
         self.fault, self.digest = fault, (0, 0)
 
     @classmethod
     def of(cls, loader: Any) -> SharedBatches:
-        """Return the loader's SharedBatches, installing it on first use.
+        """Return the loader's SharedBatches, which is installed on first use.
 
-        If rows can't be split, the loader keeps its own sampler, and only `fault` of the
-        result is used.
+        If rows can't be divided, the loader keeps its own sampler, and only the result's `fault` is
+        used.
         """
         given = loader.batch_sampler
         if isinstance(given, SharedBatches):
@@ -178,7 +185,7 @@ class SharedBatches:
             )
         vars(loader)["batch_sampler"] = made = cls(
             given, ""
-        )  # set through vars(), as DataLoader refuses assignment
+        )  # set through vars(), because DataLoader refuses the assignment
         return made
 
     def __len__(self) -> int:
@@ -188,7 +195,7 @@ class SharedBatches:
         return getattr(self.given, name)
 
     def __reduce_ex__(self, _: Any) -> Any:
-        """Pickle and copy the program's own sampler in place of this object.
+        """Pickle and copy the program's own sampler instead of this object.
 
         The program's files then contain nothing of evener. Only pickle protocols before 2 accept an
         object of another class.
@@ -200,7 +207,7 @@ class SharedBatches:
         yield from self._draw_batches() if opens else self.given
 
     def _draw_batches(self) -> Iterable[Any]:
-        """Return this rank's batches of an epoch, split by shares.
+        """Return this rank's batches of an epoch, divided by shares.
 
         If that is impossible, set `fault` and return the original batches.
         """
@@ -260,8 +267,8 @@ def draw_ranks(sampler: Any) -> list[list[Any]]:
 def _draw_rank(sampler: Any, rank: int) -> list[Any]:
     """Return the batches that a batch sampler draws for a rank.
 
-    There is at most one batch more than the sampler's length. Raises RequestError if the sampler
-    can't be copied for the rank.
+    The result has at most one batch more than the sampler's length. Raises RequestError if the
+    sampler can't be copied for the rank.
     """
     try:
         with kept_state():
@@ -274,7 +281,7 @@ def _draw_rank(sampler: Any, rank: int) -> list[Any]:
 def _check_sizes(every: list[list[Any]]) -> None:
     """Raise RequestError unless all batches of all ranks have the same number of rows.
 
-    The last batch may be smaller, but equally on all ranks.
+    The last batch may be smaller, but has to be equal on all ranks.
     """
     sizes = [{len(batch) for batch in step} for step in zip(*every, strict=True)]
     whole = set.union(*sizes[:-1], sizes[0])
@@ -312,7 +319,7 @@ def _copy_for(sampler: Any, rank: int) -> Any:
 def _find_place(sampler: Any) -> Any:
     """Return the sampler that holds the rank whose rows are drawn, and the attribute's name.
 
-    The sampler is `sampler` itself or nested in it. Return None if there is none.
+    It is `sampler` itself or nested in it. Return None if there is none.
     """
     for each in _chain(sampler):
         for own, world in _SHARDS:
@@ -335,9 +342,9 @@ def _chain(sampler: Any) -> Iterator[Any]:
 
 
 def begin_dispatcher(wrapped: Any, _: Any, *__: Any) -> Any:
-    """Begin a loop in which one rank reads the rows of all ranks, and yield the loop's batches.
+    """Start an iteration in which one rank reads the rows of all ranks, and yield its batches.
 
-    In a program that trains, report that this is why shares stay even.
+    In a program that trains, report this as the reason why shares stay even.
     """
     if PROGRAM.trains():
         PROGRAM.stay_even(DISPATCHED)

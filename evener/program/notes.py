@@ -1,4 +1,4 @@
-"""The reports of a program's rank to the user and to `evener run`.
+"""A rank's reports to the user and to `evener run`.
 
 A rank prints how its training starts or why shares stay even, and writes a RankNote for `evener
 run` when its process exits.
@@ -20,24 +20,24 @@ from ..training.launched import PROGRAM, launched_device, launched_run
 from ..training.step_record import ShareTimes, StepRecord
 from .group import current_rank
 
-READ_STEPS = 10  # steps between two readings of the timer, which stores the last 25 steps
+READ_STEPS = 10  # number of steps between readings of the timer, which stores the last 25 steps
 
 
 class SharesOrigin(msgspec.Struct, frozen=True):
-    """The model and batch of the earlier training run in which a plan's shares were found.
+    """The model and batch of the earlier training run that determined a plan's shares.
 
     Another model or batch may need other shares.
     """
 
     model: str  # a digest of the shapes and types of its parameters and buffers
-    rows: int  # of a step
+    rows: int  # rows per step
 
 
 class ProgramSettings(msgspec.Struct, frozen=True):
     """The settings that `evener run` passes to the processes it starts."""
 
     folder: str  # folder for the RankNote of each rank
-    name: str  # of the program, for messages
+    name: str  # name of the program, for messages
     strict: bool = False
     rebalance: bool = True
     noise: bool = False
@@ -45,16 +45,16 @@ class ProgramSettings(msgspec.Struct, frozen=True):
 
 
 class RankNote(msgspec.Struct):
-    """A rank's record of its training, written when its process ends."""
+    """A rank's record of its training, written when its process exits."""
 
     rank: int
-    device: str  # its id
-    run: str  # the journal's name
+    device: str  # id of the device
+    run: str  # name of the journal
     hooks: str = ""  # the hooks that took effect; empty if the program trained unchanged
     why: str = ""  # why shares stayed even or the program ran unchanged
     first: ShareTimes | None = None
     last: ShareTimes | None = None
-    retreats: int = 0  # passes that ran out of memory and were computed again
+    retreats: int = 0  # number of passes that ran out of memory and were computed again
     noise: str = ""  # a message about the noise scale
     changes: int = 0  # number of changes of shares that took effect in a step
     model: str = ""  # a digest of the shapes and types of its parameters and buffers
@@ -70,7 +70,7 @@ def read_settings() -> ProgramSettings:
 
 
 def say(words: str) -> None:
-    """Print a line from evener on the first rank, never on the line of a progress bar.
+    """Print a line from evener on the first rank, but not on the line of a progress bar.
 
     If there are several ranks, the line begins with a carriage return and a newline: tools that
     merge the output of several processes drop an empty line that ends this way.
@@ -82,16 +82,16 @@ def say(words: str) -> None:
 
 
 class Notebook:
-    """Records what happens on this rank, and writes it to a folder when the process exits."""
+    """Records events on this rank, and writes them to a folder when the process exits."""
 
     def __init__(self, settings: ProgramSettings) -> None:
         self.settings = settings
         self.hooks = self.why = ""
         self.model = ""  # a digest of the models that train by shares
-        self.pending_reason = ""  # why shares stay even, if no other reason is printed by the end
+        # why shares stay even; printed at the end unless another reason is printed before
         self._supposes_even = False
         self.warned: set[str] = set()
-        self.was_uneven = False  # ranks have had different numbers of rows in a step
+        self.was_uneven = False  # True once ranks have had different numbers of rows in a step
         self._training: Any = None
         self._record = StepRecord()
         self._steps = 0
@@ -118,7 +118,7 @@ class Notebook:
         )
 
     def stay_even(self, why: str, more: str = "") -> None:
-        """Record why the program trains unchanged, and print it once, followed by `more`."""
+        """Record why the program trains unchanged; print it once, followed by `more`."""
         if not self.why:
             self.why = why.rstrip(".")
             say(f"shares stay even: {self.why}{more}")
@@ -129,7 +129,7 @@ class Notebook:
         say(f"shares stay even: {why}")
 
     def warn(self, words: str) -> None:
-        """Print a warning once; `words` is its text."""
+        """Print the warning `words` once."""
         if words not in self.warned:
             self.warned.add(words)
             say(words)
@@ -143,7 +143,7 @@ class Notebook:
     def _read_steps(self) -> None:
         """Record the steps that the device has completed since the last call.
 
-        Steps on fewer rows than a global batch, such as an epoch's last, are left out.
+        Steps on fewer rows than a global batch, such as an epoch's last, are ignored.
         """
         for step in self._training.timer.last():
             if step.number <= self._read:

@@ -1,4 +1,4 @@
-"""Track where values that ranks have exchanged go in a program.
+"""Track where exchanged values go in a program.
 
 The values may affect the program's loss, weights and learning rates, or only its output.
 """
@@ -14,11 +14,11 @@ from torch.utils.weak import WeakIdKeyDictionary
 
 _READS = {torch.Tensor.item, torch.Tensor.tolist, torch.Tensor.__float__, torch.Tensor.numpy}
 _IN_PLACE = ("add", "sub", "mul", "div", "truediv", "pow")
-_FORGET = 1000  # number of marked storages above which expired ones are dropped
+_FORGET = 1000  # expired storages are dropped once there are this many
 
 
 class Origins:
-    """Tracks which tensors were computed from exchanged values, and the call that exchanged them.
+    """Tracks which tensors were computed from exchanged values, and by which call.
 
     A tensor is tracked by identity if a function computed it from such values, and by its storage
     if such values were written into it. Tensors that were computed from a storage before such
@@ -28,8 +28,8 @@ class Origins:
     def __init__(self) -> None:
         self._made = WeakIdKeyDictionary()
         self._written: dict[StorageWeakRef, str] = {}
-        self.seen = False  # something was exchanged
-        self.read = ""  # the call whose result the program has read as a number
+        self.seen = False  # True once something was exchanged
+        self.read = ""  # the call whose result the program read as a number
 
     def write(self, data: Any, place: str) -> None:
         """Record that values exchanged at `place` were written into these tensors.
@@ -56,7 +56,7 @@ class Origins:
             self.read = place
 
     def find(self, data: Any) -> str:
-        """Return where a tensor in nested data was exchanged; empty if none was exchanged."""
+        """Return where a tensor in nested data was exchanged; empty if there is none."""
         for each in leaves_of(data):
             place = self._find_tensor(each) if isinstance(each, torch.Tensor) else ""
             if place:
@@ -66,12 +66,12 @@ class Origins:
     def find_made(self, tensor: torch.Tensor) -> str:
         """Return the place of the exchange from which this tensor was computed.
 
-        The result is empty if the tensor wasn't computed from exchanged values.
+        The result is empty if it wasn't computed from exchanged values.
         """
         return str(self._made.get(tensor, ""))
 
     def follow(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Record a function's results as computed from exchanged values if its arguments were."""
+        """If a function's arguments come from exchanged values, record that its results do, too."""
         place = self.find((arguments, keywords)) if self.seen else ""
         if not place:
             return
@@ -90,7 +90,7 @@ class Origins:
         if tensor in self._made:
             return str(self._made[tensor])
         storage = _storage(tensor)
-        # An address isn't used again while a weak reference to its storage exists.
+        # An address isn't reused while a weak reference to its storage exists.
         return "" if storage is None else self._written.get(StorageWeakRef(storage), "")
 
 
@@ -127,7 +127,7 @@ def _is_in_place(function: Any) -> bool:
 
 
 def _storage(tensor: torch.Tensor) -> Any:
-    """Return a tensor's storage; None if it has none, for example if it is sparse."""
+    """Return a tensor's storage; None if it has none, for example a sparse tensor."""
     try:
         return tensor.untyped_storage()
     except (RuntimeError, NotImplementedError):

@@ -12,13 +12,13 @@ from typing import Any
 from ..errors import RequestError
 from ..plan.use import PLAN_USED, describe_unused, explain_once, is_used
 
-FIRST_STEPS = 5  # optimizer steps within which the plan must have been read
+FIRST_STEPS = 5  # number of optimizer steps after which the plan must have been read
 
 _steps = 0
 
 
 def count_step(*_: Any) -> None:
-    """Count a step of a PyTorch optimizer, and check for the plan after FIRST_STEPS steps."""
+    """Count a PyTorch optimizer's step; after FIRST_STEPS steps, check that the plan was read."""
     global _steps
     _steps += 1
     if _steps == FIRST_STEPS:
@@ -26,7 +26,7 @@ def count_step(*_: Any) -> None:
 
 
 def begin_fit(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Check that the plan was read, then train the Keras model."""
+    """Check that the plan was read, then fit the Keras model."""
     check_use()
     return wrapped(*arguments, **keywords)
 

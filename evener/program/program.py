@@ -1,6 +1,6 @@
 """Follow a program that `evener run` started, and train its plain PyTorch loop by shares.
 
-Each process of the program has one `Program`: PROGRAM.
+Each process of the program has one `Program` object: PROGRAM.
 """
 
 from __future__ import annotations
@@ -35,8 +35,10 @@ from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
 from .views import RankView
 
-WATCHED = 1  # additional even steps to observe if the program exchanges values in the first one
-# backward passes without an optimizer's step after which a message says so: outside of loops over a
+WATCHED = (
+    1  # number of further even steps to observe if the program exchanges values in the first one
+)
+# backward passes without an optimizer step after which this is reported: outside of loops over a
 # DataLoader, and in one, where gradients may be accumulated
 FEW_PASSES, MANY_PASSES = 4, 64
 MEET_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
@@ -45,28 +47,28 @@ MEET_SECONDS = 60.0  # timeout for all ranks to reach the end of the first step
 class Program:
     """Trains the program by shares, from its second training step on.
 
-    `training` is None before that. A program that can't be trained by shares runs unchanged.
+    `training` is None before that step. A program that can't train by shares runs unchanged.
     """
 
     def __init__(self) -> None:
         self.notebook = Notebook(read_settings())
-        # models in DDP, in the order they were made
+        # models in DDP, in order of creation
         self.models: weakref.WeakKeyDictionary[Any, None] = weakref.WeakKeyDictionary()
         self.training: PlannedTraining | None = None
-        self._loop: Any = None  # the loop that gave the latest batch
-        self._other_loop: Any = None  # the loop whose batch belongs to the same step
+        self._loop: Any = None  # the loop that yielded the latest batch
+        self._other_loop: Any = None  # another loop whose batch belongs to the same step
         self._loader_steps: LoaderSteps | None = None  # receives the steps of the followed loop
         self._guard: Guard | None = None
-        self._rechecks = False  # the guard's batch follows a change that this rank has seen
-        self._updated = False  # an optimizer has stepped since that batch
-        self._stepped = False  # an optimizer of PyTorch has stepped
-        self._passes = 0  # backward passes until then
-        self._fault = ""  # how the program's use of gradients prevents uneven shares
-        # a digest of the optimizers' settings in this step; by shares, of the learning rates in all
+        self._rechecks = False  # True if the guard's batch follows a change that this rank has seen
+        self._updated = False  # True if an optimizer has stepped since that batch
+        self._stepped = False  # True once an optimizer of PyTorch has stepped
+        self._passes = 0  # number of backward passes before that
+        self._fault = ""  # why the program's use of gradients prevents uneven shares
+        # digest of the optimizers' settings in this step; by shares, of the learning rates in all
         # steps so far
         self._rates = 0
-        self._steps = 0  # steps taken by shares
-        self._uneven = 0  # steps whose shares differed between ranks
+        self._steps = 0  # number of steps by shares
+        self._uneven = 0  # number of steps with uneven shares
         self._look = LOOK_AGAIN  # the step of the next check by a guard
         # the loader over which the latest loop began
         self._newest_loader: weakref.ref[Any] | None = None
@@ -74,27 +76,27 @@ class Program:
         self._met = 0  # number of exchanges between ranks
         self.exchanges = Exchanges(self.note_exchange)
         self._numbers: tuple[float, ...] | None = None  # numbers in the loss of the previous step
-        # settings, at the start of the batch, of optimizers that have stepped
+        # settings at the start of the batch, for optimizers that have stepped
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
         self.remarks: list[str] = []  # warnings to print once shares may become uneven
-        self._watched = 0  # even steps in which the program itself exchanged values
+        self._watched = 0  # number of even steps in which the program itself exchanged values
 
     @property
     def shares(self) -> tuple[int, ...]:
-        """The rows of each rank in a full batch; empty while the program uses its own shares."""
+        """The rows of each rank in a full batch; empty while the program has its own shares."""
         return () if self.training is None else self.training.ranks.batches
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """The rows of each rank in the current batch, used as the ranks' weights.
+        """The rows of each rank in the current batch, which are the ranks' weights.
 
         The tuple is empty before the first batch.
         """
         return () if self._loop is None else self._loop.sizes
 
     def trains(self) -> bool:
-        """True if a loop that begins now appears to be a training loop."""
+        """True if a loop that begins now is probably a training loop."""
         group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         return (
             group
@@ -109,14 +111,14 @@ class Program:
         self._note_whole(model)
 
     def _note_whole(self, model: Any) -> None:
-        """Record a model as a whole, in place of the recorded models that are its layers."""
+        """Record a model as a whole, and remove recorded models that are its layers."""
         if not any(model in other.modules() for other in self.models):
             for each in model.modules():
                 self.models.pop(each, None)
             self.models[model] = None
 
     def shard_model(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-        """Shard models with FSDP2, and record each model as a whole rather than layer by layer."""
+        """Shard models with FSDP2; record each model as a whole instead of its layers."""
         result = wrapped(*arguments, **keywords)
         given = arguments[0] if arguments else keywords["module"]
         for model in given if isinstance(given, list) else [given]:
@@ -126,7 +128,7 @@ class Program:
     def run_backward(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Run a backward pass.
 
-        If a library averages gradients over ranks, weight each rank's loss by its rows.
+        If a library averages gradients over ranks, each rank's loss is weighted by its rows.
         """
         training = self.training
         # a backward pass inside another one, as with checkpointing
@@ -143,7 +145,7 @@ class Program:
     def _count_passes(self) -> None:
         """Report why shares stay even if no optimizer steps after many backward passes.
 
-        The hooks don't notice steps of an optimizer that isn't PyTorch's, such as fastai's.
+        The hooks don't see steps of optimizers that aren't PyTorch's, such as fastai's.
         """
         has_group = dist.is_available() and dist.is_initialized() and dist.get_world_size() > 1
         if self._stepped or not self.models or not has_group or self.notebook.pending_reason:
@@ -161,7 +163,7 @@ class Program:
 
     @property
     def is_uneven(self) -> bool:
-        """True once ranks of a loop have had different numbers of rows."""
+        """True once the ranks of a loop have had different numbers of rows."""
         return self._uneven > 0 or len(set(self.sizes)) > 1
 
     def note_loader(self, loader: Any) -> None:
@@ -176,10 +178,10 @@ class Program:
                 self._note_entered(optimizer)
 
     def _note_entered(self, optimizer: Any) -> None:
-        """Check whether values exchanged between ranks affect an optimizer's step.
+        """Check whether exchanged values affect an optimizer's step.
 
-        Exchanged values affect it if they are part of the loss, the gradients, the weights or
-        the optimizer's settings.
+        They affect it if they are part of the loss, the gradients, the weights or the optimizer's
+        settings.
         """
         exchanges = self.exchanges
         if not exchanges.origins.seen:
@@ -234,9 +236,9 @@ class Program:
         self._rates = crc32(repr(rates).encode(), self._rates)
 
     def _note_single_rank(self, optimizer: Any) -> None:
-        """Report that this process trains by itself.
+        """Report that this process trains alone.
 
-        If no other process trains, advise how to train on all devices.
+        If no other process trains, suggest how to train on all devices.
         """
         if self.notebook.why:
             return
@@ -248,12 +250,12 @@ class Program:
 
     @property
     def is_single_rank(self) -> bool:
-        """True while the other ranks wait for this rank to make a process group."""
+        """True while the other ranks wait for this rank to create a process group."""
         has_group = dist.is_available() and dist.is_initialized()
         return not has_group and is_started_rank() and not is_released()
 
     def stay_for_one(self, advice: str) -> None:
-        """Report that the program trains on one device, and advise how to change that.
+        """Report that the program trains on one device, and suggest how to change that.
 
         Raises RequestError if the program was started with `--strict`.
         """
@@ -261,7 +263,7 @@ class Program:
         self._end_strictly(views.FOR_ONE)
 
     def _begin_rates(self) -> None:
-        """Record the optimizers' settings as a batch begins.
+        """Record the optimizers' settings at the start of a batch.
 
         A change between batches comes from a schedule. A change within a batch may come from an
         exchanged value that the program has read.
@@ -270,10 +272,10 @@ class Program:
             self._begun_rates[optimizer] = views.read_numbers(optimizer)
 
     def _note_obstacle(self, optimizer: Any) -> None:
-        """Report why this step belongs to no loop that can be followed.
+        """Report why this step isn't in a loop that can be followed.
 
-        A later loop may still be followed. Raises RequestError if `evener run` was
-        started with `--strict`.
+        A later loop may still be followed. Raises RequestError if `evener run` was started with
+        `--strict`.
         """
         words = views.find_obstacle(optimizer, list(self.models), self._newest_loader is not None)
         if words:
@@ -306,7 +308,7 @@ class Program:
     def note_exchange(self) -> None:
         """Warn that values averaged over ranks are now means over different numbers of rows.
 
-        There is no warning in even steps or outside of training.
+        In even steps and outside of training, there is no warning.
         """
         if len(set(self.sizes)) > 1 and any(each.training for each in self.models):
             self.notebook.warn(views.EXCHANGED)
@@ -314,12 +316,12 @@ class Program:
     def begin(self, loop: Any) -> None:
         """Begin the step of a loop's next batch.
 
-        If a check of the batch is due, make a guard that records its forward and backward pass.
+        If the batch is to be checked, create a guard that records its forward and backward pass.
         """
         if loop is not self._loop:
             left = self._loop
             if left is not None and self._updated and left.shared_batches is loop.shared_batches:
-                self.end(left)  # a new epoch, of a loop that counts its batches itself
+                self.end(left)  # a new epoch of a loop that counts its batches itself
             self._other_loop, self._loop = None if self._updated else self._loop, loop
         self._updated = False
         if self.training is None:
@@ -331,7 +333,7 @@ class Program:
             self._begin_step(loop, self.training)
 
     def _needs_guard(self, loop: Any) -> bool:
-        """True if a guard is to check this batch.
+        """True if a guard should check this batch.
 
         Guards check batches before shares become uneven, the first batch with uneven shares, and
         then single batches at growing intervals.
@@ -346,7 +348,7 @@ class Program:
     def _begin_step(self, loop: Any, training: PlannedTraining) -> None:
         """Begin a step of a training by shares."""
         if self._loader_steps is None or loop.origin is None:
-            # a batch of another loader, which the program splits itself
+            # a batch of another loader, which the program divides itself
             training.weights.begin(loop.sizes)
             return
         self._loader_steps.begin(loop.origin, loop.sizes, loop.batch)
@@ -373,7 +375,7 @@ class Program:
         return sharded.choose_weigh(self.models) == "loss"
 
     def finish(self, loop: Any) -> None:
-        """End the loop's current step as it requests its next batch.
+        """End the loop's current step when it requests its next batch.
 
         All ranks call this method the same number of times.
         """
@@ -389,7 +391,7 @@ class Program:
         self._drop_guard()
 
     def end(self, loop: Any) -> None:
-        """Handle the end of a loop; if it trained by shares, compare the ranks' views."""
+        """End a loop; if it trained by shares, compare the ranks' views."""
         self._drop_guard()
         if loop.is_over:
             return
@@ -401,17 +403,17 @@ class Program:
     def _drop_guard(self) -> None:
         """Discard a guard that saw no backward pass in this batch.
 
-        The next batch then gets a new guard.
+        The next batch gets a new guard.
         """
         if self._guard is not None and not self._guard.done:
             self._guard.close()
             self._guard = None
 
     def _note_several(self, loop: Any) -> None:
-        """Handle a loop whose step also takes a batch from another loop.
+        """Handle a loop whose step also uses a batch from another loop.
 
-        Raises RequestError if the program trains by shares and the two loops split their rows
-        in different ratios.
+        Raises RequestError if the program trains by shares and the two loops divide their rows in
+        different ratios.
         """
         self.notebook.pending_reason = views.SEVERAL
         ratios = [[size / sum(each.sizes) for size in each.sizes] for each in (loop, self._loop)]
@@ -427,7 +429,7 @@ class Program:
             )
 
     def _guard_again(self, loop: Any) -> None:
-        """Count a step by shares, and compare the ranks' views if a comparison is due.
+        """Count a step by shares; compare the ranks' views if a comparison is due.
 
         All ranks call this after the same step.
         """
@@ -444,10 +446,9 @@ class Program:
             self._compare(loop)
 
     def _exchange_change(self) -> None:
-        """Report the result of an audit after a change to the other ranks.
+        """Send the result of an audit after a change to the other ranks.
 
-        This method doesn't wait for the other ranks, because another rank may not have
-        seen the change.
+        This method doesn't wait for the other ranks, because they may not have seen the change.
         """
         assert self.training is not None
         self._rechecks = False
@@ -458,7 +459,7 @@ class Program:
             self.training.audits.report(guard.fault if guard.measured else "")
 
     def _note_fault(self, guard: Guard) -> None:
-        """Warn if a guard couldn't compare a step's loss with that of even shares."""
+        """Warn if a guard couldn't compare a step's loss with the loss of even shares."""
         if guard.fault and guard.fault != UNSEEN and not guard.measured:
             self.notebook.warn(
                 f"in step {self._steps}, its loss couldn't be compared with that of even shares: "
@@ -485,7 +486,7 @@ class Program:
             self._go_back(loop, fault.rstrip("."))
 
     def _go_back(self, loop: Any, fault: str) -> None:
-        """Return to even shares permanently, because of a fault in a step by shares."""
+        """Return to even shares permanently because of a fault in a step by shares."""
         assert self.training is not None
         self.training.follow(loop.sampler, loop.ahead)
         self.go_even(self.training, f"in step {self._steps}, {fault}")
@@ -517,7 +518,7 @@ class Program:
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
         """Gather a value from every rank through the process group's store, in rank order.
 
-        If a rank is missing after `seconds`, return an empty list; with 0 there is no timeout.
+        If a rank is missing after `seconds`, return an empty list; 0 means no timeout.
         """
         self._met += 1
         store = default_store()
@@ -535,8 +536,7 @@ class Program:
     def _agree(self, fault: str) -> str:
         """Exchange each rank's fault; return the first one in rank order, or an empty string.
 
-        Ranks call this before they compute the same passes, in which they communicate
-        layer by layer.
+        Ranks call this before they run the same passes, in which they communicate layer by layer.
         """
         every = self.exchange(RankView(fault), MEET_SECONDS)
         return next((each.fault for each in every if each.fault), "") if every else views.ALONE
@@ -575,7 +575,7 @@ class Program:
         self.notebook.watch(training, f"{sharded.name_wrapper(models)} and DataLoader")
 
     def _plan_loop(self, models: list[Any], loop: Any) -> PlannedTraining:
-        """Return a training of a loop's models by the plan."""
+        """Return a training of a loop's models with the plan."""
         weigh = sharded.choose_weigh(models)
         training = self.plan(models, loop.sampler.global_batch, weigh)
         for each in models:
@@ -585,16 +585,16 @@ class Program:
     def choose_plan(self, models: Sequence[Any], global_batch: int) -> Plan | None:
         """Return the plan with which a training of these models and rows starts.
 
-        Return None to use the plan that evener run passed on. Shares from an earlier training run
-        don't apply if a configuration file or the script has changed the model or the batch in the
-        meantime. In that case, the training starts with even shares.
+        Return None to use the plan from evener run. Shares from an earlier training run don't apply
+        if the model or the batch has since changed, through the script or a configuration file. In
+        that case, the training starts with even shares.
         """
         self.notebook.model = "+".join(sorted(map(model_digest, models)))
         origin = self.notebook.settings.origin
         if origin in (None, SharesOrigin(self.notebook.model, global_batch)):
             return None
         given = open_plan(None)
-        if given is None:  # the program has started another number of processes
+        if given is None:  # the program started another number of processes
             return None
         devices = given.layout.active
         self.notebook.warn(
@@ -610,9 +610,10 @@ class Program:
         weigh: Weigh = "gradients",
         **place: Any,
     ) -> PlannedTraining:
-        """Return a training of these models by the plan that evener run passed on.
+        """Return a training of these models with the plan from evener run.
 
-        `global_batch` is its rows per step, and `place` are further arguments of `find_shares`.
+        `global_batch` is its rows per step, and `place` contains further arguments of
+        `find_shares`.
         """
         settings = self.notebook.settings
         chosen = self.choose_plan(models, global_batch)
@@ -622,7 +623,7 @@ class Program:
         )
 
     def _view(self, loop: Any) -> RankView:
-        """Return this rank's view of the steps since the ranks last compared their views.
+        """Return this rank's view of the steps since the last comparison of views.
 
         The view has a fault, digests of the row order and of the optimizers' settings, and the
         numbers in the loss.
@@ -661,9 +662,9 @@ class Program:
         return next(filter(None, faults), "")
 
     def _compare_numbers(self, numbers: tuple[float, ...] | None) -> None:
-        """Check whether the numbers in the loss changed since the previous step.
+        """Check whether the numbers in the loss have changed since the previous step.
 
-        If they did, the program may have read them from values that ranks exchanged.
+        If so, the program may have read them from exchanged values.
         """
         before, self._numbers = self._numbers, numbers
         if None not in (before, numbers) and before != numbers:
@@ -673,7 +674,7 @@ class Program:
     def left_unchanged(self) -> Iterator[None]:
         """Return a context in which the hooks for plain loops are inactive.
 
-        It is used for trainers that have hooks of their own.
+        It is used for trainers with their own hooks.
         """
         self._others += 1
         try:
@@ -700,8 +701,8 @@ class Program:
 def _find_common_fault(every: list[RankView]) -> str:
     """Return why shares have to stay even on all ranks.
 
-    The cause is a fault of one rank, or a difference between ranks. The result is empty if
-    nothing prevents uneven shares.
+    The reason is a fault of one rank, or a difference between ranks. The result is empty if nothing
+    prevents uneven shares.
     """
     if not every:
         return views.ALONE

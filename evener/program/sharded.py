@@ -1,8 +1,8 @@
 """Models whose gradients a library averages over ranks: FSDP1, FSDP2 and DeepSpeed.
 
-The mean over ranks equals the mean over all rows if each rank's loss is weighted by
-`rows * ranks / all rows` at the start of its backward pass. The library's shards,
-reductions and states are unchanged.
+The mean over ranks equals the mean over all rows if each rank's loss is weighted by `rows * ranks /
+all rows` at the start of its backward pass. The library's shards, reductions and states stay
+unchanged.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from ..torch.step.weights import Weigh
 from ..torch.step.wrapped import is_sharded
 
 SEVERAL = "several ranks compute one row, by tensor, pipeline or sequence parallelism"
-# optimizers of DeepSpeed that accumulate compression errors on each rank
+# DeepSpeed's optimizers that accumulate compression errors on each rank
 COMPRESSED = ("onebitadam", "zerooneadam", "onebitlamb")
 IGNORED = "a part of its model isn't sharded, so its gradients are each rank's own"
 _LIBRARIES = {"FullyShardedDataParallel": "FSDP1", "DeepSpeedEngine": "DeepSpeed"}
@@ -42,22 +42,22 @@ def has_copies(models: Iterable[Any]) -> bool:
 
 
 def trains_others(optimizer: Any, models: Iterable[Any]) -> bool:
-    """True if an optimizer appears to train parameters outside these models."""
+    """True if an optimizer seems to train parameters outside these models."""
     return not has_copies(models) and unowned.trains_others(optimizer, models)
 
 
 def choose_weigh(models: Iterable[Any]) -> Weigh:
-    """Return what is weighted by rows when these models train: gradients or losses."""
+    """Return what to weight by rows when these models train: gradients or losses."""
     return "loss" if any(map(find_library, models)) else "gradients"
 
 
 def name_wrapper(models: Iterable[Any]) -> str:
-    """Return the name, for messages, of the library that reduces the models' gradients."""
+    """Return the name of the library that reduces the models' gradients, for messages."""
     return next(filter(None, map(find_library, models)), "DistributedDataParallel")
 
 
 def follow(training: Any, model: Any) -> None:
-    """Train this model by shares from now on; raises RequestError if that is impossible."""
+    """Train this model by shares from now on; raise RequestError if that is impossible."""
     if find_library(model):
         training.follow_averaged(model)
     else:
@@ -67,8 +67,8 @@ def follow(training: Any, model: Any) -> None:
 def find_fault(model: Any) -> str:
     """Return why a model whose gradients a library averages can't train by shares.
 
-    The result is empty if each rank computes its own rows and the library averages all
-    gradients over ranks.
+    The result is empty if each rank computes its own rows and the library averages all gradients
+    over ranks.
     """
     match find_library(model):
         case "FSDP2":

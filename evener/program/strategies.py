@@ -1,6 +1,6 @@
 """Make a lightning.Trainer train by shares.
 
-The Trainer's strategy and loader are replaced when its training begins.
+The Trainer's strategy and loader are replaced at the start of its training.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ class ProgramStrategy(PlanStrategy):
     Both strategies have the same attributes (see `share_state`).
     """
 
-    # the program can also resume from its checkpoints without evener
+    # so that the program can resume from its checkpoints without evener
     loaders_in_checkpoints = False
 
     def teardown(self) -> None:
-        """Tear the strategy down, and restore the trainer's own strategy."""
+        """Tear down the strategy, and restore the trainer's own strategy."""
         _forget_metrics(self)
         trainer = self.lightning_module.trainer
         super().teardown()
@@ -45,9 +45,9 @@ class ProgramStrategy(PlanStrategy):
 
 
 def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """Run a Trainer's fit loop with the hooks for plain loops turned off.
+    """Run a Trainer's fit loop without the hooks for plain loops.
 
-    If the Trainer trains on one of several devices, report how to train on all of them.
+    If the Trainer uses one of several devices, suggest how to train on all of them.
     """
     if PROGRAM.is_single_rank:
         PROGRAM.stay_for_one(advise_lightning())
@@ -56,7 +56,7 @@ def run(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
 
 
 def begin_epoch(wrapped: Any, loop: Any, arguments: Any, keywords: Any) -> Any:
-    """Make a Trainer train by shares as an epoch begins, if it can."""
+    """Make a Trainer train by shares at the start of an epoch, if it can."""
     loop.setup_data()  # called again in case the trainer reloads its loaders each epoch
     if dist.is_initialized() and dist.get_world_size() > 1 and not loop.restarted_mid_epoch:
         strategy, (loader, *others) = loop.trainer.strategy, private.loaders(loop)
@@ -139,7 +139,7 @@ def _count_rows(loader: Any) -> int:
 
 
 def _forget_metrics(strategy: Any) -> None:
-    """Clear the metrics logged so far.
+    """Clear the logged metrics.
 
     Otherwise Lightning would reduce them with the strategy that it remembers for each metric.
     """
@@ -149,7 +149,7 @@ def _forget_metrics(strategy: Any) -> None:
 
 
 def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
-    """Return a loader that splits by shares the global batches of a DistributedSampler.
+    """Return a loader that divides the global batches of a DistributedSampler by shares.
 
     Raises RequestError if the number of rows in a global batch has changed.
     """
@@ -174,6 +174,6 @@ def _share_out(strategy: ProgramStrategy, loader: Any) -> Any:
 
 
 def _give(loop: Any, loader: Any) -> None:
-    """Replace the trainer's loader before any batch is taken from it."""
+    """Replace the trainer's loader before any batch is fetched from it."""
     with kept_state():
         private.replace_loader(loop, loader)

@@ -1,6 +1,6 @@
 """Make a Trainer of transformers, or of a subclass, train by shares.
 
-When its training begins, a trainer by shares with the same state replaces it. For `evener run
+At the start of its training, a trainer by shares with the same state replaces it. For `evener run
 --balance` the program runs until its Trainer would train, so that evener can measure that Trainer.
 """
 
@@ -48,15 +48,15 @@ def train(wrapped: Any, trainer: Any, arguments: Any, keywords: Any) -> Any:
         return wrapped.__func__(planned, *arguments, **keywords)
 
 
-# The program's own Trainer -> the trainer by shares that has the same state.
+# The program's own Trainer -> the trainer by shares with the same state.
 _planned: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 
 def _trains_as_loop(trainer: Any) -> bool:
-    """True if the hooks for loops of accelerate handle a Trainer, without a trainer by shares.
+    """True if the hooks for accelerate's loops handle a Trainer, without a trainer by shares.
 
-    The hooks handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose loader
-    makes batches itself.
+    They handle a Trainer whose model is sharded by FSDP or DeepSpeed, or whose loader creates its
+    own batches.
     """
     if trainer.args.world_size == 1 or PROGRAM.notebook.why:
         return False
@@ -71,7 +71,7 @@ def _trains_as_loop(trainer: Any) -> bool:
 
 
 def _plan(trainer: Any) -> None:
-    """Make a trainer by shares that replaces `trainer`, or report why that is impossible."""
+    """Create a trainer by shares that replaces `trainer`, or report why that is impossible."""
     own, settings = type(trainer), PROGRAM.notebook.settings
     world = trainer.args.world_size
     with stays_if_refused(trainer):
@@ -117,9 +117,9 @@ def _plan(trainer: Any) -> None:
 
 
 def _steps_others(trainer: Any) -> bool:
-    """True if an optimizer that the program makes itself trains parameters outside the model.
+    """True if an optimizer that the program creates trains parameters outside the model.
 
-    Each rank would update such parameters by its own gradients.
+    Each rank would update such parameters with its own gradients.
     """
     from transformers import Trainer
 
@@ -142,7 +142,7 @@ def _warn_of_tail(trainer: Any, global_batch: int) -> None:
 class _Found(BaseException):
     """Raised when a trainer begins to train.
 
-    It is a BaseException, so programs that catch Exception don't catch it.
+    It is a BaseException, so that programs which catch Exception don't catch it.
     """
 
     def __init__(self, trainer: Any) -> None:
@@ -150,7 +150,7 @@ class _Found(BaseException):
 
 
 def build() -> Any:
-    """Run the program up to its training, and return its transformers.Trainer, not yet trained.
+    """Run the program until its training begins, and return its transformers.Trainer, untrained.
 
     Raises RequestError if the program exits without training a Trainer.
     """
@@ -197,7 +197,7 @@ def _find(trainer: Any, *_: Any, **__: Any) -> NoReturn:
 
 
 def _run(words: Sequence[str]) -> None:
-    """Run a script, or `-m` and a module, as Python does."""
+    """Run a script, or `-m` with a module, as Python does."""
     module = words[0] == "-m"
     target, *arguments = words[module:]
     place = os.getcwd() if module else str(Path(target).absolute().parent)

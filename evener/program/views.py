@@ -57,9 +57,9 @@ SINGLE = (
     "divided"
 )
 SEVERAL = "its steps take rows of several loaders"
-# relative tolerance: GPUs of different kinds round computed values differently
+# relative tolerance, because different kinds of GPUs round computed values differently
 NEAR = 1e-4
-DIFFERENCES = {  # between the views of the ranks, the most serious first
+DIFFERENCES = {  # differences between the views of the ranks, the most serious first
     "order": "its ranks draw different orders of rows, or batches of other sizes",
     "rates": "its ranks step at different rates",
     "numbers": (
@@ -75,12 +75,12 @@ class RankView(msgspec.Struct, frozen=True):
     """
 
     fault: str = ""
-    order: tuple[int, ...] = ()  # a digest of the order of rows, and the number of batches
-    rates: int = 0  # a digest of the optimizers' settings; by shares, of their learning rates
-    numbers: tuple[float, ...] | None = None  # numbers in its loss, if the guard has checked it
+    order: tuple[int, ...] = ()  # digest of the order of rows, and the number of batches
+    rates: int = 0  # digest of the optimizers' settings; by shares, of their learning rates
+    numbers: tuple[float, ...] | None = None  # numbers in the loss, if a guard has checked it
     uses: tuple[float, ...] = ()  # numbers applied to weights and gradients after the backward pass
-    warning: str = ""  # about what may differ under shares
-    exchanges: bool = False  # the program's own code exchanges values between ranks
+    warning: str = ""  # warning about what may differ under shares
+    exchanges: bool = False  # True if the program's own code exchanges values between ranks
 
 
 def find_difference(every: list[RankView]) -> str:
@@ -94,7 +94,7 @@ def find_difference(every: list[RankView]) -> str:
     looked = [each for each in every if each.numbers is not None]
     if any(not _are_near(each.numbers, looked[0].numbers) for each in looked):
         return "numbers"
-    # the numbers of values differ if one rank alone computed something, for example to log it
+    # the counts differ if only one rank computed something, for example to log it
     comparable = len({len(each.uses) for each in looked}) == 1
     return (
         "numbers"
@@ -113,7 +113,7 @@ def _are_near(one: Any, other: Any) -> bool:
 
 
 def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
-    """Return the named numeric settings of an optimizer's parameter groups; all by default."""
+    """Return the named numeric settings of an optimizer's parameter groups, by default all."""
     groups = optimizer.param_groups
     chosen = [
         one
@@ -126,7 +126,7 @@ def read_numbers(optimizer: Any, names: tuple[str, ...] = ()) -> list[float]:
 
 
 def find_fault(model: Any) -> str:
-    """Return why a wrapped model can't be trained by shares; empty if it can."""
+    """Return why a wrapped model can't train by shares; empty if it can."""
     if sharded.find_library(model):
         return sharded.find_fault(model)
     if type(model) is not torch.nn.parallel.DistributedDataParallel:
@@ -141,9 +141,9 @@ def find_fault(model: Any) -> str:
 
 
 def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
-    """Return why a step of this optimizer can't be taken by shares.
+    """Return why a step of this optimizer can't be done by shares.
 
-    The step belongs to no followed loop over a DataLoader. `has_begun` is True if some loop over a
+    The step isn't in a followed loop over a DataLoader. `has_begun` is True if some loop over a
     DataLoader has begun. The result is empty if the optimizer trains none of the wrapped `models`.
     """
     weights = [each for group in optimizer.param_groups for each in group["params"]]
@@ -152,5 +152,5 @@ def find_obstacle(optimizer: Any, models: Any, has_begun: bool) -> str:
         return TENSOR_PARALLEL if "DTensor" in kinds else NO_MODEL
     trained = {id(each) for model in models for each in model.parameters()}
     if not sharded.has_copies(models) and not any(id(each) in trained for each in weights):
-        return ""  # the optimizer trains another model of the program
+        return ""  # the optimizer trains another model
     return BEGUN_EARLY if has_begun else NO_LOADER

@@ -1,4 +1,4 @@
-"""The sitecustomize of each Python that `evener run` starts.
+"""The sitecustomize of each Python process that `evener run` starts.
 
 It installs the hooks, then imports the user's own sitecustomize.
 """
@@ -12,7 +12,7 @@ sys.path[:] = [folder for folder in sys.path if folder != _own]
 try:
     install = import_module(
         "evener.program.install"
-    ).install  # by its name, as this file belongs to no package
+    ).install  # imported by name, because this file belongs to no package
 except ImportError as error:
     sys.stderr.write(
         f"evener: its program isn't balanced: install evener for {sys.executable} ({error}).\n"
