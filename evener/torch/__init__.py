@@ -1,11 +1,12 @@
-"""Train a PyTorch model by a plan: unequal shares of each batch on unequal devices, with
-the same result.
+"""Train a PyTorch model with a plan: unequal shares of each batch on unequal devices.
+
+The result is the same as with equal shares.
 
     from evener.torch import Split
 
     split = Split("plan.toml")
     loader = split.loader(dataset, seed=0)
-    model = split.wrap(model)  # gradients are weighted and summed; the loop stays as it was
+    model = split.wrap(model)  # gradients are weighted and summed; the loop stays unchanged
 
 docs/training_torch.md has example loops, and says what is exact and what is refused.
 """
@@ -23,7 +24,7 @@ if TYPE_CHECKING:
 
 __all__ = ["Loader", "Part", "Split"]
 
-# when they are first used: a room of this package needs no other's
+# imported on first use, because most modules of this package don't need them
 __getattr__ = lazy_names(
     __name__,
     {

@@ -1,9 +1,8 @@
-"""Hooks on all optimizers or modules of the process, and functions of PyTorch that are replaced,
-only while something needs them.
+"""Process-wide hooks and replaced functions of PyTorch that exist only while something needs them.
 
-PyTorch calls such a hook for every optimizer or module of the process. So evener registers none
-on import: the first training, or the first wrapped model, adds the hook, and it is removed with
-the last one.
+PyTorch calls such a hook for every optimizer or module of the process. Therefore evener registers
+none on import: the first training, or the first wrapped model, adds the hook, and it is removed
+with the last one.
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class ProcessHooks:
     def _remove_unneeded(self) -> None:
         """Remove the hooks if no holder needs them any more.
 
-        If PyTorch is calling hooks right now, they stay, and a later call removes them.
+        If PyTorch is calling hooks right now, they stay until a later call removes them.
         """
         if self._holders or not self._handles or _is_calling():
             return
@@ -67,8 +66,8 @@ _EVERY: list[ProcessHooks] = []
 class Replacement:
     """A function of another library that is replaced in its owner until `remove` is called.
 
-    ProcessHooks can use it as a handle. `make` is called with the original function and returns
-    its replacement.
+    ProcessHooks can use it as a handle. `make` is called with the original function and returns the
+    replacement.
     """
 
     def __init__(self, owner: Any, name: str, make: Callable[[Any], Any]) -> None:

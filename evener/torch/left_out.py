@@ -18,9 +18,9 @@ import torch.distributed as dist
 from ..training.audit import EARLY
 from .private import default_store, without_functions
 
-MOST_KINDS = 32  # kinds of losses that are read
-MEET_EVERY = 8  # steps, after step 64; until then the ranks meet in each step
-READ_AFTER = 2  # steps: no rank gets as far before all have written
+MOST_KINDS = 32  # maximum number of kinds of losses whose values are read
+MEET_EVERY = 8  # in steps, after step 64; until then the ranks compare records in each step
+READ_AFTER = 2  # in steps; no rank gets this far before all have written
 
 
 class LeftOutBatches:
@@ -32,14 +32,16 @@ class LeftOutBatches:
     def __init__(self, place: str, rank: int) -> None:
         self._place = place
         self._rank = rank
-        self._usual: set[Hashable] = set()  # operations whose loss wasn't always 0
-        self._learns: bool | None = None  # from any loss of this step; None before the first
-        self._left: list[int] = []  # steps that the other ranks don't know of
+        self._usual: set[Hashable] = set()  # operations whose loss has been other than 0
+        self._learns: bool | None = (
+            None  # True if a loss of this step isn't 0; None before the first loss
+        )
+        self._left: list[int] = []  # steps that this rank hasn't written to the store yet
 
     def note(self, loss: torch.Tensor, made_of: Hashable) -> None:
         """Record whether a loss is left out, from its value and the operations that made it.
 
-        Called before the backward pass. The value is only read until the same operations have once
+        Called before the backward pass. The value is read only until the same operations have once
         led to a loss other than 0.
         """
         self._learns = not self._is_left_out(loss, made_of) or bool(self._learns)
@@ -47,7 +49,7 @@ class LeftOutBatches:
     def _is_left_out(self, loss: torch.Tensor, made_of: Hashable) -> bool:
         if made_of in self._usual or len(self._usual) >= MOST_KINDS:
             return False
-        with without_functions():  # the program's calls are recorded, this one isn't
+        with without_functions():  # unlike the program's calls, this one isn't recorded
             value = float(loss.detach().double().sum())
         if value != 0.0:
             self._usual.add(made_of)
@@ -64,7 +66,7 @@ class LeftOutBatches:
         if self._learns is False:
             self._left.append(step - 1)
         self._learns = None
-        with suppress(dist.DistError):  # the store has gone with the rank that ended first
+        with suppress(dist.DistError):  # the store exited with the rank that hosts it
             if _meets_in(step) and self._left:
                 self._write(step)
             if _meets_in(step - READ_AFTER):

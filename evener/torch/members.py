@@ -1,7 +1,7 @@
-"""The parameters and buffers of a model, listed again only after one of them was registered.
+"""List the parameters and buffers of a model, again only after one of them was registered.
 
-PyTorch's own `parameters()` and `buffers()` walk through every module of the model. In each step,
-that would take longer than a small model's forward pass.
+PyTorch's own `parameters()` and `buffers()` visit every module of the model. In each step, that
+would take longer than a small model's forward pass.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _REQUIRES_GRAD = attrgetter("requires_grad")
 
 
 class _Registered:
-    """Counts how often modules, parameters and buffers were registered in this process."""
+    """Counts the registrations of modules, parameters and buffers in this process."""
 
     def __init__(self) -> None:
         self.parameters = self.buffers = 0
@@ -50,7 +50,7 @@ _HOOKS = ProcessHooks(_register)
 
 
 class Members:
-    """Lists the parameters and buffers of a model, to which it has only a weak reference."""
+    """Lists the parameters and buffers of a model, which it references only weakly."""
 
     def __init__(self, model: Any) -> None:
         self._model = weakref.ref(model)

@@ -1,8 +1,8 @@
-"""Weights packed into 4 bits by bitsandbytes: frozen parameters of bytes, with the statistics by
-which their layer unpacks them.
+"""Weights packed into 4 bits by bitsandbytes.
 
-A packed parameter is recognized by two attributes: `bnb_quantized`, which is False until it is
-packed, and `quant_state`, the statistics, which `to(device)` moves.
+They are frozen parameters of bytes, with the statistics by which their layer unpacks them. A packed
+parameter is recognized by two attributes: `bnb_quantized`, which is False until it is packed, and
+`quant_state`, the statistics, which `to(device)` moves.
 """
 
 from __future__ import annotations
@@ -32,9 +32,9 @@ def explain_unusable(tensor: Any) -> str:
 
 
 def pack_weights(model: Any, device: torch.device) -> None:
-    """Pack the weights that aren't packed yet on this device, and move them to the host.
+    """Pack the model's unpacked weights on this device, and move them to the host.
 
-    They are packed one at a time. Weights on the meta device stay as they are.
+    They are packed one at a time. Weights on the meta device stay there.
     """
     for module in model.modules():
         for name, tensor in own_parameters(module).items():

@@ -1,4 +1,4 @@
-"""A training run with a plan on one rank, the base of the adapters to every trainer."""
+"""A training run with a plan on one rank: the base of the adapters to all trainers."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ from .training_audits import TrainingAudits
 
 
 class PlannedTraining:
-    """Training by a plan on one rank: the base class of the adapters to every trainer.
+    """Trains with a plan on one rank; the base class of the adapters to all trainers.
 
     It sets up this process for its device, and provides:
 
@@ -48,7 +48,7 @@ class PlannedTraining:
     - the weighted sum of gradients;
     - passes that can run out of memory without ending the training run;
     - the step times and their reports;
-    - shares that follow each rank's compute time (own work).
+    - shares that adapt to each rank's compute time (own work).
 
     `weigh` selects where a rank's weight is applied:
 
@@ -100,7 +100,7 @@ class PlannedTraining:
         self._samplers: weakref.WeakSet[UnevenBatchSampler] = weakref.WeakSet()
         self.audits = TrainingAudits(self)
         self._release = OPTIMIZER_CHECK.hooks.hold(self)
-        self.ahead = 0  # the most batches that a loader draws before their turn
+        self.ahead = 0  # maximum number of batches that a loader draws ahead
         self.rebalancing: Rebalancing | None = None
         if rebalance and self.world > 1:
             self.rebalancing = Rebalancing(self)
@@ -109,7 +109,7 @@ class PlannedTraining:
         explain_at_exit(weakref.WeakMethod(self.passes.recovery.advise))
         if self.world > 1:
             watch_peers(self.device, self.timer.now)
-            if not launched_device():  # else evener's launcher does it
+            if not launched_device():  # otherwise evener's launcher does it
                 end_when_stuck()
 
     @property
@@ -136,8 +136,8 @@ class PlannedTraining:
         """Return a sampler of this rank's row numbers in each global batch.
 
         `rows` is the number of rows in the data set. With `lengths`, the number of tokens in each
-        row, rows are distributed so that ranks finish together. `shares` replaces the current
-        shares, for validation. `options` are passed to UnevenBatchSampler.
+        row, rows are assigned so that ranks finish together. `shares` replaces the current shares,
+        for validation. `options` are passed to UnevenBatchSampler.
         """
         chosen = tuple(shares) or self.ranks.batches
         if lengths is None:
@@ -158,9 +158,9 @@ class PlannedTraining:
         self.ahead = max(self.ahead, ahead)
 
     def change_shares(self, shares: tuple[int, ...], micros: tuple[int, ...], ahead: int) -> None:
-        """Change to `shares` after the `ahead` batches that have been drawn already.
+        """Change to `shares` after the `ahead` batches that are already drawn.
 
-        `micros` has the maximum number of rows of each rank in one pass.
+        `micros` has each rank's maximum rows per pass.
         """
         self.ranks = msgspec.structs.replace(self.ranks, batches=shares, micros=micros)
         for each in self._samplers:
@@ -227,7 +227,7 @@ class PlannedTraining:
         return model
 
     def follow_averaged(self, model: Any) -> None:
-        """Train a model by weighted losses if another library averages its gradients over ranks.
+        """Train a model with weighted losses if another library averages its gradients over ranks.
 
         Ranks wait for each other within passes, so a rank's compute time (own work) is the time of
         a pass without that waiting.
@@ -242,7 +242,7 @@ class PlannedTraining:
         self.weights.watch_forward(model, self.device)
 
     def check_whole(self) -> None:
-        """Raise RequestError if the plan has each device hold a part of the model."""
+        """Raise RequestError if each device of the plan holds only a part of the model."""
         if self.ranks.is_sharded:
             raise RequestError(
                 "The plan has each device hold a part of the model, which doesn't fit as a whole.",
@@ -284,7 +284,7 @@ class PlannedTraining:
     def step(
         self, batch: Any, compute: OfPart, count: OfPart | None = None, check: bool = True
     ) -> Any:
-        """Run the forward and backward passes of a batch, in as many passes as the plan has.
+        """Run the forward and backward passes of a batch, in as many passes as in the plan.
 
         Returns this rank's mean loss, which can be passed to `Split.mean`. `compute(part)` returns
         the mean loss of part.batch, over rows or over the items that `count(part)` counts:

@@ -22,7 +22,7 @@ from torch.overrides import _get_current_function_mode
 
 # Called in each step, so these are PyTorch's functions themselves, without a wrapper.
 
-# The number of the backward pass that this thread is in; -1 outside of one.
+# The number of the backward pass that runs in this thread; -1 outside of one.
 backward_number: Callable[[], int] = torch._C._current_graph_task_id
 # Copy, or add, many tensors in one call.
 copy_each: Callable[..., Any] = torch._foreach_copy_
@@ -30,7 +30,7 @@ add_each: Callable[..., Any] = torch._foreach_add_
 
 # A context in which a tensor subclass computes as a plain tensor.
 plain_tensors: Callable[[], Any] = torch._C.DisableTorchFunctionSubclass
-# The mode that watches calls of PyTorch's functions in this thread, or None.
+# The mode that intercepts calls of PyTorch's functions in this thread, or None.
 function_mode: Callable[[], Any] = _get_current_function_mode
 
 # A context in which functions of tensors are hidden from modes that record them.
@@ -60,7 +60,7 @@ def leave_uncompiled(function: Any) -> None:
 def take_apart(outputs: Any) -> tuple[list[Any], Callable[[list[Any]], Any]]:
     """Return a flat list of the items in nested outputs, and a function that nests such lists.
 
-    Outputs may be of transformers' classes. Objects that PyTorch can't flatten are items of the
+    Outputs may have transformers' classes. Objects that PyTorch can't flatten are items of the
     list. The function returns an object with the same nesting as `outputs`.
     """
     leaves, spec = pytree.tree_flatten(outputs)
@@ -77,13 +77,13 @@ def gradient_hooks(parameter: Any) -> list[int]:
 
 
 def own_parameters(module: Any) -> dict[str, Any]:
-    """Return a module's own parameters by name, without those of the modules in it."""
+    """Return a module's own parameters by name, without those of its submodules."""
     found: dict[str, Any] = module._parameters
     return found
 
 
 def own_buffers(module: Any) -> dict[str, Any]:
-    """Return a module's own buffers by name, without those of the modules in it."""
+    """Return a module's own buffers by name, without those of its submodules."""
     found: dict[str, Any] = module._buffers
     return found
 
@@ -95,8 +95,8 @@ def unsaved_buffers(module: Any) -> set[str]:
 
 # -- names of functions that are replaced while a model is in shards
 
-TOTAL_NORM = "_get_total_norm"  # of torch.nn.utils.clip_grad, by which clip_grad_norm_ gets a norm
-UNSCALE = "_unscale_grads_"  # of GradScaler: divides gradients, and says where one overflowed
+TOTAL_NORM = "_get_total_norm"  # computes clip_grad_norm_'s norm, in torch.nn.utils.clip_grad
+UNSCALE = "_unscale_grads_"  # method of GradScaler that divides gradients and reports overflows
 
 # -- tensors
 
@@ -125,7 +125,7 @@ def joins_unevenly(ddp: Any) -> bool:
 
 
 def ignored_names(module: Any) -> set[str]:
-    """Return the names of parameters and buffers that DistributedDataParallel has to ignore."""
+    """Return the names of parameters and buffers that DistributedDataParallel must ignore."""
     return set(getattr(module, "_ddp_params_and_buffers_to_ignore", ()))
 
 
@@ -135,7 +135,7 @@ def ignored_names(module: Any) -> set[str]:
 def free_gathered(models: Iterable[Any]) -> None:
     """Free the weights that FSDP has gathered for forward passes without a backward pass.
 
-    Both FSDP1 and FSDP2 hold the gathered weights of the outermost module until a backward pass
+    Both FSDP1 and FSDP2 keep the gathered weights of the outermost module until a backward pass
     ends, and would still use them after an optimizer's step.
     """
     if "torch.distributed.fsdp" not in sys.modules:
@@ -151,7 +151,7 @@ def free_gathered(models: Iterable[Any]) -> None:
 
 
 def ignores_parameters(model: Any) -> bool:
-    """True if FSDP1 has to ignore some of a model's parameters."""
+    """True if FSDP1 ignores some of a model's parameters."""
     return any(bool(getattr(part, "_ignored_params", ())) for part in model.modules())
 
 
@@ -199,7 +199,7 @@ def count_collectives() -> dict[str, int]:
     }
     counts = {}
     for backend, (group, device) in every.items():
-        with suppress(RuntimeError):  # from a backend that keeps no count
+        with suppress(RuntimeError):  # the backend keeps no count
             counts[f"{group.group_name} {device}"] = backend._get_sequence_number_for_group()
     return counts
 
@@ -207,6 +207,6 @@ def count_collectives() -> dict[str, int]:
 def broadcast_each(
     tensors: Sequence[torch.Tensor], group: Any, most_bytes: int, source: int = 0
 ) -> None:
-    """Broadcast tensors on one device from one rank to all ranks, in few collectives."""
+    """Broadcast tensors on one device from one rank to all ranks, in a few collectives."""
     chosen = dist.group.WORLD if group is None else group
     dist._broadcast_coalesced(chosen, list(tensors), most_bytes, source)

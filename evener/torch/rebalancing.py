@@ -1,8 +1,7 @@
-"""Rebalancing in PyTorch: shares that follow the compute time (own work) of each rank.
+"""Rebalancing in PyTorch: shares adapt to the compute time (own work) of each rank.
 
-This module gathers the measurements of all ranks and changes the shares. The rule for changing
-them is `Rebalancer` in evener/training/rebalance.py. It is the same on every rank and for every
-framework.
+This module gathers the measurements of all ranks and changes the shares. The rule for changes is
+`Rebalancer` in evener/training/rebalance.py. It is the same on every rank and for every framework.
 """
 
 from __future__ import annotations
@@ -26,19 +25,19 @@ from ..training.rebalance import FEWEST_WINDOWS, GROWTH, Rebalancer, name_device
 from .ranks.own_work import KEPT_STEPS
 from .step.memory import MemoryGauge
 
-# the least duration of a window of steps, as more frequent exchanges would cost too much
+# minimum duration of a window of steps, because more frequent exchanges would cost too much
 WINDOW_SECONDS = 0.05
-FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # steps of a window
+FEWEST_STEPS, MOST_STEPS = 5, KEPT_STEPS  # minimum and maximum number of steps in a window
 SETTLING_WINDOWS = (
-    2  # the one in which memory ran out, and one in which the allocator's cache refills
+    2  # a window in which memory ran out, and one in which the allocator's cache refills
 )
-# in one exchange, which is the slowest part; the rule needs two windows for a change
+# number of windows per exchange, which is the slowest part; a change needs two windows
 EXCHANGED_WINDOWS = 2
 UNKNOWN = -1.0  # stands for NaN in an exchange
 
 
 def raise_no_shares() -> NoReturn:
-    """Raise RequestError, because rows that are distributed by length have no shares."""
+    """Raise RequestError, because rows that are assigned by length have no shares."""
     raise RequestError(
         "Rows assigned by length have no shares to rebalance.",
         "Leave rebalance out, or make a new plan.",
@@ -56,33 +55,33 @@ class Rebalancing:
         training.listeners.append(self.after_step)
         self.passes: tuple[
             int, ...
-        ] = ()  # passes of each rank, if a trainer takes the same number for any share
+        ] = ()  # passes of each rank, if a trainer uses the same number for any share
         self._planned = training.ranks
         self._rule: Any = (
-            None  # made after the first exchange, when it is known how the loop computes
+            None  # created after the first exchange, when it is known how the loop computes
         )
         self._group = dist.new_group(backend="gloo")
-        self._step = 0  # batches that were trained on
-        self._window = 0  # full batches with the shares in force since the last window
-        self._window_steps = FEWEST_STEPS  # full batches in the current window
+        self._step = 0  # number of trained batches
+        self._window = 0  # number of full batches with the current shares since the last window
+        self._window_steps = FEWEST_STEPS  # number of full batches in the current window
         self._windows: dict[
             int, tuple[float, int]
-        ] = {}  # to exchange: own work and the pass limit, by the window's last step
+        ] = {}  # own work and pass limit to exchange, by the window's last step
         self._memory = MemoryGauge(training.device, training.world)
-        self._largest = training.ranks.batches[training.rank]  # share that this rank has had so far
-        self._grows_after = -1  # the step after which this rank's share is larger than ever
-        self._retreats = 0  # passes that ran out of memory before the last window
-        self._limit = 0  # most rows of a pass since memory ran out; 0 if it didn't
-        self._settling = 0  # windows until the allocator has settled
-        self._exchange: tuple[Any, torch.Tensor] | None = (
-            None  # the exchange of `_windows` that is under way
-        )
+        self._largest = training.ranks.batches[
+            training.rank
+        ]  # largest share that this rank has had
+        self._grows_after = -1  # the step after which this rank's share is larger than before
+        self._retreats = 0  # number of passes that ran out of memory before the last window
+        self._limit = 0  # maximum rows per pass since memory ran out; 0 if it didn't
+        self._settling = 0  # number of windows until the allocator is stable again
+        self._exchange: tuple[Any, torch.Tensor] | None = None  # the running exchange of `_windows`
         self._fewest = (
-            FEWEST_WINDOWS  # windows that a change needs; 0 if own work isn't what limits steps
+            FEWEST_WINDOWS  # number of windows for a change; 0 if own work doesn't limit steps
         )
 
     def describe_pending(self) -> PendingShares | None:
-        """Return how close the next change of shares is, or None if there will be none.
+        """Return the progress towards the next change of shares, or None if there will be none.
 
         There is none if the ranks' compute time (own work) isn't the bottleneck.
         """
@@ -94,13 +93,13 @@ class Rebalancing:
         return PendingShares(self._rule.windows_seen, needed)
 
     def stop(self) -> None:
-        """Stop changing shares, after waiting for an all-reduce that is under way."""
+        """Stop changing shares, after waiting for a running all-reduce."""
         if self._exchange is not None:
             self._exchange[0].wait()
         self._training.listeners.remove(self.after_step)
 
     def after_step(self, sizes: Sequence[int]) -> None:
-        """Count a trained batch; `sizes` has the number of rows of each rank in it.
+        """Count a trained batch; `sizes` has each rank's number of rows in it.
 
         Every rank has to call this method. Every few calls, the ranks gather their measurements and
         decide on shares.
@@ -119,7 +118,7 @@ class Rebalancing:
                 self._exchange = self._begin_exchange(figures)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the current shares, and the plan's shares, by which the plan is recognized."""
+        """Return the current shares and the plan's shares, which identify the plan."""
         shares = self._training.ranks
         return {"shares": shares.batches, "micros": shares.micros, "planned": self._planned.batches}
 
@@ -180,8 +179,8 @@ class Rebalancing:
         """Start the all-reduce that gathers the measurements of all ranks.
 
         They are the own work and the pass limit of each window, the metrics of the last window, the
-        rows that fit into memory, and the number of batches drawn ahead. Each rank sends zeros in
-        the positions of the other ranks.
+        rows that fit in memory, and the number of batches drawn ahead. Each rank sends zeros in the
+        positions of the other ranks.
         """
         own = [
             *(figure for window in self._windows.values() for figure in window),
@@ -194,7 +193,7 @@ class Rebalancing:
         exchanged = torch.tensor([*[0.0] * before, *own, *[0.0] * behind], dtype=torch.float64)
         return self._group.allreduce(
             [exchanged]
-        ), exchanged  # dist.all_reduce takes twice as long to start it
+        ), exchanged  # dist.all_reduce would take twice as long to start it
 
     def _end_exchange(self, work: Any, exchanged: torch.Tensor) -> None:
         work.wait()
@@ -223,7 +222,7 @@ class Rebalancing:
     def _decide(
         self, end: int, own_work_s: Sequence[float], seen: Mapping[str, Any], batches: int
     ) -> bool:
-        """Decide on shares from a window that ended at step `end`; return True if they change.
+        """Decide on shares after a window that ended at step `end`; return True if they change.
 
         The change takes effect `batches` batches later.
         """

@@ -1,5 +1,5 @@
-"""The audit of a PyTorch training run.
+"""Audits of a PyTorch training run.
 
-An audit computes the gradient of a few rows twice, as one device would and as the split training
-run does, and compares both.
+An audit computes the gradient of a few rows twice, as on one device and as in the split training
+run, and compares the results.
 """

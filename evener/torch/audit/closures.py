@@ -1,7 +1,7 @@
-"""Save the variables and objects that a function of the program may change, and restore them.
+"""Save and restore the variables and objects that a function of the program may change.
 
-These are global variables of its module, variables of its closure and objects that it uses. They
-have to be restored because an audit runs the function several times.
+They are global variables of its module, variables of its closure and objects that it uses. They
+have to be restored because an audit calls the function several times.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ import torch
 
 from .state import MOST_ITEMS, copy_data, put_back
 
-DEPTH = 4  # levels of functions that call each other, and of objects in objects
-LARGE = 64 << 20  # bytes of a tensor that isn't copied: data, not metrics
+DEPTH = 4  # maximum depth of functions that call each other, and of nested objects
+LARGE = 64 << 20  # minimum bytes of a tensor that isn't copied, because it is data and not a metric
 _EMPTY = object()
 _GENERATORS = (random.Random, numpy.random.Generator, numpy.random.RandomState, torch.Generator)
 _FOREIGN = {
@@ -40,7 +40,7 @@ def keep_closure(function: Callable[..., Any] | None) -> Callable[[], None]:
 
 
 class _Kept:
-    """Saved variables and objects, with the data that restore them."""
+    """Saved variables and objects, with their saved values."""
 
     def __init__(self) -> None:
         self._seen: set[int] = set()
@@ -51,7 +51,7 @@ class _Kept:
         self._memo: dict[int, Any] = {}
 
     def look_at(self, value: Any, depth: int) -> None:
-        """Save a value and everything that it refers to, down to `depth` levels."""
+        """Save a value and everything that it refers to, up to `depth` levels deep."""
         if depth < 0 or id(value) in self._seen:
             return
         self._seen.add(id(value))
@@ -123,7 +123,7 @@ def list_names(code: CodeType) -> set[str]:
 
 
 def read_cell(cell: CellType) -> Any:
-    """Return the value of a closure's variable, or `_EMPTY` if it has none yet."""
+    """Return the value of a closure's variable, or `_EMPTY` if it has no value yet."""
     try:
         return cell.cell_contents
     except ValueError:  # the variable has no value yet
@@ -135,7 +135,7 @@ def _is_data(value: Any) -> bool:
 
 
 def is_own_object(value: Any) -> bool:
-    """True for an object of the program's own: not a module, a class or an object of a library."""
+    """True for an object of the program's own class, not a module, a class or a library's."""
     if isinstance(value, type | ModuleType | torch.Tensor | numpy.ndarray):
         return False
     if isinstance(value, torch.nn.Module | torch.optim.Optimizer | torch.utils.data.Dataset):

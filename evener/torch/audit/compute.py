@@ -34,7 +34,7 @@ from .sketch import SIGNS, GradientSums, read_scalars
 from .state import keep_with_frozen
 
 HOST_ROOM = 1 << 29  # bytes
-MOVE = 0.01  # the standard deviation of the noise added to weights that are all equal
+MOVE = 0.01  # standard deviation of the noise added to weights that are all equal
 
 
 class Piece(msgspec.Struct, frozen=True, eq=False):
@@ -195,7 +195,7 @@ class GradientSketcher:
                 self._note_changes(before)
                 if isinstance(loss, torch.Tensor):
                     self.add(loss)
-        finally:  # each pass begins as the first one did
+        finally:  # each pass begins in the same state as the first one
             for restore in self._restores:
                 restore()
 

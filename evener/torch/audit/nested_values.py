@@ -1,4 +1,4 @@
-"""Find the values in nested arguments and results of a call, and tell if the call is arithmetic."""
+"""Find the values in a call's nested arguments and results, and recognize arithmetic."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-# functions, or their in-place variants, that compute with the numbers passed to them
+# functions, also as in-place variants, that compute with numbers among their arguments
 _ARITHMETIC = {
     "mul",
     "multiply",

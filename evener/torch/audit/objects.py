@@ -1,6 +1,4 @@
-"""Batches that are objects of a library, such as a batch of graphs: the tensors in them, and copies
-with other tensors.
-"""
+"""Find and replace the tensors in batches that are a library's objects, such as graphs."""
 
 from __future__ import annotations
 
@@ -15,13 +13,13 @@ _NO_BATCHES = (torch.Tensor, torch.nn.Module, type, FunctionType, MethodType, Mo
 
 
 def is_object(data: Any) -> bool:
-    """True if data keeps its values in attributes, and isn't a tensor, container or function."""
+    """True if `data` stores values in attributes and isn't a tensor, container or function."""
     containers = (tuple, list, Mapping)
     return hasattr(data, "__dict__") and not isinstance(data, (*_NO_BATCHES, *containers))
 
 
 def unfold(data: Any) -> Any:
-    """Return a batch with each object in it replaced by a dict of its attributes with tensors.
+    """Return a batch with each object in it replaced by a dict of its tensor attributes.
 
     A batch without objects is returned unchanged.
     """
@@ -59,10 +57,10 @@ def find_objects(data: Any) -> list[Any]:
 
 
 def remake(fresh: Any, recorded: Any, known: Mapping[int, Any]) -> Any:
-    """Return a copy of `fresh` that a recorded call can take in place of `recorded`.
+    """Return a copy of `fresh` that can replace `recorded` in a recorded call.
 
     Both have the same class. A tensor of `recorded` that has a replacement in `known`, by its id,
-    is replaced by that; everything else is as in `fresh`.
+    is replaced by it; everything else is as in `fresh`.
     """
     return _remake(fresh, recorded, known, set())
 

@@ -13,7 +13,7 @@ import torch
 def full_precision() -> Iterator[None]:
     """Enter a context in which float32 products are computed in float32, without autocast.
 
-    The program's own settings of precision have no effect in the context.
+    The program's own precision settings have no effect in it.
     """
     with ExitStack() as stack:
         stack.enter_context(_without_autocast())
@@ -23,7 +23,7 @@ def full_precision() -> Iterator[None]:
 
 @contextmanager
 def _without_autocast() -> Iterator[None]:
-    """Enter a context without autocast, even if code enters autocast inside it."""
+    """Enter a context without autocast, even if code inside enables autocast."""
     autocast = torch.amp.autocast_mode.autocast
     entered = autocast.__enter__, autocast.__exit__
     with ExitStack() as stack:
@@ -72,7 +72,7 @@ def _without_tf32() -> Iterator[None]:
 
 
 def _read(setting: Callable[[], Any]) -> Any:
-    """Return an older setting of the precision, or None if the program has set the newer one."""
+    """Return an older precision setting, or None if the program has set the newer one."""
     try:
         return setting()
     except RuntimeError:

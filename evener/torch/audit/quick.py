@@ -2,7 +2,7 @@
 
 EvenRandomness is called for each operation of PyTorch, which takes as long as a small operation
 itself. A pass whose only random numbers are dropout's doesn't need it. A comparison of the
-generators' states before and after a pass shows whether it has drawn random numbers.
+generators' states before and after a pass shows whether it drew random numbers.
 """
 
 from __future__ import annotations
@@ -25,15 +25,15 @@ _DROPOUTS = [
     *("feature_alpha_dropout", "dropout_", "feature_dropout_", "alpha_dropout_"),
     "feature_alpha_dropout_",
 ]
-_IN_PLACE = 3  # the index of `inplace` among the arguments of dropout in torch.nn.functional
+_IN_PLACE = 3  # index of `inplace` in the arguments of dropout in torch.nn.functional
 _ATTENTION = "scaled_dot_product_attention"
-_RATE, _RATE_PLACE = "dropout_p", 4  # the name and index of attention's dropout rate
-# cuDNN's dropout has random numbers of its own, whose state can't be read
+_RATE, _RATE_PLACE = "dropout_p", 4  # name and index of attention's dropout rate
+# cuDNN's dropout has its own random numbers, whose state can't be read
 _RECURRENT = ("lstm", "gru", "rnn_tanh", "rnn_relu")
 
 
 class KnownPasses(msgspec.Struct):
-    """Facts about the passes of a training run, learned from its earlier audits.
+    """Facts about a training run's passes, learned from earlier audits.
 
     `computed` has the dtypes that passes compute in. `draws` is True if passes draw random numbers
     other than dropout's, and None until that is known.
@@ -46,8 +46,8 @@ class KnownPasses(msgspec.Struct):
 class QuickPass:
     """A context that detects whether random numbers are drawn in it.
 
-    If so, `has_drawn` is True after the context. A row's random numbers may then depend on the size
-    of its batch.
+    If so, `has_drawn` is True on exit. A row's random numbers may then depend on the size of its
+    batch.
     """
 
     def __init__(self) -> None:
@@ -66,7 +66,7 @@ class QuickPass:
 def without_dropout() -> Iterator[None]:
     """Enter a context in which dropout called through PyTorch's Python functions drops nothing.
 
-    Both quick passes and passes with EvenRandomness use it, so that their results are equal.
+    It is used for quick passes and for passes with EvenRandomness, so that their results are equal.
     """
     with ExitStack() as stack:
         for owner, name, function in _list_replacements():
@@ -104,5 +104,5 @@ def _attend(attend: Callable[..., Any], *arguments: Any, **keywords: Any) -> Any
 
 
 def _recur(recur: Callable[..., Any], *arguments: Any) -> Any:
-    """Compute a recurrent layer; its only argument that is a float is the dropout rate."""
+    """Compute a recurrent layer without dropout; its only float argument is the dropout rate."""
     return recur(*(0.0 if isinstance(each, float) else each for each in arguments))

@@ -19,14 +19,14 @@ from torch.nn.functional import leaky_relu
 from torch.utils._python_dispatch import TorchDispatchMode
 
 SEED = 20_260_923
-LONGEST = 4096  # rows up to this length start with the same random numbers
+LONGEST = 4096  # maximum length of rows that start with the same random numbers
 
 
 # Operations that sum many terms, so a disturbance changes their results. Each has the index of the
 # argument whose last dimension is the number of terms.
 _PRODUCTS = {"mm": 0, "bmm": 0, "mv": 0, "addmm": 1, "baddbmm": 1, "addmv": 1}
 _CONVOLUTIONS = {"convolution", "convolution_backward"}
-_ATTENTION = "_scaled_dot_product"  # how the names of fused attention begin
+_ATTENTION = "_scaled_dot_product"  # prefix of fused attention's names
 _SUMS = {"native_layer_norm_backward", "native_group_norm_backward", "embedding_dense_backward"}
 SUM_TERMS = 32  # for _SUMS, which add in pairs, so the error hardly grows with the number of terms
 
@@ -34,7 +34,7 @@ SUM_TERMS = 32  # for _SUMS, which add in pairs, so the error hardly grows with 
 _DROPOUT_BACKWARD = torch.ops.aten.native_dropout_backward
 
 
-# A context in which operations don't call dispatch modes, as a call takes longer than many of them.
+# A context in which operations don't call dispatch modes, which take longer than many operations.
 without_modes: Callable[[], Any] = torch._C._DisableTorchDispatch
 
 
@@ -44,7 +44,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
     `draws` counts the random operations in a pass, and `random` those whose results are random;
     dropout's aren't, because it keeps all values here. `kinds` has the dtypes of computed tensors
     with more than one value. If `disturbance` isn't 0, it is the seed of errors that are added to
-    sums of many terms, of the size that adding the terms in another order might cause.
+    sums of many terms, as large as another order of the terms might cause.
     """
 
     def __init__(self, disturbance: int = 0, seed: int = SEED) -> None:
@@ -57,7 +57,7 @@ class EvenRandomness(TorchDispatchMode):  # type: ignore[misc]  # torch is not f
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False, so that PyTorch adds no wrapper for torch.compile: audits don't compile."""
+        """Return False, so that PyTorch adds no wrapper for torch.compile; audits don't compile."""
         return False
 
     def __torch_dispatch__(
@@ -127,7 +127,7 @@ def _each(result: Any) -> Sequence[Any]:
 
 
 def _count_terms(name: str, arguments: Any, place: int) -> int:
-    """Return how many terms are summed for each value of a result, or 0 if the operation sums none.
+    """Return the number of terms in each sum of a result; 0 if the operation doesn't sum.
 
     `place` is the index of the result if the operation has several results.
     """
@@ -213,7 +213,7 @@ def _draw_nothing(draw: _Draw) -> Any:
 
 
 def _draw_by_arguments(draw: _Draw) -> Any:
-    """Return fixed values of a distribution whose parameters are tensors, or None for others.
+    """Return fixed values of a distribution whose parameters are tensors, else None.
 
     The parameters may differ from row to row.
     """
@@ -239,7 +239,8 @@ def _draw_size(draw: _Draw) -> Any:
 def _draw_like(draw: _Draw) -> Any:
     """Draw into a tensor, or into a new one like it; return None for other operations.
 
-    Operations with several tensor arguments are among the others, as their results depend on these.
+    Operations with several tensor arguments are not included, because their results depend on all
+    of them.
     """
     arguments = draw.arguments
     if sum(isinstance(each, torch.Tensor) for each in arguments) != 1:
@@ -253,7 +254,7 @@ def _draw_like(draw: _Draw) -> Any:
 
 @cache
 def _find_dropout(function: Any) -> tuple[tuple[int, str], ...]:
-    """Return the index and name of each argument of an operation that is a dropout rate.
+    """Return the index and name of each dropout rate in an operation's arguments.
 
     Fused attention and recurrent layers have such arguments, also in the backward pass.
     """
@@ -303,7 +304,7 @@ def _one_row(draw: _Draw) -> Any:
 def _one_line(like: Any) -> Any:
     """Return an uninitialized tensor for the values that all rows of `like` share.
 
-    If `like` has at least two axes, it has the `_stable_length` of the last one, else one value.
+    If `like` has at least two axes, its length is the `_stable_length` of the last axis, else 1.
     """
     if like.ndim < 2:
         return torch.empty_like(like[:1] if like.ndim else like)
@@ -317,8 +318,8 @@ def _shorten(line: Any, like: Any) -> Any:
 def _stable_length(length: int) -> int:
     """Return the number of values to draw for a row of this length: at least LONGEST.
 
-    Because it is the same for all lengths up to LONGEST, shorter and longer rows start with the
-    same values.
+    It is the same for all lengths up to LONGEST, so shorter and longer rows start with the same
+    values.
     """
     return max(LONGEST, length)
 
@@ -329,7 +330,7 @@ def _draw_normal(mean: Any, deviation: Any = 1.0, *_: Any) -> Any:
 
 
 def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) -> Any:
-    """Compute a randomized leaky ReLU with the mean of both bounds as the slope for all values.
+    """Compute a randomized leaky ReLU whose slope is the mean of both bounds for all values.
 
     The slopes are written to `slopes`, which the backward pass uses.
     """
@@ -340,7 +341,7 @@ def _draw_slopes(inputs: Any, slopes: Any, lower: float, upper: float, *_: Any) 
 
 _DISTRIBUTIONS: dict[
     str, Callable[..., Any]
-] = {  # a fixed value for each row, as arguments differ from row to row
+] = {  # a fixed value per row, because arguments differ from row to row
     "normal": _draw_normal,
     "bernoulli": lambda chances, *_: (chances > 0.5).to(chances.dtype),
     "poisson": lambda rates, *_: rates.round(),
@@ -371,7 +372,7 @@ class RandomState:
         )
 
     def restore(self) -> None:
-        """Set all these generators back to their saved states."""
+        """Restore the saved states of all these generators."""
         random.setstate(self._python)
         _NUMPY.restore(self._numpy)
         torch.set_rng_state(self._torch)
@@ -380,7 +381,7 @@ class RandomState:
 
 
 def _find_place(state: Any) -> tuple[Any, ...]:
-    """Return the part of the state of Python's random number generator that any draw changes.
+    """Return the part of Python's random state that changes with every draw.
 
     That part is the index in a block of 624 numbers, the first number of the block, and a normally
     distributed number that is saved for the next draw. Comparing all numbers would take longer.
@@ -391,8 +392,8 @@ def _find_place(state: Any) -> tuple[Any, ...]:
 class _NumpyState:
     """Reads the state of NumPy's random number generator, without copies while nothing is drawn.
 
-    NumPy takes 0.1 ms to copy the state. So the generator's memory is first compared with its
-    content at the last copy, through the `ctypes` interface that NumPy documents. That memory
+    NumPy takes 0.1 ms to copy the state. Therefore the generator's memory is first compared with
+    its content at the last copy, through the `ctypes` interface that NumPy documents. That memory
     doesn't include the normally distributed number that may be saved for the next draw: while there
     is such a number, the state is copied each time.
     """
@@ -421,7 +422,7 @@ class _NumpyState:
         return self._state
 
     def is_at(self, state: Any) -> bool:
-        """True if nothing was drawn since `read` returned this state."""
+        """True if nothing has been drawn since `read` returned this state."""
         now = self.read()
         if now is state:
             return True
@@ -430,9 +431,9 @@ class _NumpyState:
         return bool(now[1][0] == state[1][0] and now[2:] == state[2:])
 
     def restore(self, state: Any) -> None:
-        """Set the generator back to a state."""
+        """Restore the generator to a saved state."""
         numpy.random.set_state(state)
-        self._generator = None  # later draws may lead to the memory that was compared
+        self._generator = None  # later draws could produce the compared memory again
 
 
 _NUMPY = _NumpyState()
@@ -452,7 +453,7 @@ def seed_all(seed: int) -> None:
 
 
 def seed_torch(seed: int) -> None:
-    """Seed PyTorch's generators on the CPU and on the current GPU.
+    """Seed PyTorch's generators for the CPU and the current GPU.
 
     torch.manual_seed isn't used, because it would seed the generators of all GPUs.
     """

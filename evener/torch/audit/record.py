@@ -1,7 +1,7 @@
 """Record the functions that a program calls with tensors, from a batch to its loss.
 
 The recorded calls can be repeated with other rows, without running the program's own code again.
-Nothing stays recorded after `Recorder.close`.
+After `Recorder.close`, nothing more is recorded.
 """
 
 from __future__ import annotations
@@ -35,20 +35,20 @@ _READS = {
     torch.Tensor.__float__,
     torch.Tensor.__array__,
 }
-# functions that make tensors from Python numbers; rows in such tensors belong to no batch
+# functions that create tensors from Python numbers; their rows aren't rows of the batch
 _MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.asarray}
-# the allowed relative difference between a loss and the same loss computed again, by dtype
+# allowed relative difference between a loss and its repetition, by dtype
 _AGAIN = {torch.float64: 1e-9, torch.float32: 1e-4}
 HALF_AGAIN = 3e-2
-# folders of libraries, whose code isn't the program's
+# folders of libraries, which aren't the program's own code
 _LIBRARIES = tuple(str(Path(each).parent) for each in (torch.__file__, evener.__file__))
 NOT_THIS_BATCH = "its loss isn't computed from the batch that its loader gave last"
-FEW_NUMBERS = 64  # the most values in a tensor that ranks compare
-AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers of a record are counts of its rows
+FEW_NUMBERS = 64  # maximum number of values in a tensor that ranks compare
+AS_WRITTEN, ROW_COUNTS, MULTIPLES = range(3)  # which numbers in a record are counts of its rows
 
 
 class RowNumber(int):
-    """The batch's number of rows, times `each`, as the program read it from a tensor's size."""
+    """The batch's number of rows, times `each`, as read by the program from a tensor's size."""
 
     each = 1
 
@@ -64,21 +64,21 @@ class RowNumber(int):
 
 
 class GeneratorState(msgspec.Struct, frozen=True, eq=False):
-    """A random generator and a saved state of it."""
+    """A random generator with a saved state."""
 
     generator: torch.Generator
     state: torch.Tensor
 
     def restore(self) -> None:
-        """Set the generator back to the saved state."""
+        """Restore the generator's saved state."""
         self.generator.set_state(self.state)
 
 
 class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     """A recorded call of a function with tensors: its arguments, its result and its context.
 
-    `autocast` is the device and dtype of the autocast that the call ran under, or None. `draw` has
-    the program's own generator that the call drew from, and `place` is the line of the program.
+    `autocast` is the device and dtype of the active autocast, or None. `draw` is the program's own
+    generator that the call drew from, and `place` is the program's line.
     """
 
     function: Callable[..., Any]
@@ -88,8 +88,8 @@ class WrittenCall(msgspec.Struct, frozen=True, eq=False):
     autocast: tuple[str, Any] | None
     draw: GeneratorState | None = None
     place: str = ""
-    from_model: bool = False  # the function is a whole model
-    gradients: bool = True  # gradients were enabled
+    from_model: bool = False  # True if the function is a whole model
+    gradients: bool = True  # True if gradients were enabled
 
 
 class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
@@ -116,16 +116,16 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         self.losses = 0  # number of losses from which a backward pass started
         # numbers that are used with weights and gradients after the backward pass
         self.uses: tuple[float, ...] = ()
-        self.by_hand = False  # the caller of backward calls `end_backward` itself
-        self.steps = False  # an optimizer's step is running; its numbers aren't recorded
-        # True if a forward pass has run whose gradients the model all-reduces
+        self.by_hand = False  # True if the caller of backward calls `end_backward` itself
+        self.steps = False  # True during an optimizer's step, whose numbers aren't recorded
+        # True after a forward pass whose gradients the model all-reduces
         self.exchanges = False
         self.random = RandomState()
         self._after = after
         self._tape: list[WrittenCall] = []
-        self._made: dict[int, list[int]] = {}  # id of a tensor -> the entries that returned it
+        self._made: dict[int, list[int]] = {}  # tensor id -> the entries that returned the tensor
         self._from_model: set[int] = set()  # ids of tensors computed from a model's output
-        # the number of entries when a value was first read: only later entries can depend on it
+        # number of entries when a value was first read; only later entries can depend on it
         self._first_read: int | None = None
         self._inside = self._busy = False
         self._given: Any = ((), {})  # arguments of the model whose forward pass is running
@@ -169,14 +169,14 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return result
 
     def note_call(self, function: Any, arguments: Any, keywords: Any, result: Any) -> None:
-        """Called after each call of a function or model; subclasses override it."""
+        """Called after each call of a function or model, for subclasses to override."""
 
     def take_inner(self, model: Any) -> Any:
         """Return the module that a replay calls for a model: the one inside a DDP wrapper."""
         return getattr(model, "module", model)
 
     def read_loss(self, loss: torch.Tensor) -> float:
-        """Return the value of a loss; the values of a loss with several elements are summed."""
+        """Return the value of a loss; the elements of a loss with several elements are summed."""
         return float(loss.detach().double().sum())
 
     def end_backward(self, loss: torch.Tensor) -> None:
@@ -282,7 +282,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
     def trace(self, loss: torch.Tensor) -> LossRecord | str:
         """Return a record of the calls that computed a loss.
 
-        If these calls are unknown, return the reason instead: text that is a part of a message.
+        If they are unknown, return the reason instead, as a part of a message.
         """
         needed = self._find_needed(loss)
         if isinstance(needed, str):
@@ -306,7 +306,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _find_needed(self, loss: torch.Tensor) -> list[int] | str:
-        """Return the numbers of the calls that led to a loss, in order, or why they are unknown."""
+        """Return the indices of the calls that led to a loss, in order, or why they are unknown."""
         places, reached, is_known = self._walk(loss)
         if not is_known:
             return "its loss is computed in a way that can't be followed"
@@ -319,13 +319,13 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return sorted(places)
 
     def _walk(self, wanted: torch.Tensor) -> tuple[set[int], bool, bool]:
-        """Return the numbers of the calls that led to a tensor, and two flags.
+        """Return the indices of the calls that led to a tensor, and two flags.
 
         The first flag is True if the calls use a tensor of the batch, the second if no call is
         missing.
         """
         places: set[int] = set()
-        # tensors to look at, each with the number of the call that uses it
+        # tensors to visit, each with the index of the call that uses it
         queue: list[tuple[Any, int]] = [(wanted, len(self._tape))]
         batch = {id(each) for each in self.batch}
         reached, is_known = False, True
@@ -346,7 +346,7 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return places, reached, is_known
 
     def _is_made_of_rows(self, entry: WrittenCall) -> bool:
-        """True if the call makes a tensor with one entry for each row from Python numbers."""
+        """True if the call creates a tensor with one entry per row from Python numbers."""
         if entry.function not in _MAKERS or nested_tensors((entry.arguments, entry.keywords)):
             return False
         return any(
@@ -354,11 +354,11 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         )
 
     def _is_after_read(self, place: int) -> bool:
-        """True if the program read a value from a model's result before call number `place`."""
+        """True if the program had read a value from a model's result before call `place`."""
         return self._first_read is not None and place >= self._first_read
 
     def _may_use_read(self, place: int) -> bool:
-        """True if a number in call number `place` may be derived from a value that was read."""
+        """True if a number in call `place` may be derived from a value that was read."""
         entry = self._tape[place]
         given = leaves_in(entry.arguments)
         if is_arithmetic(entry.function):
@@ -366,10 +366,10 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
         return self._is_after_read(place) and any(isinstance(each, float) for each in given)
 
     def _find_numbers(self, entry: WrittenCall) -> list[Number]:
-        """Return the numbers that a call combines with results of a model.
+        """Return the numbers that a call combines with a model's results.
 
         They are the factors, divisors and summands of arithmetic, and summaries of small tensors
-        that were made before the batch, such as weights of tasks.
+        that were created before the batch, such as task weights.
         """
         arguments = leaves_in((entry.arguments, entry.keywords))
         if not any(id(each) in self._from_model for each in arguments):
@@ -394,9 +394,9 @@ class Recorder(TorchFunctionMode):  # type: ignore[misc]  # torch isn't followed
 
 
 def _sum_up(tensor: torch.Tensor) -> list[float]:
-    """Return the tensor's only value, or the sum and the index-weighted sum of its values.
+    """Return a tensor's only value, or the sum and the index-weighted sum of its values.
 
-    The indices start at 1.
+    Indices start at 1.
     """
     values = [float(each) for each in tensor.detach().reshape(-1).tolist()]
     if len(values) == 1:
@@ -405,7 +405,7 @@ def _sum_up(tensor: torch.Tensor) -> list[float]:
 
 
 class Number(msgspec.Struct, frozen=True):
-    """A number that a loss is computed with, and the line of the program that uses it."""
+    """A number used in computing a loss, and the program's line that uses it."""
 
     value: float
     place: str
@@ -414,9 +414,8 @@ class Number(msgspec.Struct, frozen=True):
 class LossRecord:
     """The calls that led to a loss, which can be repeated with other rows of the same kind.
 
-    `numbers` are the numbers that the loss is computed with, beside the batch and the models.
-    `reads` is True if some of them may be derived from values that the program has read from the
-    models' results.
+    `numbers` are the numbers in the loss other than the batch and the models. `reads` is True if
+    some of them may be derived from values that the program has read from the models' results.
     """
 
     def __init__(
@@ -446,7 +445,7 @@ class LossRecord:
         converts numbers read from a tensor's size; ROW_COUNTS also converts numbers equal to the
         recorded number of rows, or to its inverse; MULTIPLES also converts multiples of these.
         Raises ValueError if the batch has another number of tensors than the recorded batch, or if
-        a call needs an object of a library that isn't in the batch, as in rows that were cut.
+        a call needs a library's object that isn't in the batch, as in rows that were cut.
         """
         return self._compute(batch, rows, counts, find_objects(batch))
 
@@ -464,7 +463,7 @@ class LossRecord:
     def may_count_rows(self) -> bool:
         """True if a number in the loss is a multiple of its number of rows, or the inverse of one.
 
-        The program may have derived such a number from len().
+        The program may have computed such a number with len().
         """
         return any(
             _scale(MULTIPLES, self.rows, 2 * self.rows, each.value) != each.value
@@ -472,7 +471,7 @@ class LossRecord:
         )
 
     def has_other_rows(self) -> bool:
-        """True if the calls use a tensor that has one entry for each row but isn't in the batch."""
+        """True if the calls use a tensor with one entry per row that isn't in the batch."""
         known = {id(each) for each in self.batch}
         for model in self.models:
             known |= {id(each) for each in (*model.parameters(), *model.buffers())}
@@ -487,7 +486,7 @@ class LossRecord:
         return bool(tensor.ndim) and len(tensor) == self.rows
 
     def find_change(self) -> str:
-        """Return a message if computing the loss of the same rows again changes it, else ""."""
+        """Return a message if repeating the loss of the same rows changes it, else ""."""
         kinds = {
             each.dtype
             for entry in self._entries
@@ -539,7 +538,7 @@ def _find_place() -> str:
 def _scale(counts: int, was: int, now: int, number: Any) -> Any:
     """Return a recorded number, converted from `was` to `now` rows if it is a count of rows.
 
-    `counts` selects what is taken for a count; see `LossRecord.compute`.
+    `counts` selects which numbers are counts; see `LossRecord.compute`.
     """
     plain = _is_number(number)
     if counts == AS_WRITTEN or not plain or not number or was < 2:
@@ -571,13 +570,13 @@ def replay(
     wanted: int,
     fresh: Mapping[type, Any] = MappingProxyType({}),
 ) -> Any:
-    """Repeat recorded calls with `rows` other rows, and return one of the tensors computed.
+    """Repeat recorded calls with `rows` other rows, and return one of the computed tensors.
 
-    `known` maps the id of each recorded tensor to its replacement, and gets the results of the
+    `known` maps the id of each recorded tensor to its replacement, and receives the results of the
     calls. `wanted` is the id of the recorded tensor whose replacement is returned. `number`
     converts the numbers among the arguments. `fresh` maps the class of an object in the recorded
-    batch to the object that replaces it, or to None if there is none. The program's own generators
-    keep their states.
+    batch to its replacement, or to None if there is none. The program's own generators keep their
+    states.
     """
     draws = [each.draw for each in entries if each.draw is not None]
     now = [GeneratorState(each.generator, each.generator.get_state()) for each in draws]
@@ -620,7 +619,7 @@ def _replay_entries(
 
 
 def _find_only(kind: type, objects: Sequence[Any]) -> Any:
-    """Return the only one of these objects that has this class; None if there are none or more."""
+    """Return the only object of this class among `objects`; None if there are none or several."""
     found = [each for each in objects if type(each) is kind]
     return found[0] if len(found) == 1 else None
 

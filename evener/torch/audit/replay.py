@@ -25,11 +25,11 @@ Compute = Callable[[Any, int], Any]  # computes the loss of a batch and its numb
 
 
 class Replayed(msgspec.Struct, frozen=True):
-    """The audit of a recorded loss, or None and the reason in `fault`, as a part of a message.
+    """The audit of a recorded loss, or None with the reason in `fault`, as a part of a message.
 
     `cut` is True if the audit used rows padded to other lengths than the first choice of rows, with
     which the calls couldn't be repeated. `certain` is True if no number in the record can be an
-    unrecognized count of its rows. `closed` is True if the record uses no rows beside its batch's.
+    unrecognized count of its rows. `closed` is True if the record uses only rows of its batch.
     """
 
     audited: Audited | None
@@ -103,7 +103,7 @@ class _Tries:
             )
         except (RequestError, torch.OutOfMemoryError, MemoryError):
             raise
-        except Exception as error:  # the calls don't fit these rows
+        except Exception as error:  # the calls don't support these rows
             if self.found is None:
                 text = f"{type(error).__name__}: {error}".partition("\n")[0]
                 self.fault = f"its loss can't be computed again to compare it ({text})"
@@ -120,7 +120,7 @@ def _compute(record: LossRecord, counts: int, batch: Any, rows: int) -> Any:
 
 
 def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) -> bool:
-    """True if the last row doesn't affect the loss, so the record computes too few rows."""
+    """True if the last row doesn't affect the loss, so that the record computes too few rows."""
 
     def repeat_first(tensor: torch.Tensor) -> torch.Tensor:
         return torch.cat([tensor[:-1], tensor[:1]]) if tensor.ndim else tensor
@@ -136,7 +136,7 @@ def _leaves_out(record: LossRecord, few: FewRows, sketcher: GradientSketcher) ->
 
 
 def _is_padded_otherwise(first: FewRows, used: FewRows) -> bool:
-    """True if the rows in `used` are padded to other lengths than the rows in `first`."""
+    """True if the rows in `used` are padded to other lengths than those in `first`."""
     if first is used:
         return False
     shapes = [[each.shape[1:] for each in tensors_in(few.parts)] for few in (first, used)]

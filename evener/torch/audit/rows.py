@@ -17,8 +17,8 @@ from .randomness import SEED, seed_all
 from .state import kept_state
 
 ROWS = 8  # the most rows that an audit computes
-FEWER = 4  # the most rows after step 64, if nothing has changed since an audit of ROWS
-TIMES = 4  # rows are chosen from this many times more rows
+FEWER = 4  # maximum rows after step 64, if nothing has changed since an audit of ROWS rows
+TIMES = 4  # rows are chosen from this many times as many rows
 CANDIDATES = TIMES * ROWS
 _IGNORED = -100
 
@@ -28,7 +28,7 @@ class FewRows(msgspec.Struct, frozen=True, eq=False):
 
     `parts` has one part for each of two devices, with `sizes` rows. `cut` has the same parts cut
     from the whole batch, with its padding, or is None if the batch can't be cut. `even` has two
-    parts of equal size, as the program's own launcher would make. `digest` is a digest of the
+    parts of equal size, as the program's own launcher would create. `digest` is a digest of the
     numbers in the whole batch.
     """
 
@@ -63,7 +63,7 @@ def fetch_rows(
 ) -> FewRows | None:
     """Return up to `most` rows of a data set, chosen to differ in class and length.
 
-    `numbers` are the indices of rows to choose from. Return None if there are fewer than two.
+    `numbers` are the indices of the rows to choose from. Return None if there are fewer than two.
     """
 
     def collated(items: Sequence[Any], seed: int = SEED) -> Any:
@@ -94,7 +94,7 @@ def fetch_rows(
         )
         if cut is None or _are_equal(whole, collated(chosen, SEED + 1)):
             return made
-        # a collator that masks at random masks other values in separately collated parts
+        # a collator that masks at random masks different values in separately collated parts
         even = _cut(whole, half, len(chosen)) or halves
         return msgspec.structs.replace(made, parts=cut, even=even)
 
@@ -153,7 +153,7 @@ def _first(rows: int) -> int:
 
 
 def _choose(items: Sequence[Any], signs: Sequence[tuple[float, ...]], most: int) -> list[Any]:
-    """Return up to `most` of the items, evenly spaced in their order by class and length."""
+    """Return up to `most` of the items, evenly spaced when sorted by class and length."""
     places = spread_places(signs, most)
     return [items[place] for place in places]
 
@@ -193,7 +193,7 @@ def _pick(batch: Any, rows: int, in_order: bool, most: int) -> Any:
 
 
 def _join(rows: Sequence[Any]) -> Any:
-    """Join several batches of one row each to one batch."""
+    """Join several batches of one row each into one batch."""
     first = rows[0]
     if isinstance(first, torch.Tensor):
         return torch.cat(list(rows)) if first.ndim else first
@@ -208,7 +208,7 @@ def _join(rows: Sequence[Any]) -> Any:
 
 
 def _join_sequences(rows: Sequence[Any]) -> Any:
-    """Join tuples or lists to one, whose elements are the joined elements of all rows.
+    """Join tuples or lists into one, whose elements are the joined elements of all rows.
 
     If the elements contain no tensors, the tuples or lists are concatenated.
     """
@@ -243,8 +243,8 @@ def _sign_item(item: Any, collated: Callable[[Sequence[Any]], Any]) -> tuple[flo
 def _sign_rows(tensor: torch.Tensor) -> list[float]:
     """Return a number for each row of a tensor: its class, or its number of meaningful values.
 
-    An integer tensor with one value for each row is taken for classes. Meaningful values are those
-    that aren't padding: not 0 or -100 in integer tensors, and finite in others.
+    An integer tensor with one value per row is assumed to contain classes. Meaningful values are
+    those that aren't padding: not 0 or -100 in integer tensors, and finite in others.
     """
     exact = not tensor.is_floating_point() and not tensor.is_complex()
     rows = tensor.flatten(1) if tensor.ndim > 1 else tensor[:, None]

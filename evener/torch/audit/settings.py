@@ -1,4 +1,4 @@
-"""Detect changes of the settings that a loss is computed with.
+"""Detect changes of the settings that affect a loss.
 
 Settings are numbers, flags and objects in modules of the program's own classes, and the variables
 and objects that the program's functions use. A setting that changes after being the same for a
@@ -18,12 +18,12 @@ import torch
 
 from .closures import is_foreign, is_own_object, list_names, read_cell
 
-STILL = 3  # consecutive checks in which a setting must have been the same
-DEPTH = 3  # levels of objects in objects
-MOST = 400  # the most settings that are checked; larger dicts aren't inspected
+STILL = 3  # number of consecutive checks in which a setting must have been the same
+DEPTH = 3  # maximum depth of nested objects
+MOST = 400  # maximum number of settings that are checked; larger dicts aren't inspected
 _PLAIN = (bool, int, float, str, type(None))
 _OF_EVERY_MODULE = vars(torch.nn.Module()).keys() - {"training"}  # attributes that aren't settings
-Code = tuple[CodeType, Mapping[str, Any]]  # code, and its module's variables
+Code = tuple[CodeType, Mapping[str, Any]]  # code with its module's variables
 Key = tuple[int, Any]  # the id of the setting's holder, and the setting's name
 
 
@@ -33,7 +33,9 @@ class LossSettings:
     def __init__(self) -> None:
         self._checks = 0
         self._models: tuple[int, ...] = ()
-        self._modules: list[_ModuleSettings] = []  # of modules of the program's own classes
+        self._modules: list[
+            _ModuleSettings
+        ] = []  # settings of modules of the program's own classes
         self._others = _Known()  # settings of functions, code and holders
 
     def have_changed(
@@ -76,7 +78,7 @@ class LossSettings:
 
 
 class _Known:
-    """Settings, each with its value and the check since which it has been the same."""
+    """Settings with their values, and the check since which each has been the same."""
 
     def __init__(self) -> None:
         self._values: dict[Key, tuple[Any, int]] = {}
@@ -107,13 +109,13 @@ class _ModuleSettings:
         self.count = 0  # number of the module's settings
         self._held = vars(module)
         self._known = _Known()
-        self._is_flat = False  # no attribute contains further settings
+        self._is_flat = False  # True if no attribute contains further settings
         self._types: tuple[type, ...] = ()  # of all attributes
         self._plain: dict[str, Any] = {}  # the numbers and flags
         self._ids: dict[str, int] = {}  # of the tensors, to which no references are held
 
     def has_changed(self, check: int) -> bool:
-        """True if a setting of the module changed after being the same for STILL checks."""
+        """True if a setting of the module has changed after being the same for STILL checks."""
         if self._is_flat and self._is_same():
             return False
         own = {name: each for name, each in self._held.items() if name not in _OF_EVERY_MODULE}

@@ -23,22 +23,22 @@ import torch
 from ...training.audit import LOSS, MIXED, PROJECTIONS, Sketch
 from .randomness import SEED, without_modes
 
-WIDTH = 4096  # values in each of the lines into which a large gradient is cut
-NARROW = 256  # values in each line of a gradient of up to SMALL values
+WIDTH = 4096  # number of values in each line of a large gradient
+NARROW = 256  # number of values in each line of a gradient of up to SMALL values
 SMALL = 1 << 16
-JOINED = 1 << 23  # the most values of a gradient that is projected together with others
-MOST_WAITING = 1 << 25  # the most values of all gradients that wait to be projected together
-# the same two limits if there is little memory, so that gradients are freed one by one
+JOINED = 1 << 23  # maximum values of a gradient that is projected together with others
+MOST_WAITING = 1 << 25  # maximum values of all gradients that wait to be projected together
+# the same limits with little memory, so that gradients are freed one by one
 JOINED_SINGLY, MOST_WAITING_SINGLY = SMALL, 1 << 22
-MOST_LAYOUTS = 256  # the most groups of gradients whose layouts are cached
-BLOCK = 1 << 24  # values that are converted at once
+MOST_LAYOUTS = 256  # maximum number of cached layouts
+BLOCK = 1 << 24  # number of values that are converted at once
 
 
 class Signs:
     """Random signs: the sign of a value is the product of its line's sign and its column's sign.
 
     The standard deviation of sums with such signs is the gradient's norm, as with an independent
-    sign for each value, but the sums only need a matrix product with a few columns.
+    sign for each value, but the sums need only a matrix product with a few columns.
     """
 
     def __init__(self) -> None:
@@ -53,7 +53,7 @@ class Signs:
         length = 1 << max(12, (count - 1).bit_length())
         key = which, length, like.device, like.dtype
         if key not in self._pools:
-            # drawn by NumPy, as PyTorch's draws are replaced while rows are computed
+            # drawn by NumPy, because PyTorch's draws are replaced while rows are computed
             drawn = numpy.random.default_rng(SEED + which).integers(0, 2, (length, PROJECTIONS))
             self._pools[key] = torch.from_numpy(2 * drawn - 1).to(like)
         return self._pools[key][:count]
@@ -179,9 +179,9 @@ class GradientSums:
         # names of tensors, and the sums of their gradients: (tensors, PROJECTIONS)
         self._sums: list[tuple[list[str], torch.Tensor]] = []
         self._waiting: dict[tuple[Any, ...], list[tuple[str, torch.Tensor]]] = {}
-        self._size = 0  # the number of values that wait
+        self._size = 0  # number of values that wait
         self._zeros: dict[tuple[Any, ...], torch.Tensor] = {}
-        self._kinds: dict[str, torch.dtype] = {}  # dtypes of sums that aren't of a gradient
+        self._kinds: dict[str, torch.dtype] = {}  # dtypes of sums other than gradients
         self._losses: list[torch.Tensor] = []
         self._factor: float | torch.Tensor = 1.0  # multiplies the sums that are being added
 
@@ -305,9 +305,9 @@ def _name_kind(kind: torch.dtype, computed: Collection[torch.dtype]) -> str:
 
 @contextmanager
 def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> Iterator[None]:
-    """Enter a context in which `function` is a tensor's only gradient hook, or without any hook.
+    """Enter a context in which `function` is a tensor's only gradient hook.
 
-    The tensor's other hooks belong to the training step, and are restored at the end.
+    The tensor's other hooks belong to the training step, and are restored on exit.
     """
     own = dict(tensor._backward_hooks or {})
     if own:
@@ -323,7 +323,7 @@ def _only_hook(tensor: torch.Tensor, function: Callable[[Any], Any] | None) -> I
 
 
 def _plain(name: str) -> str:
-    """Return a weight's name in the model itself, without the prefixes of wrappers."""
+    """Return a weight's name in the model itself, without prefixes of wrappers."""
     for wrapper in ("_orig_mod.", "module.", "_orig_mod."):
         name = name.removeprefix(wrapper)
     return name

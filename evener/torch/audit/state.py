@@ -18,17 +18,19 @@ import torch
 from ..rows.structure import address
 from .randomness import RandomState
 
-MOST_ITEMS = 10_000  # longer lists and dicts are data, not counters, and aren't inspected
+MOST_ITEMS = (
+    10_000  # maximum length of inspected lists and dicts; longer ones are data, not counters
+)
 _CONTAINERS = (dict, list, deque, set)
 _PLAIN = {bool, int, float, str, type(None)}
-_EMPTY = ()  # what restores a container that was empty
+_EMPTY = ()  # restores a container that was empty
 
 
 class _Items(msgspec.Struct, frozen=True, eq=False):
     """The saved content of a dict, list or deque: its items, their ids, and the keys of a dict.
 
     `inner` has the items that can change in place, each with the data that restore it. `empty` has
-    the containers among the items that were empty, as most containers of a module are.
+    the empty containers among the items, because most containers of a module are empty.
     """
 
     keys: list[Any] | None
@@ -40,7 +42,7 @@ class _Items(msgspec.Struct, frozen=True, eq=False):
 
 @contextmanager
 def kept_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context at whose end the attributes saved by `keep_with_frozen` are restored."""
+    """Enter a context that restores the attributes saved by `keep_with_frozen` on exit."""
     restore = keep_with_frozen(*holders, apart=apart)
     try:
         yield
@@ -104,7 +106,7 @@ def keep_attributes(*holders: Any, apart: Iterable[Any] = ()) -> Callable[[], No
 
 @contextmanager
 def kept_state(holders: Iterable[Any] = (), apart: Iterable[Any] = ()) -> Iterator[None]:
-    """Enter a context at whose end the holders' attributes and the random state are restored.
+    """Enter a context that restores the holders' attributes and the random state on exit.
 
     If a holder is a module, its submodules are restored, too. Objects in `apart` are left out.
     """

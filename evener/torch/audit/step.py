@@ -59,7 +59,7 @@ class Computations(msgspec.Struct, frozen=True, eq=False):
     reference: Computation
     trained: Computation
     changes: Mapping[str, AuditChange] = {}
-    sizes: tuple[int, ...] = ()  # the number of rows in each part
+    sizes: tuple[int, ...] = ()  # number of rows in each part
     digest: int = 0  # of all numbers in the rows
     pads: bool = False  # parts that are collated separately are padded to other lengths
 

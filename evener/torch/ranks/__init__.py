@@ -1,1 +1,1 @@
-"""The ranks of a training: their devices, their step times, and how they learn of a rank's end."""
+"""The ranks of a training: their devices, their step times, and detection of exited ranks."""

@@ -1,7 +1,7 @@
-"""Time the steps of one rank: its compute time (own work), waiting for other ranks, and for data.
+"""Time the steps of one rank: compute time (own work), waiting for other ranks, and for data.
 
-Because of the all-reduce of gradients, the backward pass ends at the same time on every rank. So
-the compute time of a rank is the time until its last gradient is ready.
+Because of the all-reduce of gradients, the backward pass ends at the same time on every rank.
+Therefore a rank's compute time is the time until its last gradient is ready.
 """
 
 from __future__ import annotations
@@ -53,15 +53,19 @@ from .ranks import RankShares
 from .timed_batches import ON_CPU, ON_GPU, TimedBatches
 
 KEPT_STEPS = 25  # number of steps over which medians are computed
-KEPT_MARKED = 100  # steps that a GPU may be behind its host before their marks are dropped
-TIMED_AT_ONCE = 16  # number of steps; timing them one by one would find a cold CPU cache
-WARM_STEPS = 3  # warm-up steps, which no sum includes: kernels are chosen, memory is allocated
+KEPT_MARKED = 100  # number of steps that a GPU may be behind its host before marks are dropped
+TIMED_AT_ONCE = (
+    16  # number of steps timed together, because single ones would find a cold CPU cache
+)
+WARM_STEPS = (
+    3  # number of warm-up steps, which aren't in the sums: kernels are chosen, memory is allocated
+)
 # Distances between batches whose CPU times are measured; not all are, as each measurement takes
 # microseconds. The sum of the distances is a prime, so that every position in a cycle of batches,
 # such as the batches of one update, is measured equally often. A window of rebalancing has at least
 # one measured batch.
 STRIDES = (3, 5, 4, 2, 5, 4)
-# the time between two steps counts as time for files from this duration and these bytes written
+# minimum duration and bytes for the time between two steps to count as file time
 LEAST_FILE_SECONDS = 1e-3
 LEAST_FILE_BYTES = 64 << 10
 Phase = Literal[Doing, "validation", "files", "before the update"]
@@ -72,14 +76,14 @@ BETWEEN: Doing = "between steps"
 INPUT: Doing = "input"
 VALIDATION: Final = "validation"
 FILES: Final = "files"
-PREPARATION: Final = "before the update"  # from the sum of gradients on, such as clipping
-_SHOWN: dict[Phase, Doing] = {OWN: OWN, SUM: SUM, UPDATE: UPDATE}  # others: BETWEEN
+PREPARATION: Final = "before the update"  # after the sum of gradients, such as clipping
+_SHOWN: dict[Phase, Doing] = {OWN: OWN, SUM: SUM, UPDATE: UPDATE}  # all others are shown as BETWEEN
 _STEPS, _FILES, _VALIDATION = map(
     StepSums.__struct_fields__.index, ("steps", "files_s", "validation_s")
 )
 PARTS_END = (
     StepSums.__struct_fields__.index("between_s") + 1
-)  # the end of the fields that don't overlap
+)  # end of the fields that don't overlap
 
 
 class HostClock:
@@ -115,7 +119,7 @@ class GpuClock:
         return event
 
     def computed(self) -> float:
-        """Return NaN, because it isn't known how much of the time a GPU computes."""
+        """Return NaN, because a GPU doesn't report how long it computes."""
         return math.nan
 
     computed_by_all = computed
@@ -144,12 +148,12 @@ class TimedStep(NamedTuple):
     # from the backward pass until the next batch is requested, without the optimizer's step
     between_s: float
     number: int = 0  # of the batch
-    disturbed: bool = False  # evener looked at the loss, or memory ran out
+    disturbed: bool = False  # True if evener checked the loss or memory ran out
     behind: float = math.nan  # 1 if the GPU was behind its host when gradients were sent, else 0
     computing: float = math.nan  # the fraction of own work in which the CPU computed for the loop
     idle_input_s: float = (
         math.nan
-    )  # part of input_s in which the loop's thread waited for others to fetch rows
+    )  # part of input_s in which the loop's thread waited for other threads to fetch rows
     # the step's times, including the time since the last loop, in the order of StepSums
     sums: tuple[float, ...] = ()
 
@@ -157,7 +161,7 @@ class TimedStep(NamedTuple):
 class _CpuTimes:
     """The CPU times of one batch, in seconds; times are NaN until they are known.
 
-    `idle_s` is the result of `_idle_seconds` when the thread requested the batch.
+    `idle_s` is the result of `_idle_seconds` from when the thread requested the batch.
     """
 
     def __init__(self, clock: Any, idle_s: float, stands_for: int) -> None:
@@ -167,11 +171,11 @@ class _CpuTimes:
         self._all_began_s = clock.computed_by_all()
         self._began_s = clock.computed()
         self.idle_input_s = _idle_seconds() - idle_s
-        self.own_s = math.nan  # of the loop's thread in own work
-        self.all_own_s = math.nan  # of all threads in own work
+        self.own_s = math.nan  # CPU time of the loop's thread in own work
+        self.all_own_s = math.nan  # CPU time of all threads in own work
 
     def note_gradients(self) -> None:
-        """Measure the CPU times of own work so far, because gradients are ready."""
+        """Measure the CPU times of own work up to now, because gradients are ready."""
         own_thread = get_ident() == self._thread
         self.own_s = self._clock.computed() - self._began_s if own_thread else math.nan
         self.all_own_s = self._clock.computed_by_all() - self._all_began_s
@@ -187,11 +191,11 @@ class _Marked(NamedTuple):
     marks: Sequence[tuple[Phase, Any]]  # the phase that began at each mark; own work at the first
     done: Any  # mark when the next batch was requested
     number: int
-    counts: bool  # its gradients were computed, or an optimizer has used them
+    counts: bool  # True if its gradients were computed, or an optimizer has used them
     disturbed: bool
     behind: float
     cpu: _CpuTimes | None  # None: not measured in this step
-    untimed: _Untimed  # the batches since the last one that was timed
+    untimed: _Untimed  # the batches since the last timed one
 
 
 class _Untimed(NamedTuple):
@@ -209,7 +213,7 @@ _NOTHING = _Untimed()
 class _Spent(NamedTuple):
     """The times of a step, in seconds."""
 
-    spans: Mapping[Phase, float]  # from the batch's arrival until the next one is requested
+    spans: Mapping[Phase, float]  # from the batch's arrival until the next batch is requested
     last_s: float  # after the last mark
     input_s: float
     step_s: float
@@ -232,40 +236,50 @@ class StepTimer:
         self._choice: TimedBatches | None = None  # None: every batch is timed
         if isinstance(clock, HostClock | GpuClock):
             self._choice = TimedBatches(ON_CPU if self._on_host else ON_GPU)
-        self._timed = self._next_timed = True  # the newest batch, and the next one
-        self._untimed = _NOTHING  # since the last timed batch
+        self._timed = self._next_timed = (
+            True  # True if the newest batch is timed; the same for the next batch
+        )
+        self._untimed = _NOTHING  # batches since the last timed one
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
         self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: (
             None
-        )  # called with each batch, and the number of updates
-        self._updates = 0  # steps of optimizers so far
+        )  # called with each batch and the number of updates
+        self._updates = 0  # number of optimizer steps
         self._marks: list[tuple[Phase, Any]] = []  # marks of the current batch
         self._apart: list[tuple[Phase, Any]] = []  # marks since the end of the last loop
-        self._before: Sequence[tuple[Phase, Any]] = ()  # the same, for the batch that began a loop
-        self._validates = False  # validated since the last update, or the end of the last loop
-        self._wrote = False  # files, in the newest batch
-        self._batches = 0  # batches begun so far
-        self._computed = self._applied = False  # the batch's gradients
+        self._before: Sequence[tuple[Phase, Any]] = ()  # the same for the batch that began a loop
+        self._validates = (
+            False  # True if validation ran since the last update or the end of the last loop
+        )
+        self._wrote = False  # True if files were written in the newest batch
+        self._batches = 0  # number of batches that have begun
+        self._computed = self._applied = (
+            False  # True once the batch's gradients were computed, and applied
+        )
         self._disturbed = False  # the step
         self._behind = math.nan
         self._strides = cycle(STRIDES)
         self._measured_at = 1  # the number of the next batch whose CPU times are measured
-        self._since_measured = 0  # batches that were timed since then
+        self._since_measured = 0  # number of batches timed since the last measurement
         self._cpu: _CpuTimes | None = None  # of the newest batch
         self._idle_s = math.nan  # this thread's idle time when the loop requested that batch
-        self._writes: ThreadWrites | None = None  # the loop's thread, once its writes may take long
-        self._written = 0  # bytes that it had written when they were last counted
-        self._between_at = 0.0  # when that time began, by the host's clock
-        self._marked: deque[_Marked] = deque(maxlen=KEPT_MARKED)  # steps that aren't timed yet
+        self._writes: ThreadWrites | None = (
+            None  # counts the bytes written by the loop's thread, once its writes may take long
+        )
+        self._written = 0  # the last count of these bytes
+        self._between_at = 0.0  # start of the time between two steps, on the host's clock
+        self._marked: deque[_Marked] = deque(
+            maxlen=KEPT_MARKED
+        )  # steps whose times aren't computed yet
         self._steps: deque[tuple[_Marked, _Spent]] = deque(maxlen=KEPT_STEPS)
-        self._counted = 0  # steps so far
-        self.sums = RunningSums()  # of all steps except warm-up
+        self._counted = 0  # number of steps
+        self.sums = RunningSums()  # sums over all steps except warm-up
         _timers.append(weakref.ref(self, _timers.remove))
         self.release = _OPTIMIZER_HOOKS.hold(self)  # call it to stop watching optimizers' steps
 
     def begin(self, sizes: tuple[int, ...]) -> None:
-        """Begin a batch; `sizes` has the number of rows of each rank in it."""
+        """Begin a batch; `sizes` has each rank's number of rows in it."""
         self.sizes = sizes
         self._before = ()
         if self._apart:
@@ -286,7 +300,7 @@ class StepTimer:
         self.begun(sizes, self._updates)
 
     def time_all(self) -> None:
-        """Time every batch from now on, because shares are rebalanced by these times."""
+        """Time every batch from now on, because rebalancing needs the times."""
         self._choice = None
 
     def _mark(self) -> Any:
@@ -294,11 +308,11 @@ class StepTimer:
         return self._clock.mark() if self._timed else time.perf_counter()
 
     def disturb(self) -> None:
-        """Mark the current step as unusual: evener checks a loss in it, or memory has run out."""
+        """Mark the current step as unusual: evener checks a loss in it, or memory ran out."""
         self._disturbed = True
 
     def _enter(self, doing: Phase, *after: Phase) -> None:
-        """Begin the phase `doing` if the current phase is one of `after`."""
+        """Begin the phase `doing` if the current phase is among `after`."""
         if self._marks and self._marks[-1][0] in after:
             self._note_files(self._marks)
             self._marks.append((doing, self._mark()))
@@ -312,8 +326,8 @@ class StepTimer:
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """Attribute the time between two steps, which ends now, to files if any were written.
 
-        The bytes written are counted only if that time is long enough to matter, because counting
-        takes microseconds. So they may include bytes written in earlier steps.
+        The written bytes are counted only if that time is long enough to matter, because counting
+        takes microseconds. Therefore they may include bytes written in earlier steps.
         """
         if not marks or marks[-1][0] != BETWEEN:
             return
@@ -335,7 +349,7 @@ class StepTimer:
     def note_gradients(self) -> None:
         """End this rank's own work, because the last gradient of a pass is ready.
 
-        It is called in each pass of a batch; the final pass's call wins.
+        It is called in each pass of a batch; the call in the last pass counts.
         """
         if not (self.has_own_work or self._single_rank):
             return
@@ -343,16 +357,16 @@ class StepTimer:
         marks = self._marks
         if marks and marks[-1][0] == SUM:
             marks.pop()
-        elif marks and marks[-1][0] == BETWEEN:  # of another pass, or before another update
+        elif marks and marks[-1][0] == BETWEEN:  # in another pass, or before another update
             marks[-1] = (OWN, marks[-1][1])
         self._enter(SUM, OWN)
         if self._cpu is not None:
             self._cpu.note_gradients()
 
     def note_sent(self) -> None:
-        """Check if the GPU is behind its host, when the host has enqueued the last all-reduce.
+        """Check whether the GPU is behind its host when the host has enqueued the last all-reduce.
 
-        That is the case if the GPU hasn't computed the last gradient yet.
+        It is behind if it hasn't computed the last gradient yet.
         """
         if self._on_host or not self._timed or not math.isnan(self._clock.computed()):
             return
@@ -367,11 +381,11 @@ class StepTimer:
         """Begin the phase of an optimizer's step."""
         marks = self._marks
         if not (self.has_own_work or self._single_rank):
-            if marks and marks[-1][0] == BETWEEN:  # another backward pass, before this update
+            if marks and marks[-1][0] == BETWEEN:  # another backward pass before this update
                 marks[-1] = (OWN, marks[-1][1])
             self._enter(UPDATE, OWN)
         elif self._single_rank and marks and not _is_after_sum(marks):
-            self.note_gradients()  # nothing else says that they are ready
+            self.note_gradients()  # nothing else reports that they are ready
             if marks[-1][0] == SUM:
                 marks.append((UPDATE, marks[-1][1]))
         self._applied = True
@@ -404,7 +418,7 @@ class StepTimer:
 
     @contextmanager
     def collective(self) -> Iterator[None]:
-        """Enter a context in which this rank waits for others, whose time isn't own work."""
+        """Enter a context in which this rank waits for others; its time isn't own work."""
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
@@ -492,7 +506,7 @@ class StepTimer:
         self._untimed = _Untimed(batches + 1, steps + counts, files_s, validation_s)
 
     def pause(self) -> None:
-        """End a loop; the time until the next batch is in the sums, but in no step's time."""
+        """End a loop; the time until the next batch counts in the sums, but not in a step."""
         left = self._asked
         if left is not None and not self._next_timed:
             left = self._clock.mark()
@@ -587,7 +601,7 @@ class StepTimer:
     def _describe(self, marked: _Marked, spent: _Spent) -> TimedStep:
         """Return the times of a step as a TimedStep, with NaN for unknown times."""
         spans, last = dict(spent.spans), marked.marks[-1][0]
-        if last in (OWN, SUM, UPDATE):  # nothing says when these end
+        if last in (OWN, SUM, UPDATE):  # the end of these phases is unknown
             spans[last] -= spent.last_s
             if not any(phase == last for phase, _ in marked.marks[:-1]):
                 del spans[last]
@@ -649,7 +663,7 @@ class StepTimer:
 def _list_marks(marked: _Marked) -> list[Any]:
     """Return the marks that belong to this step, without the one that the next step shares.
 
-    Each is returned once, although two phases may begin at the same mark.
+    Each is returned once, even if two phases begin at the same mark.
     """
     marks = [] if marked.asked is None else [marked.asked]
     for _, mark in (*marked.apart, *marked.marks):
@@ -704,7 +718,7 @@ def _join_parts(sums: Sequence[float]) -> tuple[float, float, float, float]:
 
 
 def _idle_seconds() -> float:
-    """Return how long this thread hasn't computed since an arbitrary time, in seconds."""
+    """Return how many seconds this thread hasn't computed, from an arbitrary start."""
     return time.perf_counter() - time.thread_time()
 
 
@@ -713,7 +727,7 @@ def make_timer(device: torch.device, single_rank: bool) -> StepTimer:
     return StepTimer(GpuClock() if device.type == "cuda" else HostClock(), single_rank)
 
 
-MEMORY_SECONDS = 5.0  # between two readings of memory
+MEMORY_SECONDS = 5.0  # seconds between two readings of memory
 RETREATS = "evener/retreats"  # key of the lines that other ranks write for rank 0's journal
 
 
@@ -736,7 +750,7 @@ class StepReporter:
         self.retreats, self.retreat = (
             0,
             "",
-        )  # number of passes that ran out of memory, and a message about the last
+        )  # number of passes that ran out of memory, and a message about the last one
         self.pending: Callable[[], PendingShares | None] = lambda: None  # the next change of shares
         self._journal = None
         if (journal or launched_run()) and shares.rank == 0:
@@ -748,7 +762,7 @@ class StepReporter:
         self._described: RankShares | None = None
         self._devices: tuple[Share, ...] = ()
         self._workload = ""
-        self._lines = 0  # number of other ranks' lines in the journal
+        self._lines = 0  # number of lines from other ranks in the journal
         self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
             self._describe,
@@ -759,7 +773,7 @@ class StepReporter:
         )
 
     def report(self, rows: int, tokens: tuple[int, int] = (0, 0)) -> None:
-        """Report a finished step, with the number of this rank's rows in it.
+        """Report a finished step; `rows` is the number of this rank's rows in it.
 
         `tokens` has the numbers of tokens in these rows, without and with padding.
         """
@@ -785,7 +799,7 @@ class StepReporter:
             self._journal.note_change(change)
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print and record that a pass ran out of memory and smaller passes follow."""
+        """Print and record that a pass ran out of memory and is retried in smaller passes."""
         line = retreat.describe(self.shares.share.name or self.shares.share.device)
         self.retreats, self.retreat = self.retreats + 1, line
         self._timer.disturb()
@@ -793,14 +807,14 @@ class StepReporter:
         if self._journal is not None:
             self._journal.note_retreat(line)
         elif self.shares.rank:
-            with suppress(RuntimeError):  # from a store that can't append
+            with suppress(RuntimeError):  # the store can't append
                 default_store().append(RETREATS, f"{line}\n")
 
     def _collect_retreats(self) -> None:
         """Add the other ranks' lines about passes that ran out of memory to the journal."""
         if self._journal is None or self.shares.world == 1:
             return
-        with suppress(RuntimeError, ValueError):  # from the store of a group that is gone
+        with suppress(RuntimeError, ValueError):  # the group's store no longer exists
             store = default_store()
             if store.check([RETREATS]):
                 lines = store.get(RETREATS).decode().splitlines()
@@ -863,7 +877,7 @@ def _read_memory(device: torch.device) -> tuple[int, int]:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10, 0
 
 
-# A list of references is read in a microsecond less than a WeakSet.
+# Reading a list of references takes a microsecond less than reading a WeakSet.
 _timers: list[weakref.ref[StepTimer]] = []
 
 

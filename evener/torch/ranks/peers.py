@@ -29,7 +29,7 @@ from ..private import LEAVING, abort_group, default_store
 from ..sums.collectives import count_exchanges
 
 LOOK_SECONDS = 1.0
-# how long to wait for other ranks' notes, and before a rank without progress counts as stuck
+# timeout for other ranks' notes, and time after which a rank without progress is stuck
 WAIT_SECONDS = 3.0
 _LOST_SIGNS = (
     "gloo/",
@@ -37,7 +37,7 @@ _LOST_SIGNS = (
     "Connection reset by peer",
     "Broken pipe",
     "NCCL",
-)  # texts in errors about lost ranks
+)  # texts in error messages about lost ranks
 _kept_groups: list[Any] = []  # references to process groups, held until the interpreter exits
 
 
@@ -45,13 +45,13 @@ class ExitNote(msgspec.Struct, frozen=True):
     """The note that a rank writes to the store as it exits."""
 
     error: str | None = None  # its error; empty without an error, None if it wrote no note
-    batches: int = 0  # number of batches that it had begun
-    exchanges: dict[str, int] = {}  # collectives that it had started, by process group
+    batches: int = 0  # number of batches that it has begun
+    exchanges: dict[str, int] = {}  # number of collectives that it has started, by process group
 
     def describe(self, rank: int) -> str:
         """Return a message about the exit of `rank`, which wrote this note.
 
-        The message is printed by a rank that waits for `rank`.
+        It is printed by a rank that waits for `rank`.
         """
         end = "ended", self.error
         if self.error is None:
@@ -81,7 +81,7 @@ class PeerWatcher:
             dist.get_rank(),
             set(range(dist.get_world_size())) - {dist.get_rank()},
         )
-        self._store = default_store().clone()  # a connection on which nothing else waits
+        self._store = default_store().clone()  # a separate connection on which nothing else waits
         self._number: int = (
             0 if PeerWatcher.newest is None else PeerWatcher.newest._number + 1
         )  # the same on all ranks
@@ -99,14 +99,14 @@ class PeerWatcher:
         return f"evener/{self._number}/{name}/{rank}"
 
     def note(self, error: str) -> None:
-        """Write the note of this rank's exit; only the first call has an effect.
+        """Write this rank's exit note; only the first call has an effect.
 
         `error` is the error that ends this rank, or empty.
         """
         if self._noted_error is None:
             self._noted_error = error
             note = ExitNote(error, self._read_progress()[0], count_exchanges())
-            with suppress(RuntimeError, ValueError):  # the store has ended with its process
+            with suppress(RuntimeError, ValueError):  # the store's process has exited
                 self._store.set(self._key("ended", self._rank), msgspec.json.encode(note))
 
     def leave(self) -> None:
@@ -123,7 +123,7 @@ class PeerWatcher:
         self.note("")
         end = time.monotonic() + WAIT_SECONDS * (
             self.on_gpu or not self._noted_error
-        )  # gloo itself reports that a rank has left
+        )  # gloo itself detects that a rank has left
         while len(self.notes) < len(self._ranks) and time.monotonic() < end:
             self._read_notes_soon()
         self._over.set()
@@ -141,7 +141,7 @@ class PeerWatcher:
                     self.notes[each] = msgspec.json.decode(self._store.get(key), type=ExitNote)
                 elif gone:
                     self.notes[each] = ExitNote()
-        except RuntimeError:  # the store went with rank 0
+        except RuntimeError:  # the store's process, rank 0, has exited
             self.notes.setdefault(0, ExitNote("it was killed, or its output says why"))
 
     def _has_exited(self, rank: int) -> bool:
@@ -158,7 +158,7 @@ class PeerWatcher:
             return True
 
     def explain(self) -> str:
-        """Wait for the other ranks' notes; return a message on why their connections were lost."""
+        """Wait for the other ranks' notes; return why the connections to them were lost."""
         self._noted_error, silent, end = "lost", self._ranks, time.monotonic() + WAIT_SECONDS
         with suppress(RuntimeError):
             self._store.set(self._key("lost", self._rank), "")
@@ -183,9 +183,9 @@ class PeerWatcher:
         return self.notes[rank].describe(rank)
 
     def _wait_for_gpu(self) -> Thread:
-        """Return a thread that lives until the GPU has finished its work.
+        """Return a thread that runs until the GPU has finished its work.
 
-        Any call to the GPU may block until then, so this is done in a thread of its own.
+        Any call to the GPU may block until then, so this needs a separate thread.
         """
         stream = torch.cuda.default_stream(self._device) if self.on_gpu else None
         thread = Thread(target=stream.synchronize if stream is not None else int, daemon=True)
@@ -194,9 +194,9 @@ class PeerWatcher:
         return thread
 
     def join_threads(self) -> None:
-        """Wait for threads that were blocked until the process group was left.
+        """Join threads that were blocked until the process left its group.
 
-        A thread that is in a call of PyTorch when Python exits would abort the process.
+        A thread that is inside PyTorch when Python exits would abort the process.
         """
         for thread in (self._thread, *self._gpu_waits):
             if thread.is_alive():
@@ -212,7 +212,7 @@ class PeerWatcher:
                 self._exit()
 
     def _is_stuck(self, leaves: bool) -> bool:
-        """True if this rank waits for a rank that has exited, and still does after WAIT_SECONDS.
+        """True if this rank still waits for an exited rank after WAIT_SECONDS.
 
         With `leaves`, this rank is leaving a process group, in which NCCL waits for all ranks.
         """
@@ -235,7 +235,7 @@ class PeerWatcher:
             abort_if_lost(error)
         if self._noted_error != "lost":  # else explain_failure has printed it
             say(f"evener: {self._describe()}")
-        end_process(1)  # as the main thread waits in NCCL
+        end_process(1)  # because the main thread waits in NCCL
 
 
 def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any]]) -> None:
@@ -259,9 +259,9 @@ def watch_peers(device: torch.device, read_progress: Callable[[], tuple[int, Any
 def leave_group() -> None:
     """Leave the process group, if there is one, together with the other ranks.
 
-    A reference to the group is held until the interpreter exits. Otherwise the last reference might
-    be that of a DistributedDataParallel, which waits for gloo's thread when it is
-    garbage-collected, while gloo's thread may wait for the interpreter's lock to free its tensors.
+    A reference to the group is held until the interpreter exits. Otherwise a
+    DistributedDataParallel may hold the last reference: when it is garbage-collected, it waits for
+    gloo's thread, while gloo's thread may wait for the interpreter's lock to free its tensors.
     """
     watcher = PeerWatcher.newest
     if watcher is not None:
@@ -269,7 +269,7 @@ def leave_group() -> None:
     if dist.is_initialized():
         _kept_groups.append(dist.group.WORLD)
         if watcher is not None and watcher.on_gpu and watcher.group is dist.group.WORLD:
-            # destroying it waits for ranks that never come
+            # destroying the group would wait for ranks that never come
             abort_group()
         else:
             dist.destroy_process_group()
@@ -278,7 +278,7 @@ def leave_group() -> None:
 
 
 class _ExitActions:
-    """What this process does when Python exits."""
+    """What this process does when the interpreter exits."""
 
     leaves = False  # True if it leaves the process group
     # a method of the newest training run
@@ -286,11 +286,11 @@ class _ExitActions:
 
 
 def explain_at_exit(advise: WeakMethod[Callable[[BaseException], str]]) -> None:
-    """Print advice, or the rank at fault, below an error that ends the program.
+    """At exit, print advice or the rank at fault below an error that ends the program.
 
-    This happens at exit, when the process also leaves the process group if `watch_peers` was
-    called. `advise` is a method of the newest training run, and is called if its object still
-    exists. It returns advice about an error, or "".
+    The process also leaves its process group if `watch_peers` was called. `advise` is a method of
+    the newest training run, and is called if its object still exists. It returns advice about an
+    error, or "".
     """
     _ExitActions.advise = advise
     _register_exit()
@@ -311,9 +311,9 @@ def _leave_at_exit() -> None:
 
 
 def explain_failure(error: BaseException) -> None:
-    """Print advice, or the rank at fault, below an error that ends this program.
+    """Print advice or the rank at fault below an error that ends this program.
 
-    Unless the error means that other ranks are lost, a note with the error is written for them.
+    Unless the error means that other ranks are lost, also write a note with the error for them.
     """
     advise = None if _ExitActions.advise is None else _ExitActions.advise()
     advice = "" if advise is None else advise(error)
@@ -329,7 +329,7 @@ def explain_failure(error: BaseException) -> None:
 
 
 def describe_error(error: BaseException | None) -> str:
-    """Return an error as one line of text; return "" for None and for sys.exit()."""
+    """Return an error as one line of text, or "" for None and for sys.exit()."""
     line = str(error).strip().partition("\n")[0]
     return f"{type(error).__name__}: {line}".rstrip(": .") if isinstance(error, Exception) else ""
 

@@ -1,4 +1,4 @@
-"""The setup of a PyTorch training process: its rank, device, process group, and all ranks' rows."""
+"""The setup of a PyTorch training process: its rank, device, process group and all shares."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ from ...training.share_order import RankInfo, check_agreement, divide_by_ratios,
 from ..messages import gather_messages
 
 MOST_FETCHING_THREADS = 8
-LARGE_BYTES = 1 << 18  # blocks of at least this size are returned to the system when freed
+LARGE_BYTES = 1 << 18  # minimum size of blocks that are returned to the system when freed
 _ALLOWED = allowed_cpus()  # the allowed CPUs before this process was pinned to a slice
-_GATHERINGS = count()  # the same count on every rank
+_GATHERINGS = count()  # counts gather calls; the same on every rank
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8  # of glibc's malloc.h
 
 
 class ProcessRank(msgspec.Struct, frozen=True):
-    """A process's rank among the `world` that train together, and its rank on its machine."""
+    """A process's rank among the `world` processes of a training, and its rank on its machine."""
 
     rank: int
     world: int
@@ -48,7 +48,7 @@ class ProcessRank(msgspec.Struct, frozen=True):
 def find_process_rank() -> ProcessRank:
     """Return this process's rank, from its process group or torchrun's environment variables.
 
-    Without either, the process is alone. Raises PlanError if the variables are invalid.
+    Without either, there is a single process. Raises PlanError if the variables are invalid.
     """
     if dist.is_available() and dist.is_initialized():
         return ProcessRank(
@@ -104,7 +104,7 @@ def choose_device(share: Share | None, process: ProcessRank, gpus: dict[str, int
     if share is not None and share.device in gpus:
         return torch.device("cuda", gpus[share.device])
     if share is None and len(gpus) == 1 and os.environ.get("CUDA_VISIBLE_DEVICES"):
-        return torch.device("cuda", 0)  # from a launcher that shows each process only its own GPU
+        return torch.device("cuda", 0)  # the launcher shows each process only its own GPU
     if process.local_rank < len(gpus):
         return torch.device("cuda", process.local_rank)
     if share is not None and share.on_gpu:
@@ -125,7 +125,7 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
     """Set up this process for its device, in the same way as a probe.
 
     A GPU becomes the current device. A process for a CPU slice is pinned to the slice's cores, with
-    one thread for each core, unless evener launch has already done so. `trainings` is the number of
+    one thread per core, unless evener launch has already done so. `trainings` is the number of
     packed training runs that share the cores.
     """
     if device.type == "cuda":
@@ -149,8 +149,8 @@ def claim_device(device: Any, share: Share | None, trainings: int = 1) -> None:
 def fetching_threads(processes: int) -> int:
     """Return the number of threads that fetch rows for a GPU.
 
-    It is 8, or less if this process's part of the cores is smaller. `processes` is the number of
-    processes on this machine that fetch rows.
+    It is 8, or less if this process has fewer cores. `processes` is the number of processes on this
+    machine that fetch rows.
     """
     return max(1, min(MOST_FETCHING_THREADS, len(_ALLOWED) // max(2, processes)))
 
@@ -182,7 +182,7 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
     store = _open_store()
     kept = (
         os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    )  # True if the store still has values from before a restart
+    )  # True if the store still contains values from before a restart
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if kept else "0"
     every = meet(
         store,
@@ -197,10 +197,10 @@ def gather_infos(own: RankInfo, process: ProcessRank) -> list[RankInfo]:
 def meet(
     store: Any, place: str, rank: int, world: int, own: bytes, seconds: float = 0
 ) -> list[bytes]:
-    """Exchange values of all ranks through a store, and return them in rank order.
+    """Exchange values of all ranks through a store; return them in rank order.
 
     `place` is the prefix of the keys, which must not have been used before. If `seconds` isn't 0,
-    it is a timeout: the result is empty on all ranks if a rank calls later.
+    it is a timeout: if a rank calls later, the result is empty on all ranks.
     """
     keys = [f"{place}/{each}" for each in range(world)]
     store.set(keys[rank], own)
@@ -214,7 +214,7 @@ def meet(
     every = [store.get(key) for key in keys]
     if store.add(f"{place}/read", 1) == world:
         store.set(f"{place}/done", "")
-    if rank == 0:  # the store may be in this process, and the others still read it
+    if rank == 0:  # the store may be in this process, and other ranks still read it
         store.wait([f"{place}/done"])
     return every
 
@@ -248,7 +248,7 @@ class RankShares(msgspec.Struct, frozen=True):
 
     rank: int
     batches: tuple[int, ...]  # rows of each rank in a full global batch
-    micros: tuple[int, ...]  # the most rows of each rank in one pass
+    micros: tuple[int, ...]  # maximum rows per pass of each rank
     passes: tuple[int, ...]
     shares: tuple[Share, ...]  # the plan's shares; without a plan, this rank's device for each rank
     workload: str
@@ -281,12 +281,12 @@ class RankShares(msgspec.Struct, frozen=True):
 
     @property
     def is_sharded(self) -> bool:
-        """True if the plan has each device hold a part of the model."""
+        """True if each device holds only a part of the model."""
         return self.plan is not None and self.plan.layout.traits.sharded
 
     @property
     def pass_rows(self) -> Iterator[int]:
-        """Iterate over the number of rows in each pass of a full batch, for all ranks."""
+        """Return an iterator over the rows of each pass of a full batch, for all ranks."""
         return (
             rows for each in zip(self.batches, self.passes, strict=True) for rows in even(*each)
         )
@@ -314,8 +314,7 @@ def find_shares(
 ) -> RankShares:
     """Return the shares of all ranks, from `plan`, from evener launch's plan or from `ratios`.
 
-    Every rank has to call this function. `device` is this process's device if it is chosen already.
-
+    Every rank has to call this function. `device` is this process's device if it is already chosen.
     Raises PlanError on every rank if a rank can't read its plan, or if the number of processes
     isn't the number of shares. If the plan was measured on other devices, PlanError is raised if
     `strict` is True; otherwise a warning is printed. Raises RequestError if `options` differ
@@ -329,7 +328,7 @@ def find_shares(
     process, gpus = find_process_rank(), visible_gpus()
     try:
         chosen = None if ratios is not None else open_plan(plan)
-    except EvenerError as fault:  # so that no rank waits for one that can't read its plan
+    except EvenerError as fault:  # so that no rank waits for a rank that can't read its plan
         gather_infos(RankInfo(socket.gethostname(), "", fault=fault.message), process)
         raise
     if chosen is None:
@@ -410,7 +409,7 @@ def _share_by_plan(
     batches = tuple(rows[places[place]] for place in order)
     micros = tuple(
         max(1, most[places[place]]) for place in order
-    )  # a rank without rows has fillers
+    )  # a rank without rows has filler rows
     passes = tuple(max(1, count_passes(*own)) for own in zip(batches, micros, strict=True))
     promised = (
         plan.throughput.samples_per_second
@@ -435,7 +434,7 @@ def _warn_of_limits(active: Sequence[Share]) -> None:
 
 
 def _seen(active: Sequence[Share], ranks: Sequence[RankInfo]) -> tuple[str, ...] | None:
-    """Return the GPUs that any rank sees, to compare them with the plan's.
+    """Return the GPUs that any rank sees, for comparison with the plan's.
 
     Return None if all devices in the plan are CPU slices.
     """

@@ -18,8 +18,8 @@ import torch.distributed as dist
 
 from ..sums.collectives import own_collectives
 
-CHECK_SECONDS = 0.25  # between two all-reduces; after longer steps there is one for each step
-MOST_STEPS = 1000  # the most steps between two all-reduces
+CHECK_SECONDS = 0.25  # seconds between two all-reduces; longer steps have one each
+MOST_STEPS = 1000  # maximum number of steps between two all-reduces
 
 
 class StopSignal:
@@ -29,13 +29,13 @@ class StopSignal:
     """
 
     def __init__(self, world: int) -> None:
-        self._received = False  # this process has received the signal
+        self._received = False  # True once this process has received the signal
         self._agreed = False
         self._group: Any = None
         if world > 1:
             with own_collectives():
                 self._group = dist.new_group(backend="gloo")
-        self._steps_left = 1  # until the next all-reduce
+        self._steps_left = 1  # number of steps until the next all-reduce
         self._steps_between = 1
         self._checked_at = time.monotonic()
         self._earlier: Any = None
@@ -72,7 +72,7 @@ class StopSignal:
         now = time.monotonic()
         step_seconds = max(now - self._checked_at, 1e-9) / self._steps_between
         steps = max(1, min(MOST_STEPS, 2 * self._steps_between, int(CHECK_SECONDS / step_seconds)))
-        # the maximum of both: any notice counts, and the rank with the fewest steps decides
+        # the maximum of both: any rank's signal counts, and the rank with the fewest steps decides
         figures = torch.tensor([float(self._received), -float(steps)], dtype=torch.float64)
         with own_collectives():
             dist.all_reduce(figures, dist.ReduceOp.MAX, group=self._group)

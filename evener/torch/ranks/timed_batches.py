@@ -11,7 +11,9 @@ import time
 from collections.abc import Callable
 from typing import NamedTuple
 
-BLOCK_BATCHES = 32  # between two choices of the stride; a power of 2. All of the first are timed
+BLOCK_BATCHES = (
+    32  # number of batches per stride; a power of 2. All batches of the first block are timed
+)
 GOLDEN, RANGE = 2654435761, 1 << 32  # multiples of the golden ratio are spread evenly (Knuth, 6.4)
 
 
@@ -29,8 +31,8 @@ ON_CPU = Rate(0.04, 8)
 class TimedBatches:
     """Chooses one batch in each group of `stride` batches, at different positions in the groups.
 
-    So every position in a cycle of batches, such as the batches of one update, is timed at some
-    time. The choice depends only on the batch's number and the stride, so ranks with the same
+    Therefore every position in a cycle of batches, such as the batches of one update, is timed
+    eventually. The choice depends only on the batch's number and the stride, so ranks with the same
     stride choose the same batches.
     """
 
@@ -41,14 +43,14 @@ class TimedBatches:
         self._block_at = 0.0  # the clock's seconds at the start of the newest block
 
     def is_timed(self, number: int) -> bool:
-        """True if the batch with this number is to be timed; called for each batch, in order."""
+        """True if the batch with this number is timed; called for each batch, in order."""
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
         part = number // self.stride * GOLDEN % RANGE
         return number % self.stride == part * self.stride // RANGE
 
     def _choose_stride(self) -> None:
-        """Choose the stride of the next block by the mean duration of the last block's batches."""
+        """Choose the stride of the next block from the mean duration of the last batches."""
         now = self._clock()
         batch_s = (now - self._block_at) / BLOCK_BATCHES
         is_first = not self._block_at

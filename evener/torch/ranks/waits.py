@@ -1,7 +1,7 @@
 """Measure how long a rank waits for other ranks within its passes, for example in FSDP's layers.
 
-Ranks that synchronize in each layer reach the end of a step together. So a rank's compute time (own
-work) is the time of a pass without the time in which the rank waits for collectives.
+Ranks that synchronize in each layer reach the end of a step together. Therefore a rank's compute
+time (own work) is the time of a pass without the time that it waits for collectives.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ _timers: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def time_waits(timer: Any) -> None:
-    """Exclude waiting within passes from the compute time of this timer from now on.
+    """Exclude waiting within passes from this timer's compute time from now on.
 
-    On a CPU, the host waits for collectives. On a GPU the host doesn't wait; there, the time is
-    excluded in which a stream waits for another stream that communicates.
+    On a CPU, the host waits for collectives. On a GPU, the host doesn't wait; the excluded time is
+    that in which a stream waits for another stream that communicates.
     """
     _timers.add(timer)
     _watch(dist.Work, "wait")

@@ -1,10 +1,9 @@
-"""Fetch batches by a tensor of row numbers, or row by row as DataLoader does, and prefetch them in
-a thread for a GPU.
+"""Fetch batches by a tensor of row numbers or row by row, and prefetch them in a thread for a GPU.
 
-Fetching row by row takes Python about 10 µs for each row, so a fast GPU finishes a small network's
-batch before the next batch is fetched. At most `depth` batches wait on the device besides the
-current one, and the loop runs at most `depth` steps ahead of the GPU. So the memory for batches is
-bounded, and is the same in a probe as in a training run.
+Fetching row by row, as DataLoader does, takes Python about 10 µs per row, so a fast GPU finishes a
+small network's batch before the next batch is fetched. At most `depth` batches wait on the device
+besides the current one, and the loop runs at most `depth` steps ahead of the GPU. Therefore the
+memory for batches is bounded, and is the same in a probe as in a training run.
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ Whole = Callable[[torch.Tensor, bool], Any]  # (row numbers, into pinned memory)
 def whole_fetch(dataset: Any) -> Whole | None:
     """Return a function that fetches a whole batch by a tensor of row numbers, or None.
 
-    There is such a function for a TensorDataset, and for a data set with a method
-    `__getitems__(self, rows: torch.Tensor)`, which must have this annotation and return the batch
-    as the loop gets it. There is also one for a Subset of these data sets.
+    There is one for a TensorDataset, and for a data set with a method `__getitems__(self, rows:
+    torch.Tensor)`, which must have this annotation and return the batch as the loop gets it. There
+    is also one for a Subset of these data sets.
     """
     if type(dataset) is TensorDataset:
         tensors = dataset.tensors
@@ -51,7 +50,7 @@ def whole_fetch(dataset: Any) -> Whole | None:
 
 
 def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> torch.Tensor:
-    """Return `source[rows]`; if `pinned` is True and `source` is on the host, in pinned memory."""
+    """Return `source[rows]`; with `pinned`, in pinned memory if `source` is on the host."""
     if source.device.type != "cpu":
         return source.index_select(0, rows.to(source.device))
     if not pinned or source.requires_grad:
@@ -61,7 +60,7 @@ def select(source: torch.Tensor, rows: torch.Tensor, pinned: bool = False) -> to
 
 
 class Fetch:
-    """Iterates over the batches of a sampler, in its order; each iteration starts anew.
+    """Iterates over the batches of a sampler in its order; each iteration starts again.
 
     `options` are passed to DataLoader, which is used if no whole batches can be fetched.
     """
@@ -74,7 +73,7 @@ class Fetch:
         self._collate = options.get("collate_fn")
         whole = (
             None if self._collate and not _takes_tensor(dataset) else whole_fetch(dataset)
-        )  # else it collates single rows
+        )  # otherwise it collates single rows
         self._whole = None if options.get("num_workers") else whole
         if self._whole is None:
             if whole is not None:  # fetch whole batches in worker processes
@@ -93,7 +92,7 @@ class Fetch:
 
 
 class _ListDataset(Dataset):  # type: ignore[misc]  # torch is not followed
-    """A data set of which DataLoader's worker processes fetch whole batches by row numbers."""
+    """A data set from which DataLoader's worker processes fetch whole batches by row numbers."""
 
     def __init__(self, dataset: Any) -> None:
         self._dataset = dataset
@@ -122,7 +121,7 @@ def _takes_tensor(dataset: Any) -> bool:
     return any(kind is torch.Tensor for name, kind in hints.items() if name != "return")
 
 
-DEPTH = 2  # batches that wait on the device
+DEPTH = 2  # number of batches that wait on the device
 
 
 class Prefetcher:
@@ -136,10 +135,10 @@ class Prefetcher:
         self._source = source
         self._copies = _CopyStream(device) if device.type == "cuda" else None
         self._depth = depth
-        self._ready: deque[tuple[Any, Any]] = deque()  # (batch, event: it has arrived)
+        self._ready: deque[tuple[Any, Any]] = deque()  # (batch, event of its arrival)
         self._released: deque[Any] = (
             deque()
-        )  # an event for each batch taken: the GPU is done with the batch before
+        )  # for each batch that was taken, an event after the GPU's work on the previous batch
         self._error: BaseException | None = None
         self._ended = False
         self._change = threading.Condition()
@@ -154,7 +153,7 @@ class Prefetcher:
     def __next__(self) -> Any:
         released = (
             self._copies.mark() if self._copies else None
-        )  # before waiting, as the loop enqueues nothing while it waits
+        )  # before waiting, because the loop enqueues nothing while it waits
         with self._change:
             self._change.wait_for(lambda: self._ready or self._ended)
             if not self._ready:
@@ -206,7 +205,7 @@ class Prefetcher:
             except StopIteration:
                 return
             if number >= self._depth and self._copies:
-                self._released.popleft().synchronize()  # it can't be empty, as there is space
+                self._released.popleft().synchronize()  # it can't be empty, because there is space
             ready = self._copies.send(batch) if self._copies else (batch, None)
             del batch
             with self._change:
@@ -217,11 +216,11 @@ class Prefetcher:
 
 
 class _CopyStream:
-    """The transfer to a GPU: pinned memory, a stream of its own, and events between the streams."""
+    """The transfer to a GPU: pinned memory, a separate stream, and events between streams."""
 
     _streams: ClassVar[
         dict[int, Any]
-    ] = {}  # one for each GPU: the allocator keeps memory by stream
+    ] = {}  # one stream per GPU, because the allocator keeps memory by stream
 
     def __init__(self, device: torch.device) -> None:
         self._device = torch.device(

@@ -1,7 +1,6 @@
 """A DataLoader for one rank of an uneven split, which can resume in mid-epoch.
 
-It reports the number of rows of each rank in each step to a listener, which weights gradients by
-them.
+It reports each rank's number of rows per step to a listener, which weights gradients accordingly.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ _DECIDED = {
         "Give order=, a sampler of rows or a function of the epoch that returns their order."
     ),
 }
-LOADER_OPTIONS = {  # DataLoader's options that the plan leaves free, with their defaults
+LOADER_OPTIONS = {  # DataLoader's options that the plan doesn't set, with their defaults
     name: parameter.default
     for name, parameter in signature(DataLoader).parameters.items()
     if name not in {*_DECIDED, "dataset", "shuffle", "drop_last"}
@@ -37,7 +36,7 @@ LOADER_OPTIONS = {  # DataLoader's options that the plan leaves free, with their
 
 
 class Epoch:
-    """One loop over a loader.
+    """One iteration over a loader.
 
     `tail` is None if all batches give each rank the same weight. Otherwise it is the number of rows
     in the last batch, or an object that equals no other. `by_length` is True if rows are assigned
@@ -53,7 +52,7 @@ class Epoch:
         self.by_length = by_length
         self.loader: Callable[[], Loader | None] = lambda: None
         self.open = True
-        self.unfinished = False  # it ended before its newest batch was computed
+        self.unfinished = False  # True if it ended before its newest batch was computed
         self.batches: list[Any] = []  # batches that may still be in use; the newest is last
 
     def may_be_computed(self) -> bool:
@@ -94,10 +93,10 @@ class StepListener:
 class Loader:
     """Yields this rank's rows of each global batch; it has the attributes of a DataLoader.
 
-    Every loop is a new epoch in a new order, from its first batch, unless `set_epoch` or
+    Every iteration is a new epoch in a new order, from its first batch, unless `set_epoch` or
     `load_state_dict` has chosen another epoch or position. If `prefetch` isn't 0, that many batches
     are prefetched and sent to `device`. If it is 0, each batch is fetched when the loop requests it
-    and stays on the host. `listener` is called for each step; `training` is False for a validation.
+    and stays on the host. `listener` is called for each step; `training` is False for validation.
     """
 
     num_workers: int
@@ -127,7 +126,7 @@ class Loader:
         self.prefetch = check_prefetch(prefetch, self.device)
         self.drawn_ahead = self.prefetch + self.num_workers * (
             self.prefetch_factor or 2
-        )  # most batches drawn before their turn
+        )  # maximum number of batches drawn ahead
         on_gpu = self.device.type == "cuda"
         pinned = bool(self.prefetch or self.pin_memory) and on_gpu
         # the device to which prefetched batches are sent
@@ -135,11 +134,13 @@ class Loader:
         self._fetch = Fetch(dataset, sampler, options, pinned)
         self._listener = listener
         self._training = training
-        self._steps = 0  # begun in this loop
-        self._fresh = True  # the next loop is the sampler's current epoch
-        self._chosen = False  # by set_epoch: the next loop is this epoch, even if no rows are left
-        self._loaded = False  # a state was loaded, and no loop has begun since
-        self._ahead: Prefetcher | None = None  # the running loop's
+        self._steps = 0  # number of steps that have begun in this loop
+        self._fresh = True  # True if the next loop is the sampler's current epoch
+        self._chosen = (
+            False  # True after set_epoch: the next loop is this epoch, even if no rows are left
+        )
+        self._loaded = False  # True if a state was loaded and no loop has begun since
+        self._ahead: Prefetcher | None = None  # prefetcher of the running loop
 
     def __repr__(self) -> str:
         sampler = self.batch_sampler
@@ -149,7 +150,7 @@ class Loader:
         )
 
     def __len__(self) -> int:
-        """Return the number of steps in a whole epoch."""
+        """Return the number of steps in a full epoch."""
         return len(self.batch_sampler)
 
     @property
@@ -159,7 +160,7 @@ class Loader:
 
     @property
     def next_epoch(self) -> int:
-        """The number of the next loop's epoch.
+        """The epoch number of the next loop.
 
         It is the epoch of a state that was loaded in mid-epoch, an epoch chosen by `set_epoch`, or
         the epoch after the last loop's.
@@ -209,14 +210,14 @@ class Loader:
     def __getstate__(self) -> dict[str, Any]:
         """Return the state for a copy in another process, such as a DataLoader's worker.
 
-        Steps of the copy aren't reported.
+        The copy doesn't report its steps.
         """
         return {**vars(self), "_listener": StepListener(), "_ahead": None}
 
     def wait_until_full(self) -> None:
         """Wait until `prefetch` batches are prefetched, or the loop has no more batches to fetch.
 
-        Without prefetching, return at once.
+        Without prefetching, return immediately.
         """
         if self._ahead is not None:
             self._ahead.wait_until_full()
@@ -228,7 +229,7 @@ class Loader:
     def set_epoch(self, epoch: int) -> None:
         """Set the epoch of the next loop, which starts at its first row.
 
-        If a state in the middle of this epoch was just loaded, the loop only has the remaining
+        If a state in the middle of this epoch was just loaded, the loop has only the remaining
         rows.
         """
         if not (self._loaded and epoch == self.batch_sampler.epoch):
@@ -239,7 +240,7 @@ class Loader:
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data after the current batch.
 
-        The result is the same on every rank and JSON-serializable.
+        It is the same on every rank and JSON-serializable.
         """
         return self.batch_sampler.state_dict(self._steps)
 
@@ -319,7 +320,7 @@ def check_prefetch(prefetch: int | None, device: torch.device) -> int:
 
 
 def check_options(options: dict[str, Any]) -> None:
-    """Raise RequestError if `options` has an option of DataLoader that the split decides."""
+    """Raise RequestError if `options` has a DataLoader option that the split sets itself."""
     for name, remedy in _DECIDED.items():
         if options.get(name) is not None:
             shown = (
@@ -336,14 +337,14 @@ _LOADERS = "loaders"
 
 
 class LoaderStates:
-    """The training loaders that are in use, in the order in which they were made."""
+    """The training loaders that are in use, in order of creation."""
 
     def __init__(self) -> None:
         self._made: list[weakref.ref[Loader]] = []
-        self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't made yet
+        self._waiting: list[dict[str, Any]] = []  # states of loaders that aren't created yet
 
     def add(self, loader: Loader) -> Loader:
-        """Remember a loader and return it.
+        """Register a loader and return it.
 
         If states were loaded before this loader was created, it resumes from the first state that
         no other loader has used.
@@ -383,7 +384,7 @@ class StepSampler:
     def __init__(self, sampler: UnevenBatchSampler) -> None:
         self.sampler, self.drop_last = sampler, sampler.drop_last
         self.batch_size = sampler.shares[sampler.rank]
-        self.first_step = 0  # the next iteration skips the steps before this one
+        self.first_step = 0  # the next iteration starts at this step
 
     def __len__(self) -> int:
         """Return the number of global batches in an epoch."""
@@ -411,7 +412,7 @@ class StepSampler:
 
 
 class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
-    """The DataLoader over this rank's global batches that a trainer iterates over.
+    """A DataLoader over this rank's global batches, for a trainer's loop.
 
     `done` is the number of this epoch's batches that the trainer has computed. With `ahead`, the
     next batch is fetched before a batch is yielded, as in accelerate's loader, so that a callback's
@@ -451,7 +452,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
 
     @property
     def drawn_ahead(self) -> int:
-        """The most global batches whose rows are drawn before the trainer requests them."""
+        """Maximum number of global batches whose rows are drawn before they are requested."""
         drawn: int = self.num_workers * (self.prefetch_factor or 2)
         return drawn + self._ahead
 
@@ -467,7 +468,7 @@ class StepLoader(DataLoader[Any]):  # type: ignore[misc]  # torch isn't followed
     def state_dict(self) -> dict[str, Any]:
         """Return the position in the data after `done` global batches.
 
-        It is the same on all ranks that have the same `done`.
+        It is the same on all ranks with the same `done`.
         """
         rows = self.batch_sampler.sampler
         return {**rows.state_dict(self.done), "global_batch": rows.global_batch}

@@ -1,7 +1,7 @@
-"""Choose the rows of a data set that each rank computes: slices of different sizes of one global
-order, which has each row once per epoch.
+"""Choose the rows of a data set that each rank computes.
 
-Every rank draws the same order and uses its own slice of each global batch, so no communication is
+Ranks use slices of different sizes of one global order, which has each row once per epoch. Every
+rank draws the same order and uses its own slice of each global batch, so no communication is
 needed. A rank without a row in a short last batch gets a filler row with weight 0, so that it runs
 the same collectives as the other ranks.
 """
@@ -66,7 +66,7 @@ class RowOrder:
     def _draw(self, epoch: int) -> torch.Tensor:
         order: Any = self._order
         seed = mix_seed(self._seed, epoch)
-        with torch.random.fork_rng(devices=[]):  # keeps the state of the program's generator
+        with torch.random.fork_rng(devices=[]):  # preserves the state of the program's generator
             torch.default_generator.manual_seed(seed)
             if isinstance(getattr(order, "generator", None), torch.Generator):
                 order.generator.manual_seed(seed)
@@ -105,7 +105,9 @@ def mix_seed(seed: int, epoch: int) -> int:
     return (seed * 1_000_003 + epoch) % (1 << 63)
 
 
-LOOPS = 4  # the most simultaneous loops over a sampler in which changes of shares take effect
+LOOPS = (
+    4  # maximum number of simultaneous loops over a sampler in which changes of shares take effect
+)
 _STATE_KEYS = ("epoch", "position", "length", "shuffle", "seed")
 
 
@@ -123,7 +125,7 @@ class ShareSchedule:
         )
 
     def change(self, rows: int, shares: tuple[int, ...]) -> None:
-        """From the batch that begins `rows` rows after the newest batch's end on, use `shares`."""
+        """Use `shares` from the batch that begins `rows` rows after the newest batch's end."""
         self._changes.append((self.begun + rows, shares))
 
 
@@ -137,7 +139,7 @@ class UnevenBatchSampler:
     is invalid.
     """
 
-    is_by_length = False  # True if rows are distributed by length, in passes
+    is_by_length = False  # True if rows are assigned by length, in passes
 
     def __init__(
         self,
@@ -162,12 +164,12 @@ class UnevenBatchSampler:
                 "Give a smaller global batch, or drop_last=False.",
             )
         self.length = length
-        self.shares = tuple(shares)  # for loops that begin from now on
+        self.shares = tuple(shares)  # shares of loops that begin later
         self.rank = rank
         self.shuffle, self.seed, self.order = shuffle, seed, order
         self.drop_last, self.join_tail = drop_last, join_tail
         self.epoch = 0
-        self.position = 0  # rows of this epoch that are computed already
+        self.position = 0  # number of rows of this epoch that are already computed
         self.changes = False  # True if shares may change
         self._schedules = deque([ShareSchedule(self.shares, 0)], maxlen=LOOPS)
 
@@ -185,8 +187,8 @@ class UnevenBatchSampler:
     def warn_of_short_batches(self, planned: int) -> None:
         """Warn if a rank has no row in an epoch's last step, or if the data set is too small.
 
-        It is too small if it has fewer rows than `planned`, the plan's global batch. With 0 for
-        `planned`, its size isn't checked.
+        It is too small if it has fewer rows than `planned`, the plan's global batch; if `planned`
+        is 0, its size isn't checked.
         """
         if self.length < planned:
             warnings.warn(
@@ -242,14 +244,14 @@ class UnevenBatchSampler:
         return self.join_tail and not self.drop_last and 0 < rest < len(self.shares)
 
     def sizes(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows of each rank in a step, counted from `position` in the epoch.
+        """Return each rank's number of rows in a step, counted from `position` in the epoch.
 
         The number is 0 for a rank that computes only a filler row.
         """
         return self.sizes_at(self.position + step * self.global_batch)
 
     def take(self, step: int) -> tuple[int, ...]:
-        """Return the number of rows of each rank in a step that a trainer begins now.
+        """Return each rank's number of rows in a step that a trainer begins now.
 
         The step is counted from `position` in the epoch. It becomes the newest step of the loop,
         from which later changes of shares are counted.
@@ -260,7 +262,7 @@ class UnevenBatchSampler:
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: ShareSchedule | None = None
     ) -> tuple[int, ...]:
-        """Return the number of rows of each rank in the step that begins with row `first`.
+        """Return each rank's number of rows in the step that begins with row `first`.
 
         `epoch` is by default the current epoch. `schedule` has the shares; by default it is the
         schedule of the newest loop.
@@ -293,7 +295,9 @@ class UnevenBatchSampler:
         If each step may weight the ranks differently, return an object that equals no other.
         """
         if self.changes or self.is_by_length:
-            return object()  # equals no other, as each step may weight ranks differently
+            return (
+                object()
+            )  # equals no other object, because each step may weight ranks differently
         last = self.sizes(max(0, self.steps_left - 1))
         total, rows = self.global_batch, sum(last)
         return (
@@ -331,7 +335,7 @@ class UnevenBatchSampler:
         return torch.randperm(self.length, generator=generator)
 
     def join_passes(self, fetched: Iterator[Any]) -> Iterator[Any]:
-        """Return an iterator over the batch of each step; here these are the fetched batches."""
+        """Return an iterator over the batch of each step; here it yields the fetched batches."""
         return fetched
 
     def loop_context(self) -> AbstractContextManager[None]:
@@ -346,7 +350,7 @@ class UnevenBatchSampler:
         return (0, 0)
 
     def digest(self, epoch: int) -> int | None:
-        """Return a digest of the user's order of rows in an epoch, or None if there is none."""
+        """Return a digest of the user's row order in an epoch, or None if there is none."""
         return None if self.order is None else self.order.digest(epoch)
 
     def state_dict(self, steps: int = 0) -> dict[str, Any]:
@@ -387,7 +391,7 @@ class UnevenBatchSampler:
 
 
 class _CudnnAttention:
-    """Turns off cuDNN's attention, which PyTorch can only do for the whole process."""
+    """Turns off cuDNN's attention, which PyTorch can do only for the whole process."""
 
     def __init__(self) -> None:
         self._loops = 0  # number of running loops that need it off
@@ -414,15 +418,17 @@ class _CudnnAttention:
 _cudnn_attention = _CudnnAttention()
 
 
-_KEPT = 128  # the most batches whose distribution is cached: prefetched ones and the current one
+_KEPT = (
+    128  # maximum number of batches whose assignment is cached: prefetched ones and the current one
+)
 
 
 class LengthSampler(UnevenBatchSampler):
-    """Yields the row numbers of each pass of one rank, with rows distributed by length.
+    """Yields the row numbers of each pass of one rank, with rows assigned by length.
 
     `lengths` has the number of tokens in each row of the data set. Global batches and their order
     are the same as without lengths, so a state can be loaded under other shares. During a loop over
-    the batches, cuDNN's attention is off in this process: cuDNN makes a plan for each new shape,
+    the batches, cuDNN's attention is off in this process: cuDNN builds a plan for each new shape,
     which takes about 100 ms per pass on an H200, and nearly every pass has a new shape. Raises
     RequestError if the lengths don't fit the data set, or if no rank can hold a row.
     """
@@ -449,15 +455,17 @@ class LengthSampler(UnevenBatchSampler):
         self._lengths, self._assigner, tokens = found, assigner, found.tolist()
         assigner.check(tokens, rows)
         longest = sorted(tokens)[-self.global_batch :]
-        # else a loop without parts would fail late, at the first batch with several passes
+        # otherwise a loop without parts would fail late, at the first batch with several passes
         self._in_passes = (assigner.saves_padding and min(tokens) < max(tokens)) or assigner.assign(
             longest
         ).in_passes
         self._orders: dict[int, torch.Tensor] = {}  # orders of rows by epoch
-        self._assignments: dict[tuple[int, int], RowAssignment] = {}  # by epoch and first row
+        self._assignments: dict[
+            tuple[int, int], RowAssignment
+        ] = {}  # assignments by epoch and first row
 
     def assignment_at(self, first: int, epoch: int) -> RowAssignment:
-        """Return how the rows of the global batch that begins with row `first` are distributed."""
+        """Return the row assignment of the global batch that begins with row `first`."""
         found = self._assignments.get((epoch, first))
         if found is None:
             rows = self._draw(epoch)[first : first + sum(super().sizes_at(first))]
@@ -471,14 +479,14 @@ class LengthSampler(UnevenBatchSampler):
     def sizes_at(
         self, first: int, epoch: int | None = None, schedule: Any = None
     ) -> tuple[int, ...]:
-        """Return the number of rows of each rank in the batch that begins with row `first`.
+        """Return each rank's number of rows in the batch that begins with row `first`.
 
         The number is 0 for a rank that computes only a filler row.
         """
         return self.assignment_at(first, self.epoch if epoch is None else epoch).sizes
 
     def pass_sizes(self, first: int, epoch: int) -> tuple[int, ...]:
-        """Return how many rows count in each of this rank's passes over a batch.
+        """Return the number of rows that count in each of this rank's passes over a batch.
 
         The batch begins with row `first` of the epoch.
         """
@@ -504,13 +512,13 @@ class LengthSampler(UnevenBatchSampler):
         return map(self._passes, self._firsts(), repeat(self.epoch))
 
     def _firsts(self) -> range:
-        """Return the index of the first row of each batch that is left in this epoch."""
+        """Return the first row index of each remaining batch in this epoch."""
         return range(self.position, self.length, self.global_batch)[: self.steps_left]
 
     def _passes(self, first: int, epoch: int) -> list[torch.Tensor]:
         rows = self._draw(epoch)[first : first + self.global_batch]
         passes = self.assignment_at(first, epoch).passes[self.rank]
-        if not passes:  # the shortest row is the filler
+        if not passes:  # the shortest row is the filler row
             return [rows[self._lengths[rows].argmin()].reshape(1)]
         return [rows[torch.tensor(places)] for places in passes]
 
@@ -532,7 +540,7 @@ class LengthSampler(UnevenBatchSampler):
         )
 
     def digest(self, epoch: int) -> int:
-        """Return a digest of the lengths, and of the user's order of rows in an epoch, if any."""
+        """Return a digest of the lengths, and of the user's row order in an epoch, if any."""
         return crc32(self._lengths.numpy().tobytes(), super().digest(epoch) or 0)
 
     def _draw(self, epoch: int) -> torch.Tensor:

@@ -1,6 +1,4 @@
-"""Find the tensors in a batch, cut out rows, and represent batches whose rows are distributed by
-length.
-"""
+"""Find the tensors in a batch, cut out rows, and represent batches with rows assigned by length."""
 
 from __future__ import annotations
 
@@ -120,7 +118,7 @@ def cut_rows(data: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
-    """Return rows `start` to `stop` of a tensor or array; return it whole without dimensions.
+    """Return rows `start` to `stop` of a tensor or array; return a scalar unchanged.
 
     Raises RequestError if its first dimension isn't `rows`.
     """
@@ -136,7 +134,7 @@ def _cut_tensor(data: Any, shape: Any, start: int, stop: int, rows: int) -> Any:
 
 
 def _has_an_item_for_each_row(data: Any, rows: int) -> bool:
-    """True for a list or tuple with one item for each row, such as texts, but no tensors."""
+    """True for a list or tuple without tensors that has one item per row, such as texts."""
     if not isinstance(data, (list, tuple)) or not data or len(data) != rows:
         return False
     nested = (list, tuple, MutableMapping)

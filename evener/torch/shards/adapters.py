@@ -17,8 +17,8 @@ from .sharded import Sharded
 def find_names(model: Any, sharded: Sharded) -> list[str]:
     """Return the names of the parameters that PEFT saves, and of all trained parameters.
 
-    PEFT may save more than adapters, such as resized embeddings. So it is given a state dict of
-    empty tensors, to see which of them it saves.
+    PEFT may save more than adapters, such as resized embeddings. It is therefore called with a
+    state dict of empty tensors to see which of them it saves.
     """
     names = [slot.names[0] for slot in sharded.slots]
     trained = [slot.names[0] for slot in sharded.slots if slot.piece.requires_grad]

@@ -2,7 +2,8 @@
 
 A checkpoint is a folder with safetensors files, written one unit at a time, and an index that
 transformers can also read. It can be loaded under any shares. The index is replaced atomically once
-all files that it names are on disk: if a process exits before that, the old checkpoint stays whole.
+all files that it names are on disk: if a process exits before that, the old checkpoint stays
+intact.
 
 For a model with PEFT's adapters, the folder has the trained parameters, and PEFT's own files.
 Packed (4-bit) weights aren't written, because they are frozen and the program loads them itself.
@@ -34,8 +35,8 @@ from .make import find
 from .sharded import Sharded
 
 INDEX = "model.safetensors.index.json"  # transformers' own file name
-ADAPTER_INDEX = "training.safetensors.index.json"  # for adapters; transformers skips it
-WHOLE = "model.safetensors"  # a model in one file
+ADAPTER_INDEX = "training.safetensors.index.json"  # for adapters; transformers ignores it
+WHOLE = "model.safetensors"  # a model in a single file
 _FILE = re.compile(r"(model|optimizer)-[0-9a-f]{8}-\d{5}\.safetensors")
 
 _FOREIGN: dict[str, Any] = {
@@ -101,7 +102,7 @@ def optimizer_state(optimizer: Any) -> dict[str, Any]:
 
 
 def _flats(sharded: Sharded) -> Iterator[Flat]:
-    """Yield the flats that checkpoints contain: all except packed weights."""
+    """Yield the flats that are in checkpoints: all except packed weights."""
     for unit in [sharded.root, *sharded.units]:
         for flat in unit.flats:
             if not flat.packed:
@@ -240,10 +241,10 @@ def _number(groups: Iterable[dict[str, Any]]) -> list[dict[str, Any]]:
 def save(
     folder: str | os.PathLike[str], model: Any, optimizer: Any = None, extra: Any = None
 ) -> None:
-    """Write the model, and the optimizer's state if an optimizer is passed, to a folder on rank 0.
+    """Write the model, and the optimizer's state if one is passed, to a folder on rank 0.
 
     `extra` is any JSON-serializable object. Raises RequestError on every rank if the checkpoint
-    can't be written; in that case an earlier checkpoint in the folder stays whole.
+    can't be written; an earlier checkpoint in the folder then stays intact.
     """
     sharded = find_sharded(model)
     writes, has_adapters = sharded.place.rank == 0, hasattr(model, "peft_config")
@@ -271,7 +272,7 @@ def save(
 
 
 class _Writer:
-    """Writes a checkpoint's files first and the index that names them last.
+    """Writes a checkpoint's files first, and then the index that names them.
 
     `fault` is the message of the first error, or "".
     """
@@ -307,7 +308,7 @@ class _Writer:
         _safetensors()
 
     def write(self, kind: str, tensors: Tensors) -> None:
-        """Write a file of these tensors."""
+        """Write these tensors to a file."""
         if tensors:
             self.run(lambda: self._write(kind, tensors))
 
@@ -389,7 +390,7 @@ def load(folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> A
 def _read_optimizer(
     reader: _Reader, sharded: Sharded, optimizer: Any, own: dict[str, Any]
 ) -> dict[str, Any]:
-    """Return this rank's shard of the optimizer's state."""
+    """Return this rank's shard of the stored optimizer state."""
     numbers = {name: number for number, name in enumerate(_names(sharded, optimizer))}
     state: dict[int, Any] = {}
 
@@ -468,7 +469,7 @@ class _Reader:
         return own
 
     def _check_optimizer(self, own: dict[str, Any], sharded: Sharded, optimizer: Any) -> None:
-        """Raise an error unless the checkpoint has the state of this very optimizer."""
+        """Raise an error unless the checkpoint's optimizer state belongs to this optimizer."""
         for name in own["optimizer"]:
             self._slice(name).get_shape()
         missing = set(_names(sharded, optimizer)) ^ set(own["names"])
@@ -491,7 +492,7 @@ class _Reader:
         """Return this rank's shard of a flat's parameters or of their optimizer state.
 
         `kind` is "" for the parameters, or for example "/exp_avg" for a kind of state. Tensors that
-        the checkpoint doesn't have are filled with zeros.
+        aren't in the checkpoint are filled with zeros.
         """
         whole = torch.zeros(flat.cuts[-1][1], dtype=dtype, device=flat.shard.device)
         for slot in flat.slots if self._reads else ():
@@ -515,7 +516,7 @@ class _Reader:
         return [flat for flat, has in zip(listed, have, strict=True) if has]
 
     def read_whole(self, names: Iterable[str], device: torch.device) -> Tensors:
-        """Return these tensors of the checkpoint, whole, on every rank."""
+        """Return these tensors of the checkpoint, unsharded, on every rank."""
         found = {name: self._get(name) for name in names if self._reads}
         listed = {name: each for name, each in found.items() if each is not None}
         kinds = {

@@ -1,4 +1,4 @@
-"""A flat: one tensor with several parameters, whole while they are used and sharded otherwise."""
+"""A flat: one tensor with several parameters, whole while they are used and otherwise sharded."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class ShardRank(msgspec.Struct, frozen=True):
 
 
 def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
-    """Return the (start, stop) range of a flat that each rank holds, in proportion to `parts`.
+    """Return each rank's (start, stop) range of a flat, in proportion to `parts`.
 
     The flat may be padded, so that each rank holds at least one element.
     """
@@ -55,13 +55,13 @@ class Slot:
         self.owners: list[tuple[Any, str]] = []
         self.units: set[str] = set()
         self.start = 0  # its first element in the flat
-        # a Parameter of one dimension, which the optimizer trains; it may be empty
+        # a one-dimensional Parameter that the optimizer trains; it may be empty
         self.piece: Any = None
         self.whole: Any = None  # a Parameter without memory unless its unit is gathered
-        self.view: Any = None  # the gradient's piece
-        self.fired = False  # a gradient was computed since the last reduction
+        self.view: Any = None  # this rank's piece of the gradient
+        self.fired = False  # True if a gradient was computed since the last reduction
         self.kept = -1  # the version of the piece's gradient while gradients wait for a reduction
-        # a reduction completed in this backward pass; the piece had a gradient before it
+        # True if a reduction completed in this backward pass; True if the piece had a gradient before
         self.received = self.before = False
 
     @property
@@ -104,14 +104,14 @@ class Flat:
         self.shard = filled[self.start : self.stop].clone()
         self.dtype = dtype if dtype is not None and first.is_floating_point() else first.dtype
         self.whole = filled if self.dtype == first.dtype else filled.to(self.dtype)
-        self._grads: torch.Tensor | None = None  # of all parameters, for this rank's rows
+        self._grads: torch.Tensor | None = None  # gradients of all parameters for this rank's rows
         self._grad_shard: torch.Tensor | None = None
         self._work: list[Any] = []
         for slot in slots:
             low, high = self.range_of(slot)
             whole = self.whole[slot.start : slot.start + slot.numel].view(slot.shape)
             if self.packed:
-                slot.whole = slot.tensor  # it has the statistics by which its layer unpacks it
+                slot.whole = slot.tensor  # it holds the statistics with which its layer unpacks it
                 slot.whole.data = whole
             else:
                 slot.whole = torch.nn.Parameter(whole, requires_grad=self.trainable)
@@ -141,7 +141,7 @@ class Flat:
         """Start to gather the whole parameters; return the work handles to wait for."""
         self.whole.untyped_storage().resize_(byte_count(self.whole))
         self.held.add("gathered", byte_count(self.whole))
-        # .data has a version counter of its own, so autograd accepts what it saved in the forward
+        # .data has its own version counter, so autograd accepts the tensors that it saved in the forward
         # pass, even after the copies that gloo makes on a GPU during a wait
         with torch.no_grad():
             return self.collect(self.whole.data, self.shard)
@@ -194,7 +194,7 @@ class Flat:
         """Move the gradient of a whole parameter, times `weight`, to the flat's buffer."""
         gradients = self._open()
         gradient, slot.whole.grad = slot.whole.grad, None
-        if weight:  # else it may be infinite
+        if weight:  # otherwise it may be infinite
             with torch.no_grad():
                 gradients[slot.start : slot.start + slot.numel].add_(
                     gradient.reshape(-1), alpha=weight
@@ -204,14 +204,14 @@ class Flat:
     def keep(self) -> None:
         """Save the accumulated gradients for a later reduction.
 
-        Set the `.grad` of each piece meanwhile, so that zero_grad() is detected.
+        The `.grad` of each piece is set meanwhile, so that zero_grad() is detected.
         """
         taken = [slot for slot in self.slots if slot.fired]
         for slot in taken:
             if slot.piece.grad is None:
                 self._make_views()
                 slot.piece.grad = slot.view.zero_()
-        for slot in taken:  # views of one tensor have one version
+        for slot in taken:  # views of one tensor share a version
             slot.kept = slot.piece.grad._version
 
     def send(self, weight: float) -> None:
@@ -240,7 +240,7 @@ class Flat:
                 self._work = [dist.reduce_scatter(parts[self._place.rank], parts, async_op=True)]
 
     def receive(self) -> None:
-        """Wait for a reduction that is under way, if any, and accumulate its result."""
+        """Wait for a running reduction, if any, and accumulate its result."""
         if not self._work:
             return
         for work in self._work:
@@ -254,8 +254,8 @@ class Flat:
     def release_gradients(self) -> None:
         """Free the memory of this rank's gradients if all of them were cleared.
 
-        The next backward pass allocates it again. Thus no gradients are in memory while activations
-        reach their peak, as in training on one device.
+        The next backward pass allocates it again. Therefore no gradients are in memory while
+        activations reach their peak, as in training on one device.
         """
         if self._grad_shard is None or any(slot.piece.grad is not None for slot in self.slots):
             return
@@ -267,7 +267,7 @@ class Flat:
     def _make_views(self) -> torch.Tensor:
         """Return the gradient of this rank's shard.
 
-        Allocate it first if necessary, and give each slot its view of it.
+        It is allocated first if necessary, and each slot gets its view of it.
         """
         if self._grad_shard is None:
             self._grad_shard = torch.zeros_like(self.shard)
@@ -308,7 +308,7 @@ class Flat:
             slot.piece.grad = None
 
     def settle(self, used: Sequence[bool]) -> None:
-        """Set the `.grad` of each piece after a backward pass, if any rank used its parameter."""
+        """Set the `.grad` of each piece after a backward pass if any rank used its parameter."""
         for slot, is_used in zip(self.slots, used, strict=True):
             if not slot.received:
                 continue

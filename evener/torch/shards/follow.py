@@ -24,7 +24,7 @@ Meeting = tuple[Unit, bool]  # a unit that is gathered (True), or whose gradient
 
 
 class PassRecord:
-    """The collectives that one pass has run, for inputs of these shapes.
+    """The collectives of one pass, for inputs of certain shapes.
 
     `forward` lists the collectives of the model's forward pass and `backward` those of its backward
     pass, in order. `unsent` are the units whose gradients are reduced after the backward pass.
@@ -50,15 +50,17 @@ class PassRecord:
 class Follower:
     """Records the passes of a rank without rows, and repeats them without computing.
 
-    `root` is the unit of the model itself, and `units` are the others.
+    `root` is the unit of the model itself, and `units` are the other units.
     """
 
     def __init__(self, root: Unit, units: Sequence[Unit], device: Any) -> None:
         self._root, self._units, self._device = root, units, device
-        self._running: PassRecord | None = None  # the pass that is computed now
-        self._last: PassRecord | None = None  # the last pass that was computed
-        self._known: PassRecord | None = None  # the pass that is repeated; like the one before
-        self._meetings: list[Meeting] | None = None  # the list that records collectives now
+        self._running: PassRecord | None = None  # the pass that is being computed
+        self._last: PassRecord | None = None  # the last computed pass
+        self._known: PassRecord | None = (
+            None  # the pass that is repeated, because the last two passes were alike
+        )
+        self._meetings: list[Meeting] | None = None  # the list to which collectives are recorded
         for unit in (root, *units):
             unit.met = self._note
         root.module.forward = self._wrap(root.module.forward)

@@ -1,8 +1,8 @@
 """Shard a model over ranks, and make clipping, loss scaling and optimizers work with its shards.
 
 Clipping and loss scaling include the gradients of all ranks. An optimizer trains only this rank's
-pieces of the parameters. The result is the same as in one process if the optimizer updates
-each element from the element's own gradient and state.
+pieces of the parameters. The result is the same as in one process if the optimizer updates each
+element from its own gradient and state.
 """
 
 from __future__ import annotations
@@ -61,7 +61,7 @@ ELEMENTWISE = (
     optim.SGD,
 )
 _all: weakref.WeakSet[Sharded] = weakref.WeakSet()
-_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that pieces have replaced
+_replaced: WeakIdKeyDictionary = WeakIdKeyDictionary()  # parameters that were replaced with pieces
 _looked_at: weakref.WeakSet[Any] = weakref.WeakSet()
 _counted: weakref.WeakSet[Any] = weakref.WeakSet()  # optimizers whose state the ledger counts
 
@@ -143,7 +143,7 @@ def cut_model(
 
 
 def _check(training: PlannedTraining, model: Any) -> None:
-    """Raise RequestError if the model or training can't be combined with shards."""
+    """Raise RequestError if the model or training doesn't support shards."""
     check_normalization(model, training.weights.weigh, training.world)
     check_exchange(model)
     if find_wrapper(model) is not None or is_sharded(model) or unwrap_compiled(model) is not model:
@@ -175,10 +175,10 @@ def check_buffers(model: Any) -> None:
 def _parts(
     training: PlannedTraining, state: Sequence[float] | None, beside: Callable[[], int]
 ) -> tuple[float, ...]:
-    """Return the part of the state that each rank holds, as relative sizes.
+    """Return each rank's part of the state, as relative sizes.
 
-    Returns `state` if specified, else the parts in the plan. Without either, the parts are in
-    proportion to each rank's memory, less the `beside()` bytes that gathered units need. Raises
+    The parts are `state` if it is specified, else those in the plan. Without either, they are in
+    proportion to each rank's memory, minus the `beside()` bytes that gathered units need. Raises
     RequestError unless each rank has a part above 0.
     """
     planned = tuple(share.state for share in training.ranks.shares)
@@ -193,7 +193,7 @@ def _parts(
 
 
 def _by_memory(training: PlannedTraining, beside: int) -> tuple[float, ...]:
-    """Return the bytes that each rank's GPU has left for state, or 1 for a rank on a CPU.
+    """Return the bytes that each rank's GPU has left for state; 1 for a rank on a CPU.
 
     Ranks on CPUs share the memory of their host, so they get equal parts.
     """
@@ -219,7 +219,7 @@ def _refuse(*_: Any) -> None:
 def look_after(sharded: Sharded, replaced: Iterable[Any]) -> None:
     """Make clipping, unscaling and optimizer checks include all ranks while this model exists.
 
-    `replaced` are the model's parameters from before it was sharded.
+    `replaced` are the model's parameters before it was sharded.
     """
     _all.add(sharded)
     _replaced.update((each, True) for each in replaced)
@@ -294,7 +294,7 @@ def _list_shard_gradients() -> set[int]:
 
 
 def _sum_shard_norms(norm: Callable[..., Any], own: list[Any], kind: float) -> torch.Tensor:
-    """Return the norm of all ranks' shards of gradients, in the widest of their dtypes."""
+    """Return the norm of all ranks' gradient shards, in the widest of their dtypes."""
     parts = [each for each in own if each.numel()]
     total = _sum_powers(norm(parts, kind) if parts else None, kind, own[0].device)
     return total.to(reduce(torch.promote_types, {each.dtype for each in own}))
@@ -319,7 +319,7 @@ def _sum_powers(own: torch.Tensor | None, kind: float, device: Any) -> torch.Ten
 
 def _reduce(tensor: torch.Tensor, operation: Any) -> None:
     if not dist.is_initialized():
-        return  # this rank is measured alone
+        return  # this rank is measured without other ranks
     with own_collectives():
         dist.all_reduce(tensor, operation)
 

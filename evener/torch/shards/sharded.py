@@ -84,28 +84,36 @@ class Sharded:
         self.done: Callable[[], None] = lambda: None
         self._dtype = dtype
         self.keeps = keeps
-        self.frees_gradients = True  # once they are cleared; False: their memory stays reserved
-        self._sums = True  # the next backward pass ends with a reduction
-        self.waits = False  # gradients of earlier passes wait for a reduction
+        self.frees_gradients = True  # True: gradients are freed once they are cleared; False: their memory stays reserved
+        self._sums = True  # True if the next backward pass ends with a reduction
+        self.waits = False  # True if gradients of earlier passes wait for a reduction
         self._follows: dict[
             Unit, Unit
-        ] = {}  # the unit that was computed next in the last forward pass
+        ] = {}  # for each unit, the next unit in the last forward pass
         self._precedes: dict[Unit, Unit] = {}
         self._last: Unit | None = None  # the last unit computed in this forward pass
-        self._final: Unit | None = None  # last in the last forward pass: first in the backward pass
-        self._task: int | None = None  # the backward pass that is under way
+        self._final: Unit | None = (
+            None  # the last unit of the last forward pass, which is the first of the backward pass
+        )
+        self._task: int | None = None  # id of the running backward pass
         self._batch: Any = None  # batch of the last forward pass
         self._passing: Any = None  # batch of the backward pass
         self._sending: Unit | None = None
-        self._flags: Any = None  # which parameters any rank used, during its all-reduce
-        self._computes = False  # the model's forward pass is running
-        self._outside: list[Unit] = []  # used in this pass outside their modules' forward passes
-        self._follower: Follower | None = None  # of a rank without rows
+        self._flags: Any = (
+            None  # flags of the parameters that any rank used, during their all-reduce
+        )
+        self._computes = False  # True while the model's forward pass is running
+        self._outside: list[
+            Unit
+        ] = []  # units used in this pass outside their modules' forward passes
+        self._follower: Follower | None = None  # set on a rank without rows
         self._hook()
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Run only the collectives from now on: this rank has a part of the state but no rows."""
+        """Run only the collectives from now on, because this rank has a part of the state but no
+        rows.
+        """
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _hook(self) -> None:
@@ -120,7 +128,7 @@ class Sharded:
             is_layer = unit is not self.root and not any(unit.module.children())
             if is_layer and not isinstance(
                 unit.module, torch.nn.RNNBase
-            ):  # RNNs have their own list
+            ):  # RNNs have their own list of parameters
                 unit.module._parameters = LayerParameters(own, unit)
 
         if self.whole is not None:
@@ -217,7 +225,7 @@ class Sharded:
             self._final, self._computes = self._last, False
             kept = [self._final, *(self._outside if trains else ())]
             for each in self.units:
-                if each not in kept:  # begun too early, as the order has changed
+                if each not in kept:  # prefetched too early, because the order has changed
                     each.free()
                 else:
                     each.hide()
@@ -306,7 +314,7 @@ class Sharded:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
-        """Start to reduce the gradients of a unit, which are complete, and free the unit.
+        """Start to reduce the complete gradients of a unit, and free the unit.
 
         A unit used outside its forward pass waits until the backward pass is over.
         """
@@ -320,7 +328,7 @@ class Sharded:
         unit.free()
 
     def accumulated(self, unit: Unit) -> None:
-        """Mark a unit as having gradients to reduce; start the backward pass if necessary."""
+        """Mark a unit whose gradients are to be reduced; start the backward pass if necessary."""
         unit.unsent = True
         if self._task is None:
             self.arm(self._batch)
@@ -397,7 +405,7 @@ class Sharded:
         return [slot.fired for slot in self.whole.slots]
 
     def _find_used(self, fired: list[bool]) -> list[bool]:
-        """Return for each parameter whether any rank used it.
+        """Return whether any rank used each parameter.
 
         Also copies the buffers of the first rank that has rows to all ranks.
         """
@@ -432,7 +440,7 @@ class Sharded:
             self.whole.forget()
 
     def note_state(self, optimizer: Any) -> None:
-        """Count the bytes of an optimizer's state; the optimizer trains this model's parameters."""
+        """Count the bytes of the state of an optimizer that trains this model's parameters."""
         whole = self.whole.parameters if self.whole is not None else []
         self.held.note_state(optimizer, set(map(id, whole)))
 
@@ -506,7 +514,7 @@ class UnitHooks:
 class _End(torch.autograd.Function):  # type: ignore[misc]  # torch isn't followed
     """Returns a unit's inputs unchanged, and reports when their gradients have been computed.
 
-    At that time the gradients of the unit's parameters are complete.
+    By then, the gradients of the unit's parameters are complete.
     """
 
     @staticmethod

@@ -13,16 +13,16 @@ from ...errors import RequestError
 from ..packed import explain_unusable, is_packed
 from .flat import Flat, ShardRank, Slot, byte_count
 
-PARTS = 8  # a model without repeated blocks is divided into about this many units
+PARTS = 8  # approximate number of units of a model without repeated blocks
 
 
 def choose_units(model: Any, wanted: Sequence[Any] | type | None) -> dict[str, Any]:
     """Return the units of a model by name; no unit is inside another.
 
-    `wanted` are the units' classes or modules. By default units are the blocks of the model's
-    outermost ModuleLists and layers beside them that are at least as large as the smallest block,
-    such as embeddings. Without such blocks, units are modules that hold up to an eighth of the
-    model's parameters. Raises RequestError if `wanted` matches no module.
+    `wanted` are the units' classes or modules. By default, units are the blocks of the model's
+    outermost ModuleLists, and other layers that are at least as large as the smallest block, such
+    as embeddings. Without such blocks, units are modules with up to an eighth of the model's
+    parameters. Raises RequestError if `wanted` matches no module.
     """
     if wanted is None:
         return _choose_blocks(model)
@@ -57,9 +57,9 @@ def _find(
 
 
 def _choose_blocks(model: Any) -> dict[str, Any]:
-    """Return the repeated blocks of a model, and the layers at least as large as the smallest.
+    """Return the repeated blocks of a model, and layers at least as large as the smallest block.
 
-    Without repeated blocks, return modules that hold up to an eighth of the model's parameters.
+    Without repeated blocks, return modules with up to an eighth of the model's parameters.
     """
 
     def is_called(module: Any) -> bool:
@@ -126,9 +126,9 @@ def find_parameters(model: Any, units: Mapping[str, Any]) -> dict[str, list[Slot
 def _walk(
     path: str, module: Any, unit: str, units: Mapping[int, str]
 ) -> Iterator[tuple[str, Any, str]]:
-    """Yield the path of each module, the module itself, and the name of the unit that it is in.
+    """Yield the path of each module, the module itself, and the name of its unit.
 
-    A module that is used in several places is yielded once for each place.
+    A module that is used in several places is yielded once per place.
     """
     unit = units.get(id(module), unit)
     yield path, module, unit
