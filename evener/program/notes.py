@@ -89,6 +89,7 @@ class Notebook:
         self.hooks = self.why = ""
         self.model = ""  # a digest of the models that train by shares
         # why shares stay even; printed at the end unless another reason is printed before
+        self.pending_reason = ""
         self._supposes_even = False
         self.warned: set[str] = set()
         self.was_uneven = False  # True once ranks have had different numbers of rows in a step

@@ -61,7 +61,7 @@ class Slot:
         self.view: Any = None  # this rank's piece of the gradient
         self.fired = False  # True if a gradient was computed since the last reduction
         self.kept = -1  # the version of the piece's gradient while gradients wait for a reduction
-        # True if a reduction completed in this backward pass; True if the piece had a gradient before
+        # a reduction completed in this backward pass; the piece had a gradient before
         self.received = self.before = False
 
     @property
@@ -141,8 +141,8 @@ class Flat:
         """Start to gather the whole parameters; return the work handles to wait for."""
         self.whole.untyped_storage().resize_(byte_count(self.whole))
         self.held.add("gathered", byte_count(self.whole))
-        # .data has its own version counter, so autograd accepts the tensors that it saved in the forward
-        # pass, even after the copies that gloo makes on a GPU during a wait
+        # .data has its own version counter, so autograd accepts tensors that it saved in the
+        # forward pass, even after the copies that gloo makes on a GPU during a wait
         with torch.no_grad():
             return self.collect(self.whole.data, self.shard)
 

@@ -84,7 +84,7 @@ class Sharded:
         self.done: Callable[[], None] = lambda: None
         self._dtype = dtype
         self.keeps = keeps
-        self.frees_gradients = True  # True: gradients are freed once they are cleared; False: their memory stays reserved
+        self.frees_gradients = True  # free the memory of cleared gradients; False: keep it
         self._sums = True  # True if the next backward pass ends with a reduction
         self.waits = False  # True if gradients of earlier passes wait for a reduction
         self._follows: dict[
@@ -111,9 +111,7 @@ class Sharded:
         self._spread_buffers()
 
     def compute_nothing(self) -> None:
-        """Run only the collectives from now on, because this rank has a part of the state but no
-        rows.
-        """
+        """From now on, run only the collectives, because this rank has state but no rows."""
         self._follower = Follower(self.root, self.units, self.place.device)
 
     def _hook(self) -> None:
