@@ -1,11 +1,12 @@
-"""Train a PyTorch model by a plan: each process computes its share of every batch, and the model
-learns the same as on one device.
+"""Train a PyTorch model with a plan.
+
+Each process computes its share of every batch, and the model learns the same as on one device.
 
     split = Split("plan.toml")
     loader = split.loader(dataset, seed=0)
     model = split.wrap(model)
 
-The training loop stays as it was, with losses that are means over the batch. Start the script with
+The training loop stays unchanged, with losses that are means over the batch. Start the script with
 `evener launch plan.toml train.py`; `Split()` then finds the plan itself. A plan for one device also
 works with plain python.
 """
@@ -43,7 +44,7 @@ Model = TypeVar("Model")
 
 
 def _check_by_length(training: bool, strategy: Any, rebalancing: Any) -> None:
-    """Raise RequestError if rows can't be distributed by length in this loader."""
+    """Raise RequestError if rows can't be assigned by length in this loader."""
     if not training:
         raise RequestError(
             "Rows of a validation aren't assigned by length, as its batches have one pass on "
@@ -72,10 +73,10 @@ class Split(PlannedTraining):
     plan, `ratios` and `global_batch` specify the split. With `weigh="gradients"`, each rank's
     gradients are weighted when they are summed, so the loop needs no change. `weigh="loss"` needs
     `split.scale(loss).backward()`, and leaves the model's communication hook free. With
-    `rebalance`, shares follow the compute time (own work) of each rank during training; the global
-    batch keeps its size. With `noise`, `noise_scale` is measured during training: it shows what a
-    larger batch would cost (docs/learning.md). With `journal`, `evener runs` lists the steps per
-    second, share changes and restarts of the training run.
+    `rebalance`, shares adapt to the compute time (own work) of each rank during training; the
+    global batch keeps its size. With `noise`, `noise_scale` is measured during training: it shows
+    what a larger batch would cost (docs/learning.md). With `journal`, `evener runs` lists the steps
+    per second, share changes and restarts of the training run.
 
     Raises PlanError, RequestError or DeviceError before anything starts if the plan can't be
     applied here. If the plan was measured on other devices or with another model, PlanError is
@@ -109,9 +110,9 @@ class Split(PlannedTraining):
             noise=noise,
         )
         self.weigh = weigh
-        self._strategy: Any = None  # Lightning's, once `strategy` was called
-        self._stop_signal: StopSignal | None = None  # made when the loop first reads `ending`
-        weakref.finalize(self, self.reporter.close)  # when garbage-collected
+        self._strategy: Any = None  # Lightning's strategy, once `strategy` was called
+        self._stop_signal: StopSignal | None = None  # created when the loop first reads `ending`
+        weakref.finalize(self, self.reporter.close)  # runs when the split is garbage-collected
 
     def __repr__(self) -> str:
         return (
@@ -126,7 +127,7 @@ class Split(PlannedTraining):
 
     @property
     def micros(self) -> tuple[int, ...]:
-        """The maximum number of rows that each rank computes in one pass."""
+        """Each rank's maximum number of rows per pass."""
         return self.ranks.micros
 
     @property
@@ -151,7 +152,7 @@ class Split(PlannedTraining):
 
     @property
     def noise_scale(self) -> NoiseScale | None:
-        """The gradient noise scale measured so far, in rows, with its confidence interval.
+        """The measured gradient noise scale, in rows, with its confidence interval.
 
         It is None until enough steps have been measured, and if `noise` is False.
         """
@@ -164,7 +165,7 @@ class Split(PlannedTraining):
 
     @property
     def ending(self) -> bool:
-        """True once any rank has received SIGTERM, as before its machine is taken away.
+        """True once any rank has received SIGTERM, for example before its machine is taken away.
 
         Read it on every rank after each step; all ranks get the same value. When it is True, save a
         checkpoint and leave the loop. From the first read on, SIGTERM no longer kills the process.
@@ -195,8 +196,8 @@ class Split(PlannedTraining):
         epoch that returns such a list. On a GPU, `prefetch` batches (2 by default) are prefetched
         and sent to the device. Under a plan with several passes they stay in pinned memory, and
         `parts` sends each part. With `training=False` (validation), steps aren't reported to the
-        monitor, and a last batch that has fewer rows than ranks is joined to the batch before it.
-        With `lengths`, the number of tokens in each row, rows are distributed so that ranks finish
+        monitor, and a last batch with fewer rows than ranks is joined to the previous batch. With
+        `lengths`, the number of tokens in each row, rows are assigned so that ranks finish
         together; the loop then has to use `parts`.
 
         Raises RequestError if the data set has no length, if the plan determines one of the
@@ -243,9 +244,9 @@ class Split(PlannedTraining):
         return state if rebalancing is None else {**state, **rebalancing.state_dict()}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume the training loaders from `state`, in the order in which they are created.
+        """Resume the training loaders from `state`, in order of creation.
 
-        The plan may differ from the plan that was in use when the state was saved.
+        The plan may differ from the one that was in use when the state was saved.
         """
         if self.rebalancing is not None and "planned" in state:
             self.rebalancing.load_state_dict(state)
@@ -281,10 +282,9 @@ class Split(PlannedTraining):
         while a batch is computed. They are gathered and reduced once per batch, even with several
         passes or gradient accumulation under `split.no_sync`. With `shard="all"`, the parameters of
         a unit are gathered before it computes and freed afterwards. Units are the blocks of
-        ModuleLists, or the classes or modules in `units`. `state` has the part that each rank
-        holds; by default it comes from the plan or from the memory of each rank's GPU. With
+        ModuleLists, or the classes or modules in `units`. `state` has each rank's part of the
+        state; by default it comes from the plan or from the memory of each rank's GPU. With
         `dtype`, such as torch.bfloat16, the model computes in that dtype, and shards keep theirs.
-
         Create the optimizer after this call. Raises RequestError if the model can't be sharded.
         """
         made = import_module("evener.torch.shards.make")  # which builds on this package
@@ -301,7 +301,7 @@ class Split(PlannedTraining):
     def optimizer_state(self, optimizer: Any) -> dict[str, Any]:
         """Return the whole state of a sharded model's optimizer on rank 0, like its `state_dict`.
 
-        The other ranks get {}. Every rank has to call this method.
+        Other ranks get {}. Every rank has to call this method.
         """
         return cast("dict[str, Any]", _checkpoints().optimizer_state(optimizer))
 
@@ -312,15 +312,15 @@ class Split(PlannedTraining):
 
         Every rank has to call this method. It writes one unit at a time, as safetensors that
         transformers' from_pretrained can also read. Raises RequestError on every rank if writing
-        fails. An older checkpoint in the folder stays whole until the new checkpoint is complete.
+        fails. An older checkpoint in the folder stays intact until the new checkpoint is complete.
         """
         _checkpoints().save(folder, model, optimizer, extra)
 
     def load(self, folder: str | os.PathLike[str], model: Any, optimizer: Any = None) -> Any:
         """Load a checkpoint from `save` into a sharded model and its optimizer; return its `extra`.
 
-        The shares may differ from the shares at the time of saving. Every rank has to call this
-        method; rank 0 reads the files. Raises RequestError if the checkpoint is of another model.
+        The shares may differ from those at the time of saving. Every rank has to call this method;
+        rank 0 reads the files. Raises RequestError if the checkpoint belongs to another model.
         """
         return _checkpoints().load(folder, model, optimizer)
 
@@ -343,8 +343,8 @@ class Split(PlannedTraining):
         Every rank has to call this method. `total` is this rank's sum of losses. `count` is this
         rank's part of the divisor, such as the number of tokens that aren't ignored, or the sum of
         class weights. The result is `total`, divided by the sum of `count` over the ranks and by
-        this rank's fraction of the batch. So `loss.backward()`, `scale` and `mean`, which multiply
-        by that fraction, work in the same way as with a mean over rows.
+        this rank's fraction of the batch. Therefore `loss.backward()`, `scale` and `mean`, which
+        multiply by that fraction, work as with a mean over rows.
         """
         self.weights.refuse_in_parts("loss")
         if not self.weights.sizes[self.rank]:
@@ -358,7 +358,7 @@ class Split(PlannedTraining):
         """Gather all ranks' rows of the current batch, in the batch's order.
 
         Every rank has to call this method. Tensors of shape (n_i, ...) on the ranks become one of
-        shape (N, ...), without filler rows. Gradients flow back to the rank that computed a row. So
+        shape (N, ...), without filler rows. Gradients flow back to the rank that computed a row, so
         a loss over the whole batch is exact if every rank computes it and calls backward().
         """
         self.weights.refuse_in_parts("gather")

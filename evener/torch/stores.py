@@ -1,8 +1,8 @@
 """The stores through which PyTorch's processes find each other.
 
-On one host the store is a file in the launcher's memory, as PyTorch's TCPStore has no
-password and listens on every address of the machine. Several hosts need a port, which is
-opened on one address only.
+On one host the store is a file in the launcher's memory, because PyTorch's TCPStore has no password
+and listens on every address of the machine. Several hosts need a port, which is opened on one
+address only.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ _STORE_ARGUMENTS = (
     *("multi_tenant", "master_listen_fd", "use_libuv"),
 )
 
-_numbers = count()  # of the process groups that this process makes
+_numbers = count()  # numbers of the process groups that this process creates
 _parent = os.environ.get(GROUPS, "")
 
 Handler = Callable[..., Iterator[tuple[Any, int, int]]]
@@ -38,19 +38,18 @@ Handler = Callable[..., Iterator[tuple[Any, int, int]]]
 def open_file_store(path: str) -> Any:
     """Return a store in a file, for several processes on this host.
 
-    Processes don't delete the file when they exit, as they would with a store for a fixed number of
-    members.
+    Unlike with a store for a fixed number of members, processes don't delete the file when they
+    exit.
     """
     return dist.FileStore(path, -1)
 
 
 def replace_rendezvous() -> None:
-    """Replace PyTorch's rendezvous handlers of `env://` and `tcp://`.
+    """Replace PyTorch's rendezvous handlers for `env://` and `tcp://`.
 
-    The new ones use the launch's file if the URL names the launch's address. PyTorch's public
-    `register_rendezvous_handler` only adds schemes and can't replace these two, which
-    programs and libraries use. Any other TCPStore that this process serves is limited to the
-    address it was given.
+    The new ones use the launch's file if the URL has the launch's address. PyTorch's public
+    `register_rendezvous_handler` only adds schemes and can't replace these two, which programs and
+    libraries use. Any other TCPStore that this process serves is limited to its own address.
     """
     _limit_tcp_stores()
     handlers = rendezvous_handlers()
@@ -77,7 +76,7 @@ def _meet(original: Handler, url: str, **options: Any) -> Iterator[tuple[Any, in
 
 
 def _let_others_meet() -> None:
-    """Signal the launcher to start the other ranks, because this store exists now.
+    """Tell the launcher to start the other ranks, because this store exists now.
 
     Do nothing in an elastic agent that the program itself has started, which may use the same
     address.
@@ -101,10 +100,10 @@ def _read_address(url: str) -> str:
 def _choose_prefix() -> str:
     """Return the prefix of a store's keys.
 
-    Each process group gets a new one, as the addresses of the group before it are still in
-    the file. Every process of a group makes the group, so all processes count alike. Stores
-    that a program opens for itself share one prefix. A child process numbers its groups below
-    its parent's number.
+    Each process group gets a new one, because the file still has the addresses of the previous
+    group. Every process of a group creates the group, so all processes count alike. Stores that a
+    program opens itself share one prefix. A child process numbers its groups below its parent's
+    number.
     """
     make_group = inspect.unwrap(dist.init_process_group).__code__
     frame = inspect.currentframe()
@@ -118,7 +117,7 @@ def _choose_prefix() -> str:
 
 
 def _limit_tcp_stores() -> None:
-    """Make each TCPStore that this process serves listen only on the address that it is given."""
+    """Make each TCPStore that this process serves listen only on its own address."""
     original = dist.TCPStore.__init__
     if hasattr(original, "__wrapped__"):
         return
@@ -139,8 +138,8 @@ def listen_at(host: str, port: int) -> dict[str, int]:
     """Return arguments that make a TCPStore listen on one address only.
 
     They are empty if the machine doesn't have the address, as behind a router that translates
-    addresses. If the process opens a second store at a port, the port is taken here, and the stores
-    share one server.
+    addresses. If the process opens a second store at a port, the port is already taken here, and
+    the stores share one server.
     """
     if host in EVERY_ADDRESS:
         return {}
@@ -155,7 +154,7 @@ def listen_at(host: str, port: int) -> dict[str, int]:
 
 
 def open_tcp_store(host: str, port: int, serves: bool, timeout: timedelta) -> Any:
-    """Return the store at a port of one address; the process with `serves` runs it.
+    """Return the store at a port of one address; with `serves`, this process runs it.
 
     Raises RuntimeError if no process serves it.
     """

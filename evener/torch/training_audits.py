@@ -66,12 +66,12 @@ from .sums.collectives import (
     refuse_collectives,
 )
 
-_NUMBERS = count()  # numbers the training runs of this process, equally on every rank
+_NUMBERS = count()  # numbers the training runs of this process, in the same way on every rank
 READ_AFTER, GIVE_UP_AFTER = (
     2,
     10,
-)  # steps after an audit: ranks read its results, or stop waiting for them
-FEW = 2  # the most rows of each pass in an audit, if the plan has passes
+)  # number of steps after an audit until ranks read its results, or stop waiting for them
+FEW = 2  # maximum rows per pass in an audit, if the plan has passes
 CHANGED = (
     "Each training pass changes the model's buffer {}: with shares every device changes its own,"
     " once for each of its passes."
@@ -84,13 +84,13 @@ PADDED = (
 )
 MAY_COUNT = "it has a number that may be its rows, which batch.size(0) says"
 CANT = "its loss can't be computed again to compare it ({}: {})"
-AHEAD = 2  # batches that a loop may fetch before it computes the first of them
+AHEAD = 2  # maximum number of batches that a loop fetches before it computes the first of them
 LEFT_OUT = (
     "In step {}, {} left out a batch that others learned from: the loss was computed by other"
     " operations than before, and was 0. One device would leave out the whole batch or none of it."
 )
 LEFT_OUT_REMEDY = "Decide by the whole batch, with split.total(value) or split.mean(value)."
-NEAR_NUMBERS = 1e-4  # the most relative difference between equal numbers, from rounding
+NEAR_NUMBERS = 1e-4  # maximum relative difference between equal numbers, from rounding
 OTHER_NUMBERS = (
     "The ranks compute their losses with other numbers: one has {:.6g} where another has {:.6g}"
     " ({}). Drawn at random, that is as it should be. Noted of earlier rows, such as a running mean"
@@ -100,38 +100,45 @@ OTHER_NUMBERS = (
 
 
 class RankVerdict(msgspec.Struct):
-    """The result of an audit on one rank, as it is sent to the other ranks."""
+    """One rank's result of an audit, as it is sent to the other ranks."""
 
     message: str = ""  # describes a difference, if any
     remedy: str = ""
     relative: float = 0.0
-    fine: bool = False  # the audit found no difference
-    certain: bool = True  # a difference can't come from a number that counts rows
-    rows: int = 0  # a digest of the rows that were computed
-    sketch: Sketch | None = None  # of the reference gradient
-    noises: dict[str, float] | None = None  # how much rounding changes that gradient, if measured
-    numbers: list[Number] | None = None  # numbers that a loop's loss is computed with
-    even: bool = False  # all ranks need equal shares from now on
+    fine: bool = False  # True if the audit found no difference
+    certain: bool = True  # True if a difference can't come from a number that counts rows
+    rows: int = 0  # digest of the computed rows
+    sketch: Sketch | None = None  # sketch of the reference gradient
+    noises: dict[str, float] | None = (
+        None  # relative changes of that gradient by rounding, if measured
+    )
+    numbers: list[Number] | None = None  # numbers used in a loop's loss
+    even: bool = False  # True if all ranks need equal shares from now on
 
 
 class TrainingAudits:
-    """The audits of a training run on one rank; every rank has to call each method as often."""
+    """The audits of a training run on one rank.
+
+    Every rank has to call each method equally often.
+    """
 
     def __init__(self, training: Any) -> None:
         self._training = weakref.proxy(training)
         self.judge = Audits(strict=training.strict)
         self._members: weakref.WeakKeyDictionary[Any, Members] = weakref.WeakKeyDictionary()
-        self._batch: Any = None  # the batch that was counted last
+        self._batch: Any = None  # the last counted batch
         self._due = False
-        self._changed = False  # the last loss was computed by other operations than earlier losses
+        self._changed = (
+            False  # True if the last loss was computed by other operations than earlier losses
+        )
         self._known = KnownPasses()
         self._doubted: list[Sketch] = []  # ranks' sketches whose difference may be rounding
-        self._measures_until = 0  # the last step that is audited to measure rounding
+        self._measures_until = 0  # last step in which audits measure rounding
         self._pending: Replayed | None = None  # a part's audit, until results are sent
-        self._parted: Any = None  # the batch whose parts were computed last
+        self._parted: Any = None  # the last batch whose parts were computed
         self._number = next(_NUMBERS)  # the same on every rank
         self._left_out = LeftOutBatches(f"evener/left out/{self._number}", training.rank)
-        # by step: the keys of the ranks' results in the store
+        # keys of the ranks' results in the store, by step
         self._published: dict[int, list[str]] = {}
         self._go_even: Callable[[str], None] | None = None
         # the question to ask if nothing could be audited, and the remedy for each cause, in the
@@ -140,10 +147,12 @@ class TrainingAudits:
         self.remedies = {name: each.remedy for name, each in CAUSES.items()}
         self._warned: set[str] = set()
         self._settings = LossSettings()
-        self._is_loops = False  # the user's own loop calls backward
+        self._is_loops = False  # True if the user's own loop calls backward
         self._recorder: Recorder | None = None  # records the user's own loop
-        self._waited = 0  # batches since the recorder began
-        self._met_before: Any = None  # collectives of the program before the recorder began
+        self._waited = 0  # number of batches since the recorder began
+        self._met_before: Any = (
+            None  # number of the program's collectives before the recorder began
+        )
         # stops the calls of `note_loss`
         self.release: Callable[[], Any] = lambda: None
         if training.world > 1:
@@ -172,7 +181,7 @@ class TrainingAudits:
         self._publish(RankVerdict(fault, even=bool(fault)))
 
     def begin(self, batch: Any) -> bool:
-        """Count a batch, unless it is counted already; return True if an audit is due.
+        """Count a batch, unless it is already counted; return True if an audit is due.
 
         On a single device that computes a batch at once, no audit is ever due.
         """
@@ -200,7 +209,7 @@ class TrainingAudits:
         changed = self.judge.sees(made_of)
         code = find_code(caller) if self._is_loops else None
         if code is not None:
-            with suppress(ReferenceError):  # this training run is over; backward is of another one
+            with suppress(ReferenceError):  # this training run is over; another one calls backward
                 models = self._training.weights.models
                 changed |= self._settings.have_changed(models, code=code) and self.judge.changes()
         self._changed |= changed and not self._due
@@ -223,7 +232,7 @@ class TrainingAudits:
     def find_difference(self, find: Callable[[], Audited | None]) -> str:
         """Run an audit before the first step; return its message, or "" if it finds no difference.
 
-        `find` makes the audit. A message is also returned if the loss of a few rows can't be
+        `find` runs the audit. A message is also returned if the loss of a few rows can't be
         computed for the comparison.
         """
         fault = ""
@@ -253,10 +262,10 @@ class TrainingAudits:
     ) -> None:
         """Audit the batch that a library's trainer has computed, if an audit is due.
 
-        Every rank has to call it in each step, before its optimizer uses the gradients. `find`
-        makes the audit; its argument says whether to move weights that are all equal while it runs.
-        `function` is the program's function that computes the loss, and `holders` are objects whose
-        attributes it reads. Raises RequestError if the gradients differ.
+        Every rank has to call it in each step, before its optimizer uses the gradients. `find` runs
+        the audit; its argument says whether to add noise to weights that are all equal while it
+        runs. `function` is the program's function that computes the loss, and `holders` are objects
+        whose attributes it reads. Raises RequestError if the gradients differ.
         """
         if self._is_alone:
             return
@@ -272,15 +281,15 @@ class TrainingAudits:
             self._decide(Replayed(self._run(lambda: find(first))))
 
     def expect_function(self) -> None:
-        """Expect the batch's loss from a function passed to `after_step`, not from a loop."""
+        """Expect the batch's loss from a function passed to `after_step` instead of from a loop."""
         self._is_loops = False
 
     def after_step(self, batch: Any, compute: OfPart, counted: OfPart | None) -> None:
         """Audit the loss `compute(part)` of a batch, if an audit is due.
 
         Every rank has to call this method after the batch's passes. `counted` returns the count by
-        which a part's mean loss is weighted, or is None for its rows. Raises RequestError if the
-        gradients differ.
+        which a part's mean loss is weighted; None means the number of its rows. Raises RequestError
+        if the gradients differ.
         """
         training = self._training
         self.close()
@@ -495,7 +504,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what is computed
 
     def _trained(self) -> int:
-        """Return a digest of the set of weights that are trained."""
+        """Return a digest of the set of trained weights."""
         models = self._training.weights.models
         for each in models:
             if each not in self._members:
@@ -511,8 +520,8 @@ class TrainingAudits:
     def _is_apart(self) -> bool:
         """True if nothing can be audited.
 
-        That is the case with one device and a single pass, with a model whose ranks
-        synchronize in each pass, and without a model.
+        This is the case with one device and a single pass, with a model whose ranks synchronize in
+        each pass, and without a model.
         """
         weights = self._training.weights
         return self._is_alone or weights.equal_passes or not weights.models
@@ -520,7 +529,7 @@ class TrainingAudits:
     def _take_rows(
         self, batch: Any, taken: Any, record: LossRecord | None = None
     ) -> FewRows | None:
-        """Return a few rows of the current batch, or None if none can be had.
+        """Return a few rows of the current batch, or None if there are none.
 
         They are fetched from the data set if possible, and are then the same on every rank.
         Otherwise they are cut from this rank's batch.
@@ -547,7 +556,7 @@ class TrainingAudits:
         if few is None:
             return None
         device = self._training.device
-        # the host waits neither for a copy nor for what a GPU computes before it
+        # the host waits neither for a copy nor for earlier work of the GPU
         at_once = device.type != "cuda"
 
         def move(rows: Any) -> Any:
@@ -611,7 +620,7 @@ class TrainingAudits:
 
     @contextmanager
     def _paused_exchanges(self) -> Iterator[None]:
-        """Enter a context in which exchanges ignore backward passes, as they are an audit's."""
+        """Enter a context in which exchanges ignore backward passes, as for an audit."""
         exchanges = self._training.weights.list_exchanges()
         for each in exchanges:
             each.resting = True
@@ -645,7 +654,7 @@ class TrainingAudits:
     # ------------------------------------------------------------------ what follows
 
     def _run(self, find: Callable[[], Audited | None]) -> Audited | None:
-        """Return the audit that `find` makes; if that fails, warn with the reason; return None."""
+        """Return the audit that `find` runs; if it fails, warn with the reason and return None."""
         try:
             return find()
         except WholeBatchLoss:
@@ -765,13 +774,13 @@ class TrainingAudits:
         self._apply(Action.REFUSE if strict else Action.WARN, worst)
 
     def _warn_of_guesses(self, every: Sequence[RankVerdict]) -> None:
-        """Warn if the differences found may be due to a number that is a count of rows."""
+        """Warn if the differences may be due to a number that is a count of rows."""
         guessed = any(each.message and not each.certain for each in every)
         if guessed and not any(each.fine for each in every):
             self._warn_once(NOT_AUDITED.format(MAY_COUNT) + self.question)
 
     def _judge(self, found: Audited) -> RankVerdict:
-        """Return this rank's verdict on an audit, and print warnings that it leads to."""
+        """Return this rank's verdict on an audit, and print its warnings."""
         if found.changed:
             self._warn_once(CHANGED.format(found.changed[0]))
         if found.fault:
@@ -793,7 +802,7 @@ class TrainingAudits:
     def _compare_ranks(self, every: Sequence[RankVerdict], step: int) -> RankVerdict | None:
         """Return a verdict if ranks have different reference gradients of the same rows, else None.
 
-        If a difference may come from rounding, return None and have the next audits measure
+        If a difference may come from rounding, return None and let the next audits measure
         rounding.
         """
         if len({each.rows for each in every}) > 1:
@@ -806,7 +815,7 @@ class TrainingAudits:
             self._doubted = []
         elif difference is not None:
             self._doubted = sketches
-            # on every rank, for the current batch and those that a loop prefetches
+            # on every rank, for the current batch and prefetched batches
             self._measures_until = self.judge.step + 1 + AHEAD
             return None
         if difference is None:
@@ -833,7 +842,7 @@ class TrainingAudits:
 
 
 def describe_error(error: Exception) -> str:
-    """Return a part of a message: why an error prevents the comparison of a loss."""
+    """Return why an error prevents the comparison of a loss, as a part of a message."""
     return CANT.format(type(error).__name__, str(error).partition("\n")[0])
 
 

@@ -13,7 +13,7 @@ _IS_THERE: Any = partial(is_not, None)
 
 
 class WeakList(Generic[T]):
-    """Objects in the order in which they were added, each once, until they are garbage-collected.
+    """Objects in the order of addition, each once, until they are garbage-collected.
 
     It is for a few objects, because `add` compares with all of them. Iterating over a WeakSet or
     WeakKeyDictionary takes several times as long.
@@ -23,17 +23,17 @@ class WeakList(Generic[T]):
         self._references: list[weakref.ref[T]] = []
 
     def add(self, added: T) -> None:
-        """Add an object, if it isn't here already."""
+        """Add an object if it isn't in the list."""
         alive = list(self)
         if not any(each is added for each in alive):
             self._references = [weakref.ref(each) for each in (*alive, added)]
 
     def discard(self, removed: T | None) -> None:
-        """Remove an object, if it is here."""
+        """Remove an object if it is in the list."""
         self._references = [weakref.ref(each) for each in self if each is not removed]
 
     def __iter__(self) -> Iterator[T]:
-        # Called in C, without a Python call for each.
+        # Called in C, without a Python call per object.
         there: Iterator[T] = filter(_IS_THERE, map(call, self._references))
         return there
 

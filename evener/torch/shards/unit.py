@@ -200,11 +200,11 @@ class Unit:
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False
-        self.hidden = False  # gathered, but the modules refer to the pieces
-        self.unsent = False  # there may be gradients that weren't reduced yet
-        # called before a collective starts: a gather (True) or a reduction of gradients (False)
+        self.hidden = False  # True if it is gathered, but the modules refer to the pieces
+        self.unsent = False  # True if there may be gradients that aren't reduced yet
+        # called before a collective: a gather (True) or a reduction of gradients (False)
         self.met: Callable[[Unit, bool], None] = lambda *_: None
-        self._work: list[Any] | None = None  # handles of a gather that is under way
+        self._work: list[Any] | None = None  # work handles of a running gather
 
     def begin_gather(self) -> None:
         """Start to gather the whole parameters, unless they are gathered already."""
@@ -290,7 +290,7 @@ class Ledger:
     `now` and `most` have the current bytes and their maximum for each kind; `peak` is the maximum
     of the total. The kinds are `shards`; `gathered`, which includes gradients before their
     reduction; `gradients` after it; the optimizer's `state`, counted after its first step; and
-    `whole`, the parameters that every rank holds whole, with their optimizer state.
+    `whole`, the unsharded parameters with their optimizer state.
     """
 
     def __init__(self) -> None:
@@ -308,7 +308,7 @@ class Ledger:
     def note_state(self, optimizer: Any, whole: Collection[int] = ()) -> None:
         """Count the bytes of an optimizer's state, without its step counters.
 
-        `whole` are the ids of the parameters that each rank holds whole.
+        `whole` are the ids of the parameters that each rank holds unsharded.
         """
         sizes = Counter(state=0, whole=0)
         for parameter, state in optimizer.state.items():

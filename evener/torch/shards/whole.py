@@ -1,9 +1,9 @@
-"""Parameters that every rank holds whole beside shards, such as adapters.
+"""Unsharded parameters of a sharded model, such as adapters, which every rank holds whole.
 
-Their gradients are all-reduced once for each batch. If a small part of a model is trained and the
-rest is frozen, holding that part whole on each device costs less than gathering it in every pass.
-The model's own Parameter objects stay in use, so any optimizer can train them and any library can
-save them.
+Their gradients are all-reduced once per batch. If a small part of a model is trained and the rest
+is frozen, holding that part whole on each device costs less than gathering it in every pass. The
+model's own Parameter objects stay in use, so any optimizer can train them and any library can save
+them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from ..sums.collectives import own_collectives, spread
 from .flat import ShardRank, Slot, byte_count
 from .unit import choose_dtype, find_parameters
 
-STATE_COPIES = 4  # of a trained parameter: itself, its gradient, two for the optimizer
-MOST_PART = 0.25  # of the model's bytes that such parameters may take on each device
+STATE_COPIES = 4  # copies of a trained parameter: itself, its gradient, two for the optimizer
+MOST_PART = 0.25  # maximum fraction of the model's bytes for such parameters on each device
 
 
 def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
-    """Return the maximum bytes that a rank holds beside its part of the state and activations.
+    """Return the maximum bytes that a rank holds besides its part of the state and activations.
 
     That is the sum of the parameters in no unit, the two largest units, the gradients of both
-    before their reduction, the parameters that each rank holds whole with their gradients and
-    optimizer state, and the statistics of packed weights.
+    before their reduction, the unsharded parameters with their gradients and optimizer state, and
+    the statistics of packed weights.
     """
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
@@ -49,7 +49,7 @@ def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any 
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
-    """Return the trained parameters of a mostly frozen model, to be held whole on each rank.
+    """Return the trained parameters of a mostly frozen model, which each rank holds whole.
 
     Return an empty list if these parameters, their gradients and their optimizer state would take
     more than a quarter of the model's bytes.
@@ -62,7 +62,7 @@ def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:
 
 
 class WholeParameters:
-    """Trained parameters that this rank holds whole, with a buffer for their gradients.
+    """Unsharded trained parameters, with a buffer for their gradients.
 
     A hook moves each parameter's gradient, times this rank's weight, to the buffer as soon as the
     gradient is computed. The buffer is all-reduced once per batch; then gradients from before the
@@ -77,8 +77,8 @@ class WholeParameters:
         self._views: dict[Slot, torch.Tensor] = {}  # each parameter's view of the buffer
         # gradients from before the batch
         self._earlier: dict[Slot, torch.Tensor | None] | None = None
-        self.waits = False  # gradients of earlier passes wait for the all-reduce
-        self._counted = False  # the gradients are in the ledger
+        self.waits = False  # True if gradients of earlier passes wait for the all-reduce
+        self._counted = False  # True if the gradients are in the ledger
         for slot in self.slots:
             tensor = slot.tensor
             tensor.data = tensor.data.to(place.device)
@@ -113,7 +113,7 @@ class WholeParameters:
         slot.fired = True
         if not self._views:
             self._open()
-        if weight:  # else it may be infinite
+        if weight:  # otherwise it may be infinite
             with torch.no_grad():
                 self._views[slot].add_(gradient, alpha=weight)
 
@@ -130,7 +130,7 @@ class WholeParameters:
     def keep(self) -> None:
         """End a backward pass whose gradients are all-reduced later, after the next pass.
 
-        Set the `.grad` of each parameter meanwhile, so that zero_grad() is detected.
+        The `.grad` of each parameter is set meanwhile, so that zero_grad() is detected.
         """
         self.waits = True
         for slot in self.slots:
@@ -159,7 +159,7 @@ class WholeParameters:
             slot.fired = False
         size = 0 if self._counted else sum(map(byte_count, self._sums.values()))
         self._close()
-        self._held.add("whole", size)  # the gradients, which stay
+        self._held.add("whole", size)  # the gradients, which stay allocated
         self._counted = True
 
     def forget(self) -> None:

@@ -20,9 +20,9 @@ from ..audit.settings import Code
 from ..hooks import ProcessHooks, Replacement
 from ..weak_list import WeakList
 
-_REDUCTION = "_saved_reduction"  # the attribute that says how an operation reduces its rows
-CALLERS = 6  # the most calls between the program's own function and backward
-DEPTH, MOST = 8, 32  # the maximum depth and number of operations to list before the loss
+_REDUCTION = "_saved_reduction"  # attribute that tells how an operation reduces its rows
+CALLERS = 6  # maximum number of calls between the program's own function and backward
+DEPTH, MOST = 8, 32  # maximum depth and number of operations to list before the loss
 
 
 class LossListener(Protocol):

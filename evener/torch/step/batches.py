@@ -1,8 +1,8 @@
-"""The batches that loaders have yielded and loops may still compute, with the rows of each rank.
+"""The batches that loaders have yielded and that loops may still compute.
 
-A loop that uses `split.step` or `split.parts` passes its batch to them, which is recognized by the
-tensors that the loader yielded. For a loop that calls `backward` itself, recognition.py finds the
-batch.
+Each batch is stored with the rows of each rank. A loop that uses `split.step` or `split.parts`
+passes its batch to them; the batch is recognized by the tensors that the loader yielded. For a loop
+that calls `backward` itself, recognition.py finds the batch.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ class TakenBatch:
 
     def __init__(self, origin: Epoch, sizes: tuple[int, ...], data: Any, number: int = 0) -> None:
         self.origin = origin
-        self.number = number  # its index in the epoch
+        self.number = number  # index in the epoch
         self.sizes = sizes
         self.tensors = [weakref.ref(tensor) for tensor in tensors_in(data)]
-        self.used = False  # a wrapped model has computed it
+        self.used = False  # True once a wrapped model has computed it
 
     def alive(self) -> list[torch.Tensor]:
         """Return the batch's tensors that the loop still holds."""
@@ -49,8 +49,8 @@ class TakenBatch:
     def mixes_with(self, other: TakenBatch) -> bool:
         """True if both batches can be in one backward pass.
 
-        This requires that they give each rank the same weight, and that the last batches of their
-        epochs do so, too.
+        They can if they give each rank the same weight, and if the last batches of their epochs do
+        so, too.
         """
         return self.weighs_as(other) and (
             self.origin is other.origin or self.origin.tail == other.origin.tail
@@ -74,7 +74,7 @@ def match_objects(data: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
 class BatchTracker:
     """Tracks the batches that loaders have yielded and loops may still use."""
 
-    # the tracker that took a batch last
+    # the tracker that received the last batch
     newest: ClassVar[Callable[[], Any]] = staticmethod(lambda: None)
 
     def __init__(self) -> None:
@@ -108,8 +108,8 @@ class BatchTracker:
     def end(self, origin: Epoch) -> None:
         """Record that an epoch has ended or its loop was left.
 
-        A batch of the epoch may still be computed later, if it was the only one taken, or if the
-        loop keeps batches in a list.
+        A batch of the epoch may still be computed later, if it was the only one, or if the loop
+        stores batches in a list.
         """
         self._only = None
         origin.open = False
@@ -145,7 +145,7 @@ class BatchTracker:
         return found
 
     def _list_candidates(self, training: bool) -> list[Epoch]:
-        """Return the epochs that may have the batch which is computed now.
+        """Return the epochs that may contain the batch that is being computed.
 
         They are the open training epochs, or the epoch of a validation if the model is in
         evaluation mode. Without open epochs, they are training epochs that have ended, or the
@@ -163,7 +163,7 @@ class BatchTracker:
     def _choose(self, data: Any, epochs: Sequence[Epoch], match: Match) -> TakenBatch | None:
         """Return the batch that matches the data, or None if the choice makes no difference.
 
-        Raises RequestError if it isn't clear which batch is computed, and that makes a difference.
+        Raises RequestError if the batch is ambiguous and the choice makes a difference.
         """
         every = [batch for epoch in self._epochs for batch in epoch.batches]
         matched = match(data, every)
@@ -182,7 +182,7 @@ class BatchTracker:
 
 
 def _list_trained(epochs: Sequence[Epoch]) -> list[Epoch]:
-    """Return the training epochs of which a batch may be computed: open ones, else ended ones."""
+    """Return the training epochs with batches that may be computed: open ones, else ended ones."""
     trained = [each for each in epochs if each.training]
     running = [each for each in trained if each.open]
     if not running:
@@ -202,7 +202,7 @@ def _makes_no_difference(possible: Sequence[TakenBatch], epochs: int) -> bool:
 
 
 def _is_kept(epoch: Epoch, ended: Epoch) -> bool:
-    """True if a batch of an epoch that is over may still be computed."""
+    """True if a batch of an ended epoch may still be computed."""
     return epoch.training and (epoch is ended or bool(epoch.batches[-1].is_alive()))
 
 
@@ -210,8 +210,8 @@ def _drop_computed(batches: list[TakenBatch]) -> None:
     """Remove from the list, in place, the batches that no forward pass will compute any more.
 
     All `batches` are from one epoch. If the newest batch is used, all earlier ones are removed.
-    While there are more than two batches, the oldest is removed if the loop holds none of its
-    tensors any more.
+    While there are more than two batches, the oldest is removed if the loop no longer holds any of
+    its tensors.
     """
     if batches and batches[-1].used:
         del batches[:-1]
@@ -220,7 +220,7 @@ def _drop_computed(batches: list[TakenBatch]) -> None:
 
 
 def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
-    """Return the epoch's newest batch, and those fetched early that a loop may still compute."""
+    """Return the epoch's newest batch, and prefetched batches that a loop may still compute."""
     waiting = [batch for batch in epoch.batches[:-1] if not batch.used]
     if len(waiting) > 1:
         waiting = [batch for batch in waiting if batch.is_alive()]
@@ -228,7 +228,7 @@ def _list_waiting(epoch: Epoch) -> list[TakenBatch]:
 
 
 def _weigh_the_same(epochs: Sequence[Epoch]) -> bool:
-    """True if it makes no difference which of these epochs' batches is computed, now or later."""
+    """True if the choice among these epochs' batches makes no difference, now or later."""
     newest = epochs[-1].batches[-1]
     if not all(batch.mixes_with(newest) for each in epochs for batch in each.batches):
         return False

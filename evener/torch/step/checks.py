@@ -1,7 +1,7 @@
-"""Check before an optimizer's step that gradients are of the whole batch, and that memory suffices.
+"""Check before an optimizer's step that gradients belong to the whole batch and memory suffices.
 
-LBFGS also depends on the loss that its closure returns. So each rank gets the mean loss over the
-whole batch, and all ranks take the same steps.
+LBFGS also depends on the loss that its closure returns. Therefore each rank gets the mean loss over
+the whole batch, and all ranks take the same steps.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from .recovery import (
     is_out_of_memory,
 )
 
-_PARAMETERS = itemgetter("params")  # of an optimizer's parameter group
+_PARAMETERS = itemgetter("params")  # returns the parameters of an optimizer's parameter group
 
 
 class OptimizerCheck:
@@ -53,7 +53,7 @@ class OptimizerCheck:
         if SHORT:
             spare_memory(optimizer)
         closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
-        if closure is None:  # with a closure, the backward passes come later
+        if closure is None:  # with a closure, the backward passes follow later
             check_summed(optimizer)
         trainer = _find_trainer()
         if trainer is None:
@@ -132,7 +132,7 @@ _STATE_TENSORS = {
     "RAdam": 2,
     "Adamax": 2,
     "RMSprop": 1,
-}  # state tensors of a parameter's size
+}  # number of state tensors of a parameter's size
 
 
 def check_memory(optimizer: Any, trained: list[Any]) -> None:
@@ -156,7 +156,7 @@ def check_memory(optimizer: Any, trained: list[Any]) -> None:
 
 
 def spare_memory(optimizer: Any, tensors: int = 0) -> None:
-    """Make a step update its parameters one by one if memory is too short for all at once.
+    """Make a step update its parameters one by one if there isn't enough memory for all at once.
 
     `tensors` is the number of state tensors of each parameter's size that the step also allocates.
     A step that ran out of memory would leave some parameters updated and others not.
@@ -180,7 +180,7 @@ def spare_memory(optimizer: Any, tensors: int = 0) -> None:
 
 
 def _memory_holds(parameters: list[Any], tensors: int) -> bool:
-    """True if memory has room for `tensors` tensors of each parameter's size."""
+    """True if there is memory for `tensors` tensors of each parameter's size."""
     for last in (False, True):
         held: list[torch.Tensor] = []
         try:
@@ -196,12 +196,12 @@ def _memory_holds(parameters: list[Any], tensors: int) -> bool:
     return False
 
 
-# By optimizer: how many sums each exchange had made at its last step.
+# By optimizer: the number of sums of each exchange at its last step.
 _applied: weakref.WeakKeyDictionary[Any, dict[int, int]] = weakref.WeakKeyDictionary()
 
 
 def check_summed(optimizer: Any) -> None:
-    """Raise RequestError if a step would apply gradients of this rank's rows alone."""
+    """Raise RequestError if a step would apply gradients from this rank's rows alone."""
     exchanges = [each for each in EXCHANGES if isinstance(each, Exchange) and not each.single_rank]
     before = _applied.get(optimizer)
     _applied[optimizer] = {id(each): each.sums for each in exchanges}
@@ -233,7 +233,7 @@ def _check_seen(exchanges: list[Exchange]) -> None:
 
 
 def _has_summed(exchanges: list[Exchange], before: dict[int, int]) -> bool:
-    """True if an exchange has made a sum since an optimizer's last step.
+    """True if an exchange has completed a sum since an optimizer's last step.
 
     `before` has the number of sums at that step, by the id of the exchange.
     """

@@ -1,4 +1,4 @@
-"""The use of a device's memory by a rank's passes."""
+"""The device memory used by a rank's passes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ...training.memory_growth import LEFT, LEFT_AT_RISK, MemoryPeaks
 
 
 class MemoryGauge:
-    """Measures the memory that passes take, and predicts how many rows of a pass will fit.
+    """Measures the memory of passes, and predicts how many rows per pass will fit.
 
     `at_risk` is True if a pass that runs out of memory would stop the training run, or if the
     lengths of rows vary. In that case more memory is left free.
@@ -27,9 +27,9 @@ class MemoryGauge:
         self.at_risk = True
 
     def measure(self, rows: int) -> int:
-        """Return the most rows of a pass that are predicted to fit, or 0 without a prediction.
+        """Return the maximum rows per pass that are predicted to fit, or 0 without a prediction.
 
-        `rows` is the largest number of rows of a pass so far.
+        `rows` is the number of rows in the largest pass.
         """
         if self._device.type == "cuda":
             capacity_bytes = self._measure_gpu(rows)

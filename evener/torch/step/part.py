@@ -27,10 +27,10 @@ class Part:
         self.batch = batch
         self.rows = rows
         self.weight = weight
-        self.turn = Pass(0, 0, rows, rows, True, True)  # its position among the batch's passes
-        self.computed = False  # backward was called
+        self.turn = Pass(0, 0, rows, rows, True, True)  # position among the batch's passes
+        self.computed = False  # True once backward was called
         self.count: OfPart | None = None  # counts what the loss is a mean over, if not rows
-        self.counted: torch.Tensor | None = None  # what `count` returned for these rows
+        self.counted: torch.Tensor | None = None  # result of `count` for these rows
         self.passes: Any = None  # the Passes that yielded this part
         self.after: Callable[[Any], None] | None = (
             None  # called with each loss after its backward pass
@@ -84,7 +84,7 @@ class Part:
             )
 
     def at(self, turn: Pass) -> Part:
-        """Return this part if `turn` has all of its rows, else a new part with the turn's rows."""
+        """Return this part if `turn` has all its rows, else a new part with the turn's rows."""
         if turn.rows == self.rows:
             self.turn = turn
             return self

@@ -1,8 +1,8 @@
-"""Recognizes which batch a forward pass computes, in a loop that calls `backward` itself.
+"""Recognize which batch a forward pass computes, in a loop that calls `backward` itself.
 
 Such a loop may prefetch its next batch or use two loaders, and its model's inputs may be views of
-the loader's tensors. So a batch is recognized by the addresses of its tensors. A loop that uses
-`split.step` or `split.parts` passes its batch to them, and needs no recognition (batches.py).
+the loader's tensors. Therefore a batch is recognized by the addresses of its tensors. A loop that
+uses `split.step` or `split.parts` passes its batch to them, and needs no recognition (batches.py).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from .batches import TakenBatch
 
 
 def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBatch]:
-    """Return the batches that share memory with most of a forward pass's inputs.
+    """Return the batches that share memory with the most inputs of a forward pass.
 
     Return an empty list if no input shares memory with a batch.
     """
@@ -32,8 +32,8 @@ def match_addresses(inputs: Any, batches: Sequence[TakenBatch]) -> list[TakenBat
 def _count_among(inputs: Sequence[torch.Tensor], batch: TakenBatch) -> tuple[int, int]:
     """Count the tensors that share memory with the batch, and those at the same address.
 
-    The first count alone isn't enough: rows that a data set keeps in memory are in a batch
-    of each epoch.
+    The first count alone isn't enough: rows that a data set keeps in memory are in a batch of each
+    epoch.
     """
     alive = batch.alive()
     memory = {address(tensor) for tensor in alive} - {0}

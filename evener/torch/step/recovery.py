@@ -1,8 +1,8 @@
-"""Recovery of a pass that runs out of memory, so that its rows can be computed in smaller passes.
+"""Recover from a pass that ran out of memory, so that its rows can be computed in smaller passes.
 
-`Passes` in step.py calls it. The memory that the pass holds is freed, and gradients, buffers and
+`Passes` in step.py uses this module. The memory of the pass is freed, and gradients, buffers and
 random numbers are restored to their state before the pass, so that no row is lost or counted twice.
-Only gradients that have been sent already stay, because they are final. The other ranks wait in the
+Only gradients that were already sent stay, because they are final. The other ranks wait in the
 all-reduce meanwhile.
 """
 
@@ -27,7 +27,7 @@ from .part import Part
 
 
 def is_out_of_memory(error: BaseException | None) -> bool:
-    """True if an error means that PyTorch's allocator or a library below it ran out of memory."""
+    """True if an error means that PyTorch's allocator, or a library below it, ran out of memory."""
     if isinstance(error, torch.OutOfMemoryError | MemoryError):
         return True
     return isinstance(error, RuntimeError) and says_out_of_memory(str(error))
@@ -58,7 +58,7 @@ def free_memory(device: torch.device) -> None:
 def free_before_update(device: torch.device) -> None:
     """Request that the allocator's unused memory is returned before the next optimizer step.
 
-    In its first step an optimizer allocates its state. Otherwise the state would be allocated in
+    An optimizer allocates its state in its first step. Otherwise the state would be allocated in
     blocks that activations have used, and fragment them: a plan that nearly fills the memory would
     run out of memory in its second step.
     """
@@ -67,7 +67,7 @@ def free_before_update(device: torch.device) -> None:
 
 
 def held_by_others(device: torch.device) -> int:
-    """Return the bytes that other processes hold on a GPU; return 0 for other devices."""
+    """Return the bytes that other processes hold on a GPU; 0 for other devices."""
     if device.type != "cuda":
         return 0
     free, total = torch.cuda.mem_get_info(device)
@@ -93,8 +93,8 @@ class RunningPass:
     part: Part
     state: PassState  # before the pass
     collectives: int  # number of collectives before the pass that evener didn't start
-    opened: bool = False  # its backward pass was started by `Part.backward`
-    ended: bool = False  # one of its backward passes is over, and can't be undone
+    opened: bool = False  # True if `Part.backward` started its backward pass
+    ended: bool = False  # True if one of its backward passes is over, and can't be undone
 
     def has_used_collectives(self) -> bool:
         """True if the loop has communicated with other ranks in this pass."""
@@ -102,7 +102,7 @@ class RunningPass:
 
 
 class Recovery:
-    """Undoes passes of a rank that run out of memory, and limits the rows of later passes.
+    """Undoes a rank's passes that run out of memory, and limits the rows of later passes.
 
     `said` is called with a Retreat for each such pass.
     """
@@ -112,16 +112,16 @@ class Recovery:
         self._held_by_others = partial(held_by_others, device)
         self.limit = PassLimit(rank)
         self._constant: set[int] = set()  # ids of buffers that passes don't change
-        # raises RequestError if parts of this many rows give another gradient than the whole part
+        # raises RequestError if parts of this many rows have another gradient than the whole part
         self.check: Callable[[Part, int], None] | None = None
         self.checked = False
-        self.uses_collectives = False  # the loop communicates with other ranks in a pass
+        self.uses_collectives = False  # True if the loop communicates with other ranks in a pass
         # why a pass can't be undone if evener doesn't sum its gradients, and the remedy
         self.final = (
             "others than evener sum its gradients, as FSDP does",
             "Make a plan with smaller passes: evener balance --micro.",
         )
-        self.advice = (  # to print after the loop's error
+        self.advice = (  # printed after the loop's error
             "a pass that runs out of memory is computed again in smaller ones where the loop says"
             " split.step(batch, lambda part: loss of part.batch) in place of loss.backward()."
         )
@@ -129,7 +129,7 @@ class Recovery:
     def advise(self, error: BaseException) -> str:
         """Return advice to print below an error that ends this process.
 
-        Return "" unless the error means that memory ran out.
+        Return "" unless memory ran out.
         """
         return self.advice if is_out_of_memory(error) else ""
 
@@ -160,7 +160,7 @@ class Recovery:
         return drop_frames(error)
 
     def undo(self, running: RunningPass, exchanges: Sequence[Exchange], least: int) -> None:
-        """Undo a pass, and make later passes smaller, but of at least `least` rows.
+        """Undo a pass, and make later passes smaller, but with at least `least` rows.
 
         Raises DeviceError if passes can't be smaller, or if smaller passes would have another
         gradient.
@@ -183,11 +183,11 @@ class Recovery:
         self._said(Retreat(self.limit.step, part.rows, smaller, seconds, others))
 
     def forget(self, running: RunningPass, exchanges: Sequence[Exchange]) -> None:
-        """Forget how to undo a pass once all its rows are computed.
+        """Discard what is needed to undo a pass, once all its rows are computed.
 
-        Gradients that were sent early are not kept any longer, because the pass isn't retried. In
-        the first batch, also record which buffers passes don't change, so that these aren't copied
-        in later passes.
+        Gradients that were sent early are no longer kept, because the pass isn't retried. In the
+        first batch, also record which buffers passes don't change, so that these aren't copied in
+        later passes.
         """
         for exchange in exchanges:
             exchange.held.forget_failure()
@@ -260,7 +260,7 @@ class Recovery:
 
 
 class PassState:
-    """The state of random numbers and buffers before a pass, to restore after a failure."""
+    """The state of random numbers and buffers before a pass, which can be restored."""
 
     def __init__(self, exchanges: Sequence[Exchange], constant: set[int]) -> None:
         self._numbers = RandomState()

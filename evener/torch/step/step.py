@@ -59,8 +59,7 @@ from .unowned import UNOWNED
 class LoaderSteps(StepListener):
     """Begins a step with each batch of a loader, and ends it when the loop requests the next batch.
 
-    Steps aren't timed or reported if `trains` is False, which means that the loader is for
-    validation.
+    If `trains` is False, the loader is for validation, and steps aren't timed or reported.
     """
 
     training: Any
@@ -82,7 +81,7 @@ class LoaderSteps(StepListener):
             )
 
     def begin(self, origin: Epoch, sizes: tuple[int, ...], batch: Any) -> None:
-        """Begin a step when the loop gets a batch; `sizes` has the number of rows of each rank."""
+        """Begin a step when the loop gets a batch; `sizes` has each rank's number of rows."""
         training, weights = self.training, self.training.weights
         weights.take(origin, sizes, batch)
         if not self.trains:
@@ -145,7 +144,7 @@ def take_parts(
 
 
 def _divide(training: Any, batch: Any, taken: TakenBatch) -> list[Part]:
-    """Divide the rank's rows into passes by the plan, each weighted for the rank's mean loss."""
+    """Divide the rank's rows into passes as planned, each weighted for the rank's mean loss."""
     weights = training.weights
     rows = taken.sizes[training.rank]
     most = max(1, rows) if taken.origin.by_length else training.ranks.micros[training.rank]
@@ -171,15 +170,17 @@ def _without_sums(models: Sequence[Any]) -> Iterator[None]:
 class Passes:
     """Computes the passes of a rank's batches one after the other, for loops and all trainers.
 
-    A pass that runs out of memory is computed again in smaller passes; `said` is then called with
-    a Retreat that describes this event.
+    A pass that runs out of memory is computed again in smaller passes; `said` is then called with a
+    Retreat that describes the retry.
     """
 
     def __init__(self, rank: int, device: torch.device, said: Callable[[Retreat], None]) -> None:
         self._device = device
         self.recovery = Recovery(rank, device, said)
-        self._exchanges: list[Exchange] = []  # they sum the current batch's gradients
-        self._given: set[Exchange] = set()  # they have gradients of the batch's earlier passes
+        self._exchanges: list[Exchange] = []  # exchanges that sum the current batch's gradients
+        self._given: set[Exchange] = (
+            set()
+        )  # exchanges that have gradients of the batch's earlier passes
         self._running: RunningPass | None = None
 
     def take(
@@ -190,16 +191,16 @@ class Passes:
         begins: bool = True,
         move: bool = True,
     ) -> Iterator[Part]:
-        """Yield the parts of a batch in turn, each in smaller pieces if memory ran out.
+        """Yield the parts of a batch in turn, in smaller pieces if memory runs out.
 
-        A part is the rows of one pass. The caller computes it in `with part:` and calls
+        A part has the rows of one pass. The caller computes it in `with part:` and calls
         `part.backward`.
 
         - `models` all-reduce their gradients only in the last part.
         - If `exchanges` is empty, another library sums the gradients, so no pass can be computed
           again.
         - `begins` is True if `parts` are the first parts of a batch.
-        - With `move`, each part is moved to the device while the part is computed.
+        - With `move`, each part is moved to the device before it is computed.
         """
         recovery = self.recovery
         self._exchanges = list(exchanges)
@@ -220,7 +221,7 @@ class Passes:
         self._exchanges, self._running = [], None
 
     def _compute(self, part: Part, models: Sequence[Any], move: bool) -> Iterator[Part]:
-        """Yield a part, moved to the device, for the consumer to compute.
+        """Yield a part for the caller to compute, moved to the device.
 
         The `models` all-reduce gradients in it only if it is the last part. Afterwards `part.error`
         isn't empty if memory ran out.
@@ -274,7 +275,7 @@ class Passes:
     def note_backward(self) -> None:
         """Mark the current part as impossible to undo, unless `open` was called for it.
 
-        Called when the backward pass of a loss starts.
+        Called at the start of a loss's backward pass.
         """
         if self._running is not None and not self._running.opened:
             self._running.ended = True
@@ -287,7 +288,7 @@ class Passes:
     # -- after a pass
 
     def _complete(self, running: RunningPass, queue: PassQueue) -> None:
-        """Record which exchanges have gradients after a pass that was computed.
+        """Record which exchanges have gradients after a completed pass.
 
         Raises RequestError if the pass ended without a call of `Part.backward`.
         """
@@ -299,14 +300,14 @@ class Passes:
 
     def _retry(self, running: RunningPass, queue: PassQueue) -> None:
         """Undo a pass that ran out of memory, and queue its rows again in smaller passes."""
-        # Unless an earlier failed pass is still being repeated, gradients that were sent are
+        # Unless an earlier failed pass is still being retried, gradients that were sent are
         # complete for the rows of this pass only.
         queue.retry(all(exchange.held.final is None for exchange in self._exchanges))
         self.recovery.undo(running, self._exchanges, self._least_rows())
         running.part.computed, running.part.error = False, ""
 
     def _least_rows(self) -> int:
-        """Return the fewest rows that a pass may have.
+        """Return the minimum number of rows in a pass.
 
         It is 2 if a BatchNorm is in training mode, because it can't normalize a single row.
         """

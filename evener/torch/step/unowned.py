@@ -36,10 +36,10 @@ class UnownedTensors:
 
     def __init__(self) -> None:
         self._groups: list[TensorGroup] = []
-        # returns the function that computes gradients' weight in the current training run, if any
+        # returns the function that computes the gradients' weight in the current run, if any
         self.weigh: Callable[[], Weigh | None] = lambda: None
         self.device = torch.device("cpu")  # the training run's device, for collectives
-        self.syncs = True  # backward passes end with an all-reduce
+        self.syncs = True  # True if backward passes end with an all-reduce
 
     def find(self) -> None:
         """Find the unowned tensors that optimizers hold now, and add them in new groups."""
@@ -92,7 +92,7 @@ class UnownedTensors:
     def _are_alike(self, gradients: Sequence[Any]) -> bool:
         """True if all ranks have the same gradients.
 
-        That is the case if a loop copies them from a wrapped model, whose gradients were summed.
+        They do if a loop copies them from a wrapped model, whose gradients were summed.
         """
         flat = torch.cat([each.detach().reshape(-1).to(self.device) for each in gradients])
         least = -flat
@@ -103,7 +103,7 @@ class UnownedTensors:
 
 
 class TensorGroup:
-    """Loose tensors of one optimizer, whose gradients are summed in one all-reduce."""
+    """Unowned tensors of one optimizer, whose gradients are summed in one all-reduce."""
 
     def __init__(self, tensors: Sequence[torch.Tensor], unowned: UnownedTensors) -> None:
         self._tensors = [weakref.ref(each) for each in tensors]
@@ -117,7 +117,7 @@ class TensorGroup:
         # gradients that wait for an all-reduce, by index
         self._waiting: dict[int, torch.Tensor] = {}
         self._summed: set[int] = set()
-        self._begins = True  # ranks haven't compared the tensors' initial values
+        self._begins = True  # True until ranks have compared the tensors' initial values
         own = weakref.proxy(self)
         for place, each in enumerate(tensors):
             each.register_hook(partial(_note_gradient, own, place))
@@ -138,7 +138,7 @@ class TensorGroup:
         With torch.autograd.grad, `take` isn't called afterwards.
         """
         task = backward_number()
-        if task != self._task:  # drop what a failed pass left
+        if task != self._task:  # drop the remains of a failed pass
             self._task, self._before, self._came = task, {}, {}
             self._call_at_the_end(task)
         tensor = self._tensors[place]()
@@ -162,9 +162,9 @@ class TensorGroup:
         self._came[place] = self._came[place] + own if place in self._came else own
 
     def _call_at_the_end(self, task: int) -> None:
-        """Schedule the all-reduce after all wrapped models have finished theirs in a backward pass.
+        """Schedule the all-reduce for after those of all wrapped models in a backward pass.
 
-        Thus the order of collectives is the same on every rank.
+        Therefore the order of collectives is the same on every rank.
         """
         own = weakref.ref(self)
 

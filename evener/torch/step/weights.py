@@ -35,14 +35,16 @@ from .wrapped import (
 
 
 class WholeBatchLoss(BaseException):  # so that a program's `except Exception` can't catch it
-    """Raised if a loss that is being audited calls `split.loss` or `split.gather`.
+    """Raised if a loss under audit calls `split.loss` or `split.gather`.
 
     Such a loss is the whole batch's loss on each rank, so it needs no audit.
     """
 
 
 Weigh = Literal["gradients", "loss", "trainer"]
-NUMBERS = 4  # batch numbers that ranks compare: their sum over 64 ranks is exact in bfloat16
+NUMBERS = (
+    4  # number of batch numbers that ranks compare; their sum over 64 ranks is exact in bfloat16
+)
 
 
 class BatchWeights(BatchTracker):
@@ -58,22 +60,28 @@ class BatchWeights(BatchTracker):
     ) -> None:
         super().__init__()
         self.shares, self.weigh = shares, weigh
-        # models whose forward passes are watched, in the order in which they were wrapped
+        # models whose forward passes are watched, in the order of wrapping
         self.models: WeakList[Any] = WeakList()
         self._auditing = False
         self.in_parts: TakenBatch | None = None  # the batch whose parts are computed
         self._searched = False  # the search for tensors without a module was made
-        self.is_loops = False  # so far, the newest batch's loss hasn't used a method of the split
+        self.is_loops = (
+            False  # True while the newest batch's loss hasn't used a method of the split
+        )
         self._exchanges: WeakList[Exchange] = WeakList()
         self._own_exchanges: weakref.WeakKeyDictionary[Any, Exchange] = (
             weakref.WeakKeyDictionary()
-        )  # by model, with a single rank
+        )  # exchanges by model, with a single rank
         self.noise = noise  # measures the noise scale of one model
-        self.in_pass = False  # a trainer's pass is running, and batches have several
-        self.equal_passes = False  # ranks synchronize in each pass, so all run equally many
-        self.are_averaged = False  # another library averages the gradients over ranks
-        self.computes_at_once = False  # a model was trained on a whole batch, not by parts
-        self.lengths_vary = False  # batches aren't padded to one length
+        self.in_pass = False  # True in a trainer's pass, if batches have several passes
+        self.equal_passes = (
+            False  # True if ranks synchronize in each pass, so that all run the same number
+        )
+        self.are_averaged = False  # True if another library averages the gradients over ranks
+        self.computes_at_once = (
+            False  # True if a model was trained on a whole batch instead of parts
+        )
+        self.lengths_vary = False  # True if batches aren't padded to one length
         self._shape: tuple[int, ...] | None = None  # shape of a row in the newest batch
         self._rank = shares.rank
         self.timer = timer
@@ -92,7 +100,7 @@ class BatchWeights(BatchTracker):
     def look_for_tensors(self) -> None:
         """Find tensors that optimizers train and no module has, so that their gradients are summed.
 
-        These gradients get the weights of this training run. The search is made only once.
+        These gradients get the weights of this training run. The search runs only once.
         """
         if self.shares.world == 1 or self.are_averaged:
             return
@@ -141,7 +149,7 @@ class BatchWeights(BatchTracker):
         self._shape = shape
 
     def exchange_gradients(self, model: Any) -> list[Exchange]:
-        """Sum the gradients of a trainer's model from now on, and return its exchange in a list.
+        """Sum the gradients of a trainer's model from now on; return its exchange in a list.
 
         The list is empty if another library sums the gradients.
         """
@@ -158,7 +166,7 @@ class BatchWeights(BatchTracker):
         return [] if exchange is None else [exchange]
 
     def weigh_sharded(self, model: Any, sharded: Any, device: torch.device) -> None:
-        """Weight the gradients of a sharded model before they are reduced; watch forward passes."""
+        """Weight a sharded model's gradients before they are reduced; watch its forward passes."""
         sharded.begun = partial(self._begin_backward, weakref.proxy(sharded))
         if self.by_loss:
             sharded.weigh(1.0 / self.shares.world)
@@ -166,13 +174,13 @@ class BatchWeights(BatchTracker):
         self.watch_forward(model, device)
 
     def weigh_exchange(self, model: Any, exchange: Exchange | None) -> None:
-        """Weight the gradients of a wrapped model before its exchange sums them.
+        """Weight a wrapped model's gradients before its exchange sums them.
 
         If losses are weighted already, the exchange averages the gradients instead.
         """
         self.models.add(model)
         if exchange is None:
-            self.timer.has_own_work = False  # nothing says when its gradients are ready
+            self.timer.has_own_work = False  # nothing reports when its gradients are ready
             if self.noise is not None:
                 raise refuse_noise(
                     "DistributedDataParallel's communication hook or mixed_precision"
@@ -229,7 +237,7 @@ class BatchWeights(BatchTracker):
             return
         exchange.number = (
             batch.origin.batches[-1].number % NUMBERS
-        )  # of the newest batch, as that doesn't depend on addresses
+        )  # of the newest batch, because it doesn't depend on addresses
         if exchange.noise is not None:
             exchange.noise.note(batch)
         if self.weigh == "loss" and self._scaled_pass != backward_number():
@@ -294,7 +302,7 @@ class BatchWeights(BatchTracker):
     def _count_passes(self, batch: TakenBatch) -> list[int]:
         """Return the number of passes that each rank needs for this batch.
 
-        The result is only valid for batches whose rows aren't distributed by length.
+        The result is valid only for batches whose rows aren't assigned by length.
         """
         return [
             max(1, count_passes(*each))
@@ -306,7 +314,7 @@ class BatchWeights(BatchTracker):
 
         They have to be equal if ranks synchronize in each pass, as with a sharded model: the rank
         that needs the most passes determines the number. Raises RequestError if the batch's rows
-        are then distributed by length.
+        are then assigned by length.
         """
         if not self.equal_passes:
             return 0
@@ -414,7 +422,7 @@ class BatchWeights(BatchTracker):
         return made
 
     def check_trained(self, parameters: list[Any]) -> None:
-        """Raise RequestError if an optimizer is about to apply gradients that were not weighted."""
+        """Raise RequestError if an optimizer is about to apply gradients that weren't weighted."""
         if self.are_averaged:
             return
         exchanged = exchanged_parameters()
@@ -462,7 +470,7 @@ def _scale_forgotten() -> RequestError:
 
 
 def _not_wrapped(wrapped: int, missing: int) -> RequestError:
-    """Return the error of an optimizer that trains parameters of no wrapped model."""
+    """Return the error for an optimizer that trains parameters outside all wrapped models."""
     if not wrapped:
         return RequestError(
             "The optimizer trains a model whose gradients aren't weighted: the ranks "

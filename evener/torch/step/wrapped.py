@@ -59,7 +59,7 @@ _OTHER = {
 }
 _OPTIONS = (
     signature(DistributedDataParallel).parameters.keys() - _OTHER
-)  # accepted, though most have no effect here
+)  # accepted, although most have no effect here
 
 
 class Exchanged(torch.nn.Module):  # type: ignore[misc]  # torch isn't followed
@@ -222,7 +222,7 @@ class _ForwardHook:
         tensors = tensors_in(outputs)
         leaves = any(
             each.is_leaf and each.requires_grad for each in tensors
-        )  # a hook on a parameter would stay there
+        )  # a hook on a parameter would stay on it
         if leaves:
             outputs = each_tensor(lambda tensor: tensor.view_as(tensor), outputs)
             tensors = tensors_in(outputs)
@@ -276,8 +276,8 @@ def is_sharded(model: Any) -> bool:
 def has_own_work(model: Any, rebalances: bool) -> bool:
     """True if no rank waits for another within a pass, so that its compute time can be measured.
 
-    Ranks wait for each other in FSDP2's layers and in SyncBatchNorm. Raises RequestError if they do
-    although shares are to be rebalanced.
+    Ranks wait for each other in FSDP2's layers and in SyncBatchNorm. If they do, and shares are to
+    be rebalanced, raises RequestError.
     """
     if not (
         is_sharded(model)
@@ -294,7 +294,7 @@ def has_own_work(model: Any, rebalances: bool) -> bool:
 
 
 def check_exchange(model: Any) -> None:
-    """Raise RequestError if another library reduces gradients or splits rows over ranks."""
+    """Raise RequestError if another library reduces gradients or divides rows among ranks."""
     names = _class_names(model)
     for name, library in _ENGINES.items():
         if name in names:
@@ -414,7 +414,7 @@ def watch_frozen(model: Any) -> None:
         if handle is not None:
             handle.remove()
         if not parameter.requires_grad and parameter.is_floating_point():
-            parameter.requires_grad_(True)  # else it takes no hook
+            parameter.requires_grad_(True)  # otherwise it accepts no hook
             _frozen_hooks[parameter] = parameter.register_hook(_refuse_unfrozen)
             parameter.requires_grad_(False)
 

@@ -1,4 +1,4 @@
-"""Flat buckets of gradients, and the gradients that are saved while a pass may be repeated."""
+"""Flat buckets of gradients, and gradients that are saved while a pass may be retried."""
 
 from __future__ import annotations
 
@@ -16,19 +16,19 @@ from ...errors import RequestError
 from ..members import Members
 from ..private import add_each, copy_each, gradient_hooks
 
-FIRST_BYTES = 1 << 20  # the first bucket is small, so that it is sent early
+FIRST_BYTES = 1 << 20  # size of the first bucket, which is small so that it is sent early
 FUSED = {
     "cpu": 1 << 12,
     "cuda": 1 << 21,
-}  # mean size of a gradient, in values, from which weighting during the copy is faster
-MOST_PATTERNS = 64  # patterns of flags that a bucket caches
-MOST_KEPT = 64 << 20  # the most bytes of buffers that are compared with a copy
+}  # minimum mean size of a gradient, in values, for weighting during the copy to be faster
+MOST_PATTERNS = 64  # maximum number of flag patterns that a bucket caches
+MOST_KEPT = 64 << 20  # maximum bytes of buffers that are compared with a copy
 SAMPLED = 8  # number of weights that ranks compare at a time
-TAIL = 3 + SAMPLED  # numbers at the end of a bucket, after the flags
-# the allowed difference between ranks' weights, in units of the dtype's rounding; devices of
+TAIL = 3 + SAMPLED  # length of the tail at the end of a bucket, after the flags
+# maximum difference between ranks' weights, in units of the dtype's rounding; devices of
 # different kinds reach 4 units in 600 steps
 APART = 1e4
-MOST_APART = 0.1  # the same, relative to the weights; it applies to 16-bit dtypes
+MOST_APART = 0.1  # the same relative to the weights, for 16-bit dtypes
 
 GRADIENT, _IS_SPARSE = attrgetter("grad"), attrgetter("is_sparse")
 
@@ -49,19 +49,19 @@ class Bucket:
         self.flat = torch.zeros(
             sum(sizes) + len(sizes) + TAIL, dtype=self.last.dtype, device=self.last.device
         )
-        self._views = _cut(self.flat.data, parameters)  # with version counters of their own
+        self._views = _cut(self.flat.data, parameters)  # with their own version counters
         self.gradients, self._flags = self.flat[: sum(sizes)], self.flat[sum(sizes) :]
         self.tail, self._targets = self.flat[-TAIL:], [*self._views, self._flags]
         self._sent = [torch.view_as_real(self.flat) if self.flat.is_complex() else self.flat]
         self._patterns: dict[tuple[int, ...], torch.Tensor] = {}  # cached flags and tails
-        self._hold: torch.Tensor | None = None  # gradients of earlier batches, weighted already
+        self._hold: torch.Tensor | None = None  # weighted gradients of earlier batches
         self._held_views: list[torch.Tensor] = []
         # indices of parameters without a gradient in the last `gather`
         self._absent: list[int] = []
         mean = self.gradients.numel() / len(sizes)
         self._fuses = mean > FUSED.get(
             self.flat.device.type, math.inf
-        )  # multiplies during the copy, to read memory once
+        )  # multiplies during the copy, so that memory is read once
         self._work: Any = None
         self._version = 0  # version of the gradients when they were sent
 
@@ -102,7 +102,7 @@ class Bucket:
     def _gather_new(self, gradients: list[Any], flags: torch.Tensor, weight: float) -> None:
         """Copy gradients into the bucket, multiply them by `weight`, and write the bucket's flags.
 
-        It is for gradients that are all new tensors, and makes as few calls of PyTorch as possible.
+        It is for gradients that are all new tensors, and uses as few calls of PyTorch as possible.
         `flags` has a flag for each gradient, and the bucket's tail.
         """
         if self._fuses and weight not in (0.0, 1.0):
@@ -155,7 +155,7 @@ class Bucket:
             self.gradients.mul_(weight)
 
     def fold(self, weight: float) -> None:
-        """Multiply the gradients so far by a weight, because later ones have another weight."""
+        """Multiply the accumulated gradients by a weight, because later ones have another one."""
         self.weigh(weight, 0)
         self._hold = self.flat.clone()
         self._held_views = _cut(self._hold, self._parameters)
@@ -185,7 +185,7 @@ class Bucket:
     def send(self, group: Any) -> None:
         """Start the all-reduce over the ranks of the group."""
         self._version = self._views[0]._version
-        self._work = group.allreduce(self._sent)  # dist.all_reduce takes longer to start it
+        self._work = group.allreduce(self._sent)  # dist.all_reduce would take longer to start it
 
     def receive(self) -> None:
         """Wait for the all-reduce, and set the gradients of parameters that only other ranks used.
@@ -262,7 +262,7 @@ _FORMATS = {4: (torch.channels_last,), 5: (torch.channels_last_3d,)}
 
 
 def warn_of_hooks(parameters: Sequence[Any], own: set[int]) -> None:
-    """Warn if parameters have gradient hooks beside evener's, whose handle ids are in `own`.
+    """Warn if parameters have gradient hooks other than evener's, whose handle ids are in `own`.
 
     Such hooks get the gradient of this rank's rows instead of the whole batch's.
     """
@@ -341,15 +341,15 @@ class TailReader:
 
 
 class Buffers:
-    """A module's buffers, except `ignored` names, and whether their values have changed."""
+    """A module's buffers, except `ignored` names, with detection of changes."""
 
     def __init__(self, module: Any, ignored: Collection[str] = ()) -> None:
         self._members, self._ignored = Members(module), ignored
-        self._kept_at = -1  # `Members.buffers_at` when the values were kept
+        self._kept_at = -1  # `Members.buffers_at` when the values were copied
         self._places: list[tuple[int, int]] = []
         self._known: list[
             tuple[list[torch.Tensor], torch.Tensor]
-        ] = []  # for each device: the bytes, and the kept copy
+        ] = []  # for each device: the bytes and their copy
 
     def all(self) -> list[torch.Tensor]:
         """Return the buffers, each only once."""
@@ -375,7 +375,7 @@ class Buffers:
         Values are compared because PyTorch's version counter misses changes through `buffer.data`
         and by BatchNorm.
         """
-        # else there are no buffers
+        # otherwise there are no buffers
         may_differ = self._places or self._kept_at != self._members.buffers_at()
         if may_differ and self._find_places() != self._places:
             flag.add_(1)
@@ -400,11 +400,11 @@ def _bytes_of(buffer: torch.Tensor) -> torch.Tensor:
 
 
 class EarlierGradients:
-    """Saves the gradients of earlier passes while a pass runs that may have to be computed again.
+    """Saves the gradients of earlier passes while a pass runs that may have to be retried.
 
     If the results of rows depend on random draws or on one another (`late`), all gradients of a
     failed pass are dropped. Otherwise the gradients that a failed pass has computed are complete
-    and final: a second try leaves them unchanged.
+    and final: the retry leaves them unchanged.
     """
 
     def __init__(self, parameters: Sequence[Any]) -> None:
@@ -452,7 +452,7 @@ class EarlierGradients:
         self.opened = self.late = self.apart = False
 
     def forget_failure(self) -> None:
-        """Forget a failed pass, because all its rows have been computed again."""
+        """Forget a failed pass, because all its rows have been recomputed."""
         self.final = None
 
     def fail(self, came: set[int]) -> None:

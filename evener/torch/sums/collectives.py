@@ -22,7 +22,7 @@ _own = 0  # number of collectives that evener has started
 
 
 def count_foreign() -> int:
-    """Return how many collectives among several ranks the program, not evener, has started."""
+    """Return how many collectives among several ranks the program itself has started."""
     return sum(count_exchanges().values()) - _own
 
 
@@ -44,7 +44,7 @@ def own_collectives() -> Iterator[None]:
 
 
 class CollectiveError(RequestError):
-    """Raised if a loss that one rank computes alone calls a collective."""
+    """Raised if a loss that one rank computes without the others calls a collective."""
 
 
 USES_COLLECTIVES = (
@@ -57,7 +57,7 @@ COLLECTIVES_REMEDY = (
 
 
 def refuse_collectives(compute: Callable[..., Any]) -> Callable[..., Any]:
-    """Wrap `compute`, so that it raises CollectiveError after a call that started a collective.
+    """Wrap `compute` so that it raises CollectiveError after a call that started a collective.
 
     The other ranks may not call `compute`, so they wouldn't take part in the collective.
     """
@@ -129,8 +129,8 @@ def add_up(value: Any, device: torch.device, world: int, timer: Any) -> torch.Te
 def average(value: Any, sizes: Sequence[int], device: Any, timer: Any) -> Any:
     """Return the mean over all rows in a batch, from the mean over the rows of each rank.
 
-    `value` is this rank's mean, and `sizes` has the number of rows on each rank. If the values are
-    equal on all ranks, `value` itself is returned, without rounding.
+    `value` is this rank's mean, and `sizes` has each rank's number of rows. If the values are equal
+    on all ranks, `value` itself is returned, without rounding.
     """
     figure = torch.as_tensor(value).detach().to(device, torch.float64).reshape(1)
     every = [torch.empty_like(figure) for _ in sizes]

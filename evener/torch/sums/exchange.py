@@ -56,9 +56,11 @@ from .buckets import (
 )
 from .collectives import is_equal_everywhere, note_own, own_collectives, spread
 
-LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # of a bucket
-BUCKETS = 6  # approximate number; more would cost the host time and hide little more communication
-MOST_ARRIVED = 1 << 20  # more than the number of gradients in any pass
+LEAST_BYTES, MOST_BYTES = 25 << 20, 100 << 20  # size limits of a bucket
+BUCKETS = (
+    6  # approximate number of buckets; more would cost host time and hide little more communication
+)
+MOST_ARRIVED = 1 << 20  # upper bound for the number of gradients in a pass
 EVERY = 4  # ranks compare some of their weights in one of this many sums
 
 
@@ -102,7 +104,7 @@ class Exchange:
         ignored = ignored_names(module)
         taking_part = _list_taking_part(module.named_parameters(), ignored)
         self.parameters = [each for each in taking_part if each.requires_grad]
-        self.normalizers = _find_normalizers(module)  # BatchNorms, which mix rows
+        self.normalizers = _find_normalizers(module)  # BatchNorm layers, which mix rows
         self.group, self.single_rank, self.weight = group, single_rank, 1.0
         self._world = 1 if single_rank else dist.get_world_size(group)
         for each in EXCHANGES:  # raises RequestError for a sharded model
@@ -118,26 +120,26 @@ class Exchange:
         self.noise: Any = None  # a RankNoise that samples the sums
 
         self.number = 0  # the number of the batch in its epoch
-        self.resting = False  # computations are an audit's, not part of a step
-        self.waits = False  # a forward pass was watched since the last sum
-        self.sums = 0  # sums that have been made
+        self.resting = False  # True while an audit computes, outside of a step
+        self.waits = False  # True if a forward pass was watched since the last sum
+        self.sums = 0  # number of completed sums
         self.ran = False
-        self.unsummed = False  # gradients are of this rank's rows alone
-        self._unsent = False  # there may be gradients that weren't summed
+        self.unsummed = False  # True if gradients come from this rank's rows alone
+        self._unsent = False  # True if there may be gradients that weren't summed
 
         # The order of gradients in the first pass; None once ranks have agreed on it.
         self._order: list[int] | None = None if single_rank else []
-        self._early = False  # buckets may be sent before the backward pass ends
+        self._early = False  # True if buckets may be sent before the backward pass ends
         self._armed = self._sync = False
         self._batch: Any = None  # of the backward pass
         self._begins: list[Any] = []  # hooks that detect the backward pass of hidden outputs
         self._hidden_task = -1  # the number of that pass
-        self._broken = False  # a backward pass failed after some of its gradients were sent
+        self._broken = False  # True if a backward pass failed after some of its gradients were sent
         self._hooks: list[Any] = []  # hooks that add parameters to `_arrived`
         # parameters whose gradients were computed
         self._arrived: deque[Any] = deque(maxlen=MOST_ARRIVED)
         self._came: set[int] = set()  # ids of such parameters in this backward pass
-        self._repeats = False  # a parameter got several gradients in a backward pass
+        self._repeats = False  # True if a parameter got several gradients in a backward pass
         self._listen()
 
         self.held, self._tail_reader = EarlierGradients(self.parameters), TailReader()
@@ -148,7 +150,7 @@ class Exchange:
         self._spreads = shares_buffers and not self._compares
         self._bytes = _choose_bytes(self.parameters) if bucket_bytes is None else bucket_bytes
         self._buckets = [] if single_rank else make_buckets(self.parameters[::-1], self._bytes)
-        self._sent = 0  # number of buckets that were sent and not received
+        self._sent = 0  # number of buckets that were sent but not received
         for hooks in (self._hooks, self._begins):
             weakref.finalize(self, _remove, hooks)
         EXCHANGES.add(self)
@@ -205,7 +207,7 @@ class Exchange:
     def _watch_parameters(self, sync: bool, batch: Any) -> None:
         """Detect backward passes by the parameters' gradients, if outputs hide their tensors.
 
-        The backward pass is then taken to start with the first gradient.
+        The backward pass is then assumed to start with the first gradient.
         """
         reference = weakref.ref(self)
 
@@ -372,12 +374,12 @@ class Exchange:
                 if self._order is not None:
                     self._learn_order(self._order)
                 if self._spreads:
-                    # `data` has a version counter of its own: graphs that are kept stay valid.
+                    # `data` has its own version counter, so retained graphs stay valid.
                     spread([each.data for each in self._common.all()], self.group)
         self.done()
 
     def _learn_order(self, seen: list[int]) -> None:
-        """Make new buckets, in the order in which the first rank's gradients were computed.
+        """Create new buckets in the order in which the first rank's gradients were computed.
 
         From now on buckets are sent early, unless a parameter got several gradients.
         """
@@ -464,7 +466,7 @@ def goes_through(task: int) -> bool:
 
 
 def exchanged_parameters() -> dict[int, bool]:
-    """Return the ids of parameters whose gradients are summed, and if they have been summed yet."""
+    """Return the ids of parameters whose gradients are summed; True if they have been summed."""
     exchanges = sorted(EXCHANGES, key=lambda exchange: exchange.ran)
     return {
         id(each): exchange.ran
@@ -475,7 +477,7 @@ def exchanged_parameters() -> dict[int, bool]:
 
 
 def _hook(parameter: Any, function: Callable[[Any], None]) -> Any:
-    if frozen := not parameter.requires_grad:  # a frozen parameter takes no hook
+    if frozen := not parameter.requires_grad:  # a frozen parameter accepts no hook
         parameter.requires_grad_(True)
     handle = parameter.register_post_accumulate_grad_hook(function)
     if frozen:

@@ -1,7 +1,4 @@
-"""Measure the link between ranks by all-reduces of a small and a large tensor.
-
-The results of an all-reduce are also checked.
-"""
+"""Measure and check the link between ranks, by all-reduces of a small and a large tensor."""
 
 from __future__ import annotations
 
@@ -20,7 +17,7 @@ LARGE_BYTES = {"cuda": 64 << 20, "cpu": 4 << 20}  # size of the tensor that meas
 SMALL_SUMS = 20
 LARGE_SUMS = 5
 WARM_UP = 3
-WHOLE_NUMBERS = 1009  # a prime, so that patterns repeat at no power of two
+WHOLE_NUMBERS = 1009  # a prime, so that patterns don't repeat at a power of two
 
 
 class LinkSums(NamedTuple):
@@ -37,7 +34,7 @@ class LinkSums(NamedTuple):
 
 
 class LinkMember:
-    """A rank on one device, which measures links to other ranks."""
+    """A rank on one device that measures links to other ranks."""
 
     def __init__(self, device: str, rank: int) -> None:
         self._device, self._rank = torch.device(device), rank

@@ -1,4 +1,4 @@
-"""Measure the gradient noise scale of a training run while ranks sum their gradients anyway.
+"""Measure the gradient noise scale of a training run while ranks sum their gradients.
 
 In one of EVERY steps, each rank computes the squared norms of its own gradient and of the sum,
 before clipping. The host doesn't wait for the device: a sample is read once its copy is complete.
@@ -30,28 +30,28 @@ _WIDER = {
 class RankNoise:
     """Measures the noise scale of one model's gradient, in rows, by comparing the ranks' gradients.
 
-    The result is equal on all ranks. `begin` is called for each batch with the number of rows on
-    each rank (empty if unknown) and the number of weight updates so far. `note` is called with the
-    batch of a backward pass if that batch is known, because a loop may fetch a batch before it has
-    trained the previous one.
+    The result is equal on all ranks. `begin` is called for each batch with each rank's number of
+    rows (empty if unknown) and the number of weight updates. `note` is called with the batch of a
+    backward pass if that batch is known, because a loop may fetch a batch before it has trained the
+    previous one.
     """
 
     def __init__(self, window: NoiseWindow | None = None, every: int = EVERY) -> None:
         self.window = window or NoiseWindow()
         self.every = every
-        self.steps = 0  # sums of gradients so far
-        self.accumulated = 1  # batches of the same rows for each `begin`
+        self.steps = 0  # number of gradient sums
+        self.accumulated = 1  # number of batches with the same rows per `begin`
         self._batch = 0  # rows of the last sampled batch
         self._pending: deque[_Sample] = deque()
         # rows of each rank in the batches since the last sum, and the batches themselves
         self._begun: list[tuple[int, ...]] = []
         self._noted: list[Any] = []
-        # updates of the weights by the last batch, and at the last sum
+        # number of weight updates before the last batch, and at the last sum
         self._updates = 0
         self._summed_at = -1
-        self._own: list[torch.Tensor] = []  # norms of the buckets sent so far
-        self._sum: Any = None  # the sum under way: its work and its tensor
-        self._sample: _Sample | None = None  # a sample of a batch that may not be over
+        self._own: list[torch.Tensor] = []  # norms of the buckets that were sent
+        self._sum: Any = None  # the running sum: its work handle and its tensor
+        self._sample: _Sample | None = None  # sample of a batch that may not be over
 
     def begin(self, sizes: Sequence[int], updates: int) -> None:
         """Begin a batch."""
@@ -102,7 +102,7 @@ class RankNoise:
         self.steps += 1
 
     def scale(self) -> NoiseScale | None:
-        """Return the noise scale from the samples read so far, or None until there are enough."""
+        """Return the noise scale from the samples that were read; None until there are enough."""
         while self._pending and self._pending[0][1].is_there():
             sizes, figures = self._pending.popleft()
             self.window.add(separate(sizes, *figures.read()))
@@ -131,7 +131,7 @@ class RankNoise:
         return [batch.sizes for batch in self._noted] or self._begun
 
     def _rows(self) -> tuple[int, ...]:
-        """Return the number of rows of each rank over which the summed gradient is a mean."""
+        """Return each rank's number of rows over which the summed gradient is a mean."""
         batches = self._batches()
         return tuple(size * len(batches) * self.accumulated for size in batches[0])
 
@@ -152,7 +152,7 @@ def _add_squares(norms: Sequence[torch.Tensor]) -> torch.Tensor:
 
 
 def refuse_noise(library: str) -> RequestError:
-    """Return the error that refuses the noise scale for a library that sums gradients itself.
+    """Return the error for requesting the noise scale if a library sums the gradients itself.
 
     The noise scale compares the gradients of ranks, and each rank's own gradients are unknown then.
     """
