@@ -105,7 +105,7 @@ def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
     said: dict[str, tuple[str, bool]] = {}
     for name in ("gone", "cut", "other"):
         folder = Path(f"{path}-{name}")
-        if model.exchange.setup.rank == 0:
+        if model.exchange.place.rank == 0:
             shutil.copytree(path, folder)
             file = next(folder.glob("optimizer-*"))
             file.write_bytes(file.read_bytes()[:-8])
