@@ -20,7 +20,7 @@ from .layouts import LayoutOptions
 from .machine_model import MachineModel
 from .observations import EXPLORATION, FIRST_TURN, Observations
 from .ranking import LEAST_GAIN
-from .starts import Starts
+from .starts import StartTimes
 from .time_left import (
     EXPLORES,
     FEWEST_STEPS,
@@ -71,7 +71,7 @@ class Budget:
         self.race_is_over = race_is_over
         self._machine = machine
         self._timed = seen.timed()
-        self.starts = Starts(seen)
+        self.starts = StartTimes(seen)
         self.time = TimeLeft(problem, options, seen)
         self.seconds = self.time.seconds
         # without a budget, or after the race: used to ask whether a finished search would go on
@@ -99,16 +99,20 @@ class Budget:
         steps. If steps are too slow for that, return less than the time of one step: the probe then
         times a lone step. A check confirms the winner's samples/s, so it is never a lone step.
         """
-        step = self._step(layout) if step_seconds is None else step_seconds
+        step = self._step_seconds(layout) if step_seconds is None else step_seconds
         wanted = min(LONGEST_PROBE_SECONDS, max(BASE_SECONDS[stage], STEPS_A_PROBE * step))
         if math.isinf(self.seconds):
             return wanted
-        left = self._end(stage) - self.spent - reserved - self.starts.seconds(layout)
+        left = self._stage_end_seconds(stage) - self.spent - reserved - self.starts.seconds(layout)
         probes = SURPRISE if stage in EXPLORATION else max(1, probes_left)
         part = 1 / SURPRISE if stage in EXPLORATION else CERTAIN_TURN
         if stage != Stage.CHECK and self.time.takes_lone_steps(step, part):
             return min(SHORTEST_PROBE_SECONDS, round(step / 2, 3))
-        each = left / probes - self._warm_up(layout, 0.0) - self._further_warm_up(layout)
+        each = (
+            left / probes
+            - self._warm_up_seconds(layout, 0.0)
+            - self._further_warm_up_seconds(layout)
+        )
         return round(max(SHORTEST_PROBE_SECONDS, 2 * step, min(wanted, each)), 3)
 
     def affords(
@@ -127,7 +131,7 @@ class Budget:
         end at 95 % of the budget.
         """
         ends = self.spent + reserved + self.least_seconds(layout, step_seconds, steps)
-        return ends <= self._end(ends_with, turn)
+        return ends <= self._stage_end_seconds(ends_with, turn)
 
     def probes(
         self, layout: Layout, stage: Stage, turn: int, probes_left: int = 1, reserved: float = 0.0
@@ -145,7 +149,7 @@ class Budget:
         If a step of `step_seconds` is so slow that probes time a lone step, there is no time for
         many probes. In that case, any probe that leaves `after` seconds may run.
         """
-        left = self._end(Stage.SOLO) - self.spent
+        left = self._stage_end_seconds(Stage.SOLO) - self.spent
         if self.time.takes_lone_steps(step_seconds):
             return seconds + after <= left
         part = EXPLORES / 2 if after else EXPLORES
@@ -174,11 +178,13 @@ class Budget:
 
         It includes the start of the layout's child processes if they aren't running yet.
         """
-        step = self._step(layout) if step_seconds is None else step_seconds
+        step = self._step_seconds(layout) if step_seconds is None else step_seconds
         fewest = steps or self.time.fewest_steps(step)
         measured = max(SHORTEST_PROBE_SECONDS, fewest * step)
         lone = fewest == LONE_STEPS
-        overhead = self._lone_overhead(layout, step) if lone else self._warm_up(layout, step)
+        overhead = (
+            self._lone_overhead(layout, step) if lone else self._warm_up_seconds(layout, step)
+        )
         return self.starts.seconds(layout) + overhead + measured
 
     def turns_left(self, layouts: Iterable[Layout]) -> float:
@@ -208,7 +214,7 @@ class Budget:
         spent = self._seen.spent_seconds(until_turn=FIRST_TURN)
         return (spent + grown_seconds) / GROWS
 
-    def _end(self, stage: Stage, turn: int = FIRST_TURN) -> float:
+    def _stage_end_seconds(self, stage: Stage, turn: int = FIRST_TURN) -> float:
         """Return the time, in seconds, that the search may have spent when the stage ends."""
         later = turn > FIRST_TURN and stage in (Stage.RACE, Stage.KNOBS)
         if self.race_is_over or later:  # after the race, exploration may use the rest of the budget
@@ -221,7 +227,7 @@ class Budget:
 
     # ------------------------------------------------------------------ what probes cost
 
-    def _warm_up(self, layout: Layout, step_seconds: float) -> float:
+    def _warm_up_seconds(self, layout: Layout, step_seconds: float) -> float:
         """Return the duration of a probe without its start and its timed steps, in seconds."""
         own = [untimed_seconds(one) for one in self._seen.timed_in(layout)]
         return min(own, default=self.time.overhead_seconds + self.time.tuning_steps * step_seconds)
@@ -232,7 +238,7 @@ class Budget:
         typical = self.time.lone_overhead_seconds + self.time.tuning_steps * step_seconds
         return min(own, default=typical)
 
-    def _further_warm_up(self, layout: Layout) -> float:
+    def _further_warm_up_seconds(self, layout: Layout) -> float:
         """Return the warm-up time that a layout's next probe needs to show its noise, in seconds.
 
         Return 0 unless the layout was measured before only by lone steps, which have no warm-up.
@@ -242,7 +248,7 @@ class Budget:
             return 0.0
         return WARM_UP_STEPS * median(one.step_seconds for one in own)
 
-    def _step(self, layout: Layout) -> float:
+    def _step_seconds(self, layout: Layout) -> float:
         """Return the duration of a layout's step in seconds.
 
         It is measured, else predicted, else estimated from solo speeds. Return 0 if none of the

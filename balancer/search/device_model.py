@@ -29,7 +29,7 @@ from ..types import Layout, Problem
 from .model.evidence import CLEAR, DeviceEvidence
 from .model.memory import BLIND_GROWTH, SAFE_GROWTH, UNBOUNDED
 from .model.optimistic import bend_is_open, optimistic_curve
-from .model.step_time import LEVEL, Point, fit_curve, fit_extra, merge_points
+from .model.step_time import LEVEL, Point, fit_curve, fit_pass_overhead, merge_points
 from .time_left import TimeLeft
 
 # largest factor over the largest batch that ran; a recorded kernel has its peak in between
@@ -60,11 +60,11 @@ class DeviceModel:
         self.evidence = evidence[position]
         self.memory = self.evidence.memory
         self.lost = self.evidence.lost
-        self.out_of_use = self.evidence.out_of_use(self.quantum)
+        self.is_unusable = self.evidence.is_unusable(self.quantum)
         self._problem = problem
         self._time = time
         self._group = [evidence[i] for i in group]
-        self._among = sum(not one.out_of_use(self.quantum) for one in evidence)
+        self._among = sum(not one.is_unusable(self.quantum) for one in evidence)
 
     # ------------------------------------------------------------------ time
 
@@ -125,7 +125,7 @@ class DeviceModel:
 
         It is 0 for a device that can't be used.
         """
-        if self.out_of_use:
+        if self.is_unusable:
             return 0
         # the rows of a fixed batch have to be computed somewhere
         bold = self._problem.global_batch is not None
@@ -146,7 +146,7 @@ class DeviceModel:
         """
         if self.solo_curve is None:
             return 0
-        growth = self._growth(self.solo_curve)
+        growth = self._growth_factor(self.solo_curve)
         stride = STRIDE if math.isinf(growth) else min(BLIND_GROWTH, growth)
         by_memory = self.memory.largest_to_try(self.requested_rows, self.quantum)
         return min(self.guessed_alone_rows, by_memory, self._times_what_ran(stride))
@@ -169,12 +169,12 @@ class DeviceModel:
             limit = self._limit_by_time(curve, limit)
         if not self.memory.largest_ran:
             return limit
-        return min(limit, self._times_what_ran(min(BLIND_GROWTH, self._growth(curve))))
+        return min(limit, self._times_what_ran(min(BLIND_GROWTH, self._growth_factor(curve))))
 
     def _times_what_ran(self, growth: float) -> int:
         return max(int(growth * self.memory.largest_ran) // self.quantum, 1) * self.quantum
 
-    def _growth(self, curve: Curve | PassCurve) -> float:
+    def _growth_factor(self, curve: Curve | PassCurve) -> float:
         """Return the factor by which the next batch may exceed the largest that ran.
 
         It is infinite if time rises with the batch. On a level curve, the time left limits the
@@ -203,7 +203,7 @@ class DeviceModel:
     # ------------------------------------------------------------------ passes
 
     @property
-    def _divides(self) -> bool:
+    def _may_use_passes(self) -> bool:
         """True if the device may compute its share of a fixed batch in several passes."""
         fixed = self._problem.global_batch is not None
         return self._problem.micro and fixed and not self.evidence.undivided
@@ -214,7 +214,7 @@ class DeviceModel:
 
         It is the largest trusted number of rows, or a smaller one if that was clearly faster.
         """
-        if not self._divides or self.solo_curve is None:
+        if not self._may_use_passes or self.solo_curve is None:
             return 0
         curve = self.solo_curve
         rows = self.trusted_rows(curve, self.guessed_rows)
@@ -252,7 +252,7 @@ class DeviceModel:
         alone = [point for one in self._group for point in one.alone_in_passes]
         for points, curve in ((split, self.split_curve), (alone, self.solo_curve)):
             if points and curve and self.pass_rows:
-                return fit_extra(points, curve, self.pass_rows)
+                return fit_pass_overhead(points, curve, self.pass_rows)
         return 0.0
 
     def in_passes(self, device: DeviceCurve) -> DeviceCurve:
@@ -268,14 +268,14 @@ class DeviceModel:
         most = max(device.limit, self._problem.global_batch or 0)
         return DeviceCurve(self.position, passes, most)
 
-    def in_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
+    def with_best_passes(self, curve: Curve, limit: int) -> DeviceCurve:
         """Return the device with the curve of its fastest passes over a fixed batch.
 
         `curve` is for one pass, and `limit` is the most rows of one pass.
         """
         device = DeviceCurve(self.position, curve, limit)
         batch = self._problem.global_batch
-        if not self._divides or batch is None:
+        if not self._may_use_passes or batch is None:
             return device
         best = single_best(device, self.quantum)
         if best is None:

@@ -100,7 +100,7 @@ class Evaluation:
 
         They are one probe, or a whole round of devices alone.
         """
-        failed = self._seen.open_failures()
+        failed = self._seen.failures_to_retry()
         if failed and failed[0].stage == Stage.SOLO:
             return tuple(probe for probe in failed if probe.stage == Stage.SOLO)
         return tuple(failed[:1])
@@ -134,12 +134,12 @@ class Evaluation:
         policy = self.by_rows
         if self.sharding is not None and not self.model.live:
             policy = self.sharding.policy
-        curves = tuple(policy.sketch(i) for i in range(self.problem.devices))
+        curves = tuple(policy.predicted_curve(i) for i in range(self.problem.devices))
         return Belief(curves, self._explain_next())
 
     def _explain_next(self) -> str:
         """Return a message about the next measurement and its purpose."""
-        if self._seen.open_failures():
+        if self._seen.failures_to_retry():
             return "Tries once more what failed."
         if not self.next_probes:
             return "Done."
@@ -284,13 +284,13 @@ class Evaluation:
         chosen = self._chosen
         if chosen is None:
             return None
-        fresh = self._seen.turns_once_chosen(chosen.layout)
+        fresh = self._seen.turns_after_choice(chosen.layout)
         if not fresh:
             return chosen
         both = (*self._seen.turns(chosen.layout).values(), *fresh.values())
         every = list({one.probe: one for one in both}.values())
         every = [one for one in every if not one.lone] or every
-        figure = center(self._figure(dict(enumerate(every))), throughput(fresh).value)
+        figure = center(self._samples_per_second(dict(enumerate(every))), throughput(fresh).value)
         return Result(chosen.layout, figure, len(every))
 
     @cached_property
@@ -304,40 +304,45 @@ class Evaluation:
         raced = {one.candidate.layout: one.candidate for one in self.race.ranking}
         if not all(candidate.synchronous for candidate in raced.values()):
             return self.race.ranking[0].result  # in the race, packs and placements are compared
-        layouts = self._choices(raced)
+        layouts = self._eligible_layouts(raced)
         if not layouts:
             return None
         candidates = [raced.get(layout, Candidate(family_of(layout), layout)) for layout in layouts]
         turns = {layout: self._turns(layout) for layout in layouts}
-        return self._ran[choose_winner(candidates, turns, self.problem).layout]
+        return self._results_that_ran[choose_winner(candidates, turns, self.problem).layout]
 
-    def _choices(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
+    def _eligible_layouts(self, raced: dict[Layout, Candidate]) -> Sequence[Layout]:
         """Return the layouts that may be chosen, all with the requested batch.
 
         They are the layouts of the race, and measured layouts of requested families whose shares
         clearly differ from all of these.
         """
-        fit = [one for one in self._ran if self.problem.global_batch in (None, one.global_batch)]
+        fit = [
+            one
+            for one in self._results_that_ran
+            if self.problem.global_batch in (None, one.global_batch)
+        ]
         apart = [one for one in fit if one in raced or not _is_like_any(one, raced)] or fit
         wanted = self.options.families
         return [one for one in apart if one in raced or family_of(one).name in wanted] or apart
 
     @cached_property
-    def _ran(self) -> dict[Layout, Result]:
+    def _results_that_ran(self) -> dict[Layout, Result]:
         """The result over all turns of every layout that ran as one training and may run again.
 
         If none may run again, it has all layouts that ran.
         """
         found = self._seen.timed(Stage.SOLO, Stage.REST, Stage.SPLIT, Stage.SHARD, Stage.RACE)
         trainings = [one for one in found if one.probe.layout.traits.by_shares]
-        ran = [one for one in trainings if self.policy.is_training(one.probe.layout)]
+        ran = [one for one in trainings if self.policy.is_sensible(one.probe.layout)]
         layouts = [one.probe.layout for one in self._seen.still_fit(ran) or ran]
         turns = {layout: self._turns(layout) for layout in layouts}
         return {
-            layout: Result(layout, self._figure(own), len(own)) for layout, own in turns.items()
+            layout: Result(layout, self._samples_per_second(own), len(own))
+            for layout, own in turns.items()
         }
 
-    def _figure(self, turns: Turns) -> Interval:
+    def _samples_per_second(self, turns: Turns) -> Interval:
         """Return the samples/s over some turns, with their interval.
 
         If all turns are lone steps, the interval is at least as wide as the search's lone steps
@@ -394,9 +399,9 @@ class Evaluation:
             turns={layout: self.turns(layout) for layout in layouts},
             others_idle=frozenset(layout for layout in layouts if self._seen.turns(layout)),
             failed=tuple(self.offers.list_failed()),
-            retreats=self._measured_retreats,
+            retreats=self._replaced_layouts,
             unmeasured=race.unmeasured,
-            ungrown=self._ungrown,
+            ungrown=self._growing_packs,
             packings=tuple(
                 (mode, tuple(packing.seen)) for mode, packing in self.offers.view.packings
             ),
@@ -430,7 +435,7 @@ class Evaluation:
         def order(one: Result) -> tuple[float, int, tuple[int, ...]]:
             return -one.throughput.value, one.layout.global_batch, one.layout.shares
 
-        return tuple(sorted(self._ran.values(), key=order))
+        return tuple(sorted(self._results_that_ran.values(), key=order))
 
     def solos(self) -> tuple[Result | None, ...]:
         """Return each device's best result alone; None for a device that never ran alone."""
@@ -448,13 +453,13 @@ class Evaluation:
         return max(alone, key=lambda one: one.throughput.value, default=None)
 
     @property
-    def _measured_retreats(self) -> tuple[tuple[Candidate, Candidate], ...]:
+    def _replaced_layouts(self) -> tuple[tuple[Candidate, Candidate], ...]:
         """Pairs of a layout that ran out of memory in the race and the smaller layout that ran."""
         pairs = self.offers.retreats
         return tuple(pair for pair in pairs if self._seen.turns(pair[1].layout))
 
     @property
-    def _ungrown(self) -> tuple[Candidate, ...]:
+    def _growing_packs(self) -> tuple[Candidate, ...]:
         """The next pack of each mode that was still gaining when the budget for packs was spent."""
         packings = [packing for _, packing in self.offers.view.packings if packing.still_gains]
         found = [packing.next_layout() for packing in packings]
@@ -472,7 +477,7 @@ class Evaluation:
         if self.options.with_splits and len(live) > 1 and not self._seen.in_stage(Stage.SPLIT):
             missing.append(layout_of(tuple(int(i in live) for i in range(self.problem.devices))))
         enough = budget.budget_with_more_turns(sum(map(budget.least_seconds, missing)))
-        grown = sum(budget.least_seconds(one.layout) for one in self._ungrown)
+        grown = sum(budget.least_seconds(one.layout) for one in self._growing_packs)
         if not grown:
             return enough
         return max(enough, budget.budget_with_larger_packs(grown + self.race.turn_seconds))

@@ -83,10 +83,10 @@ class FamilyView:
         best = {mode: packing.best_layout() for mode, packing in self.packings}
         plain = best.get("")
         if "logical" in self.options.pack_modes and plain is not None:
-            best["logical"] = self._logical(plain)
+            best["logical"] = self._logical_pack(plain)
         return [layout for layout in best.values() if layout is not None]
 
-    def _logical(self, plain: Layout) -> Layout:
+    def _logical_pack(self, plain: Layout) -> Layout:
         """Return the pack on logical devices, with as many trainings as the best plain pack.
 
         If the budget doesn't suffice for that, return the largest logical pack that was measured.

@@ -82,7 +82,7 @@ class MachineModel:
         self.groups = group_devices(evidence, problem.limits)
         groups = sorted((i, group) for group in self.groups for i in group)
         self.devices = tuple(DeviceModel(i, problem, time, evidence, group) for i, group in groups)
-        self.live = tuple(one.position for one in self.devices if not one.out_of_use)
+        self.live = tuple(one.position for one in self.devices if not one.is_unusable)
 
     @cached_property
     def splits(self) -> tuple[Timed, ...]:

@@ -111,7 +111,7 @@ class Observations:
 
     def _read_stage(self, stage: Stage) -> list[Observation]:
         own = (seen for seen in self._seen.values() if seen.probe.stage == stage)
-        settled = [seen for seen in own if not self._is_open(seen)]
+        settled = [seen for seen in own if not self._is_worth_retry(seen)]
         return sorted(settled, key=lambda one: order_probe(one.probe))
 
     def timed(self, *stages: Stage) -> list[Timed]:
@@ -146,7 +146,9 @@ class Observations:
             earlier = [one for one in timed if one.probe.stage in self._uncontended]
             if earlier:
                 found[FIRST_TURN] = max(earlier, key=lambda one: order_probe(one.probe))
-        return _steady(self._refuting_checks(timed, found) or dict(sorted(found.items())))
+        return _undisturbed_turns(
+            self._refuting_checks(timed, found) or dict(sorted(found.items()))
+        )
 
     @property
     def _uncontended(self) -> tuple[Stage, ...]:
@@ -166,9 +168,11 @@ class Observations:
         first_check = min(checks)
         before = {turn: one for turn, one in turns.items() if turn < first_check}
         slowest_before = min(
-            (one.throughput.low for one in _steady(before).values()), default=math.inf
+            (one.throughput.low for one in _undisturbed_turns(before).values()), default=math.inf
         )
-        if any(one.throughput.high >= slowest_before for one in _steady(checks).values()):
+        if any(
+            one.throughput.high >= slowest_before for one in _undisturbed_turns(checks).values()
+        ):
             return {}
         since = {turn: one for turn, one in turns.items() if turn >= first_check}
         return {**checks, **since}
@@ -181,13 +185,13 @@ class Observations:
         valid = (one for one in checked if not any(one.held_back(i) for i in recovered))
         return {one.probe.turn: one for one in valid}
 
-    def turns_once_chosen(self, layout: Layout) -> Turns:
+    def turns_after_choice(self, layout: Layout) -> Turns:
         """Return a layout's turns from its first check on, which had no part in its choice."""
         seen = self.timed_in(layout, Stage.CHECK, Stage.RACE, Stage.KNOBS)
         checks = (one.probe.turn for one in seen if one.probe.stage == Stage.CHECK)
         began = min(checks, default=math.inf)
         since = (one for one in seen if one.probe.turn >= began)
-        return _steady(dict(enumerate(since)))
+        return _undisturbed_turns(dict(enumerate(since)))
 
     @property
     def checked_turn(self) -> int:
@@ -258,7 +262,7 @@ class Observations:
 
     # ------------------------------------------------------------------ failures and costs
 
-    def _is_open(self, seen: Observation) -> bool:
+    def _is_worth_retry(self, seen: Observation) -> bool:
         """True if the observation is a failure that is worth a retry.
 
         It must have attempts left. An unsupported layout isn't retried, nor is an exception that
@@ -270,9 +274,9 @@ class Observations:
             return False
         return seen.cause != "raised" or seen.probe.stage != Stage.SOLO
 
-    def open_failures(self) -> list[Probe]:
+    def failures_to_retry(self) -> list[Probe]:
         """Return the probes that failed once and are worth a retry."""
-        found = [seen.probe for seen in self._seen.values() if self._is_open(seen)]
+        found = [seen.probe for seen in self._seen.values() if self._is_worth_retry(seen)]
         return sorted(found, key=order_probe)
 
     def spent_seconds(self, *stages: Stage, until_turn: float = math.inf) -> float:
@@ -368,7 +372,7 @@ def order_probe(probe: Probe) -> tuple[Any, ...]:
     )
 
 
-def _steady(turns: Turns) -> Turns:
+def _undisturbed_turns(turns: Turns) -> Turns:
     """Return the turns without those in which a device was throttled.
 
     If a device was throttled in all of them, return all. Lone steps, whose error is unknown, are

@@ -50,10 +50,10 @@ class Packing:
 
     def next_layout(self) -> Layout | None:
         """Return the next pack to measure; None when the best pack is certain enough."""
-        size = next_size(self._rates, self._most)
+        size = next_size(self._rates, self._most_trainings)
         if size is None or size < 2:
             return None
-        return pack_on(self._single, size, self._mode, self._batch(size))
+        return pack_on(self._single, size, self._mode, self._batch_for(size))
 
     def best_layout(self) -> Layout | None:
         """Return the best measured pack, or the next to measure if none has run yet.
@@ -109,7 +109,7 @@ class Packing:
         """True if all attempts ran out of memory and a smaller batch is worth another attempt."""
         if self._problem.global_batch is not None or len(tries) >= RETREATS:
             return False
-        return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch(size) > 0
+        return all(isinstance(seen, OutOfMemory) for seen in tries) and self._batch_for(size) > 0
 
     def _rate_of(self, layout: Layout) -> float:
         """Return a pack's samples/s over all its turns.
@@ -118,7 +118,7 @@ class Packing:
         """
         return throughput(self._policy.seen.turns(layout)).value
 
-    def _batch(self, size: int) -> int:
+    def _batch_for(self, size: int) -> int:
         """Return the batch of each of `size` trainings; 0 if not even the smallest fits.
 
         It is at most the batch of the solo layout.
@@ -129,28 +129,28 @@ class Packing:
         quantum = self._problem.multiple_of
         tries = self._by_size.get(size, [])
         smaller = (int(seen.probe.layout.global_batch * RETREAT) for seen in tries)
-        return max(0, min(batch, self._largest_for(size), *smaller)) // quantum * quantum
+        return max(0, min(batch, self._largest_batch_for(size), *smaller)) // quantum * quantum
 
     @cached_property
-    def _most(self) -> int:
+    def _most_trainings(self) -> int:
         """The most trainings that can fit."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
-            if self._largest_for(size) >= least:
+            if self._largest_batch_for(size) >= least:
                 return size
         return 1
 
-    def _largest_for(self, size: int) -> int:
+    def _largest_batch_for(self, size: int) -> int:
         """Return the largest batch that fits `size` times, given the device's memory points."""
         limit = self._policy.seen.memory_limit(self._position)
-        if limit is None or not self._memory.points:
+        if limit is None or not self._memory_per_training.points:
             return UNBOUNDED
         fixed = self._problem.global_batch is not None  # it can't become smaller
         part = 1 - MARGIN if fixed else MEMORY_SHARE
-        return self._memory.largest_within(part * limit / size)
+        return self._memory_per_training.largest_within(part * limit / size)
 
     @cached_property
-    def _memory(self) -> Memory:
+    def _memory_per_training(self) -> Memory:
         """The memory of one training by batch: the most that was seen alone or in a pack."""
         memory = self._policy.machine.devices[self._position].memory
         held = dict(memory.points)

@@ -37,7 +37,7 @@ class Predictions:
 
         Curves may have several passes (`PassCurve`). Return None if the batch doesn't fit.
         """
-        return fastest([self._split(devices), *map(self._best_alone, devices)])
+        return fastest([self._fastest_split_over(devices), *map(self._best_alone, devices)])
 
     def _best_alone(self, device: DeviceCurve) -> Allocation | None:
         """Return the fixed batch on a device alone, or else its best batch.
@@ -60,13 +60,15 @@ class Predictions:
         For a fixed batch, shares are as large as necessary. Passes are used only if memory limits a
         device's share and passes gain enough to be worth a measurement.
         """
-        at_once = self._split(self._reachable)
+        at_once = self._fastest_split_over(self._trusted_devices)
         if at_once is None and self.problem.global_batch:
-            at_once = self._split(self.machine.split_curves)
+            at_once = self._fastest_split_over(self.machine.split_curves)
         if not self._is_limited_by_memory(at_once):
             return at_once
-        devices = [self.machine.devices[each.position].in_passes(each) for each in self._reachable]
-        in_passes = self._split(devices)
+        devices = [
+            self.machine.devices[each.position].in_passes(each) for each in self._trusted_devices
+        ]
+        in_passes = self._fastest_split_over(devices)
         if in_passes is None or at_once is None:
             return in_passes or at_once
         gains = in_passes.samples_per_second > (1 + LEAST_GAIN) * at_once.samples_per_second
@@ -78,7 +80,7 @@ class Predictions:
         In the time of `found`, that device could compute more rows than fit.
         """
         seconds = found.seconds if found else math.inf
-        for each in self._reachable:
+        for each in self._trusted_devices:
             most = each.curve.largest(seconds, each.limit, self.machine.quantum)
             if self.machine.devices[each.position].pass_rows and most >= each.limit:
                 return True
@@ -86,7 +88,7 @@ class Predictions:
 
     def split_over(self, positions: Sequence[int]) -> Allocation | None:
         """Return the fastest split over some of these devices, in one pass."""
-        return self._split(
+        return self._fastest_split_over(
             [device for device in self.machine.split_curves if device.position in positions]
         )
 
@@ -98,18 +100,18 @@ class Predictions:
         if self.problem.global_batch is not None:
             return None
         found = []
-        for each in self._reachable:
+        for each in self._trusted_devices:
             most = each.curve.largest(seconds, each.limit, self.machine.quantum)
             if most:
                 found.append(DeviceCurve(each.position, each.curve, most))
-        return self._split(found)
+        return self._fastest_split_over(found)
 
     def rate_of(self, batch: int) -> float:
         """Return the samples/s of the fastest layout of this batch in one pass.
 
         Return 0 if none is known to fit.
         """
-        split = self._split(self._reachable, batch)
+        split = self._fastest_split_over(self._trusted_devices, batch)
         rates = [split.samples_per_second if split else 0.0]
         for position in self.machine.live:
             device = self.machine.devices[position]
@@ -117,7 +119,9 @@ class Predictions:
                 rates.append(batch / device.solo_curve.seconds(batch))
         return max(rates)
 
-    def _split(self, devices: Sequence[DeviceCurve], of: int | None = None) -> Allocation | None:
+    def _fastest_split_over(
+        self, devices: Sequence[DeviceCurve], of: int | None = None
+    ) -> Allocation | None:
         """Return the fastest split over some devices.
 
         `of` is the batch; by default, it is the request's batch.
@@ -134,7 +138,7 @@ class Predictions:
         return split_over_hosts(devices, self.machine.hosts, self.machine.exchange, solve)
 
     @cached_property
-    def _reachable(self) -> tuple[DeviceCurve, ...]:
+    def _trusted_devices(self) -> tuple[DeviceCurve, ...]:
         """The devices, each limited to the batches for which its curve can be trusted."""
         found = []
         for one in self.machine.split_curves:
@@ -198,7 +202,9 @@ class Predictions:
         shares = self.fastest_split.shares if self.fastest_split else ()
         hosts = {self.machine.hosts[i] for i, _ in shares}
         near = [
-            device for device in self._reachable if self.machine.hosts[device.position] in hosts
+            device
+            for device in self._trusted_devices
+            if self.machine.hosts[device.position] in hosts
         ]
         costs = self.machine.exchange[len(hosts)]
         limit = self.problem.max_global_batch

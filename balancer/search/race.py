@@ -44,7 +44,7 @@ class Race:
         first = [one for one in self._unmeasured if one.layout.placement != "logical"]
         return (
             self._first_turn(first)
-            or self._grow()
+            or self._grow_packs()
             or self._first_turn(self._unmeasured)
             or self._next_turn(self.running, Stage.RACE)
             or self._next_turn(self._knob_rivals, Stage.KNOBS)
@@ -160,7 +160,7 @@ class Race:
 
     # ------------------------------------------------------------------ packs
 
-    def _grow(self) -> tuple[Probe, ...]:
+    def _grow_packs(self) -> tuple[Probe, ...]:
         """Return a probe of the next larger pack, the smallest pack of all modes first.
 
         Return nothing unless the budget also suffices for one turn of every candidate.
@@ -189,15 +189,15 @@ class Race:
             turns.update(seen.probe.turn for seen in self._seen.timed_in(layout, stage))
         now = max((turn for turns in taken.values() for turn in turns), default=FIRST_TURN)
         for turn in (now, now + 1):
-            running = rivals if settled else self._running_in(rivals, stage, turn)
+            running = rivals if settled else self._rivals_in_turn(rivals, stage, turn)
             due = [one.layout for one in running if turn not in taken[one.layout]]
             if due:
                 left = len(due) + max(0, ENOUGH_TURNS - 1 - turn) * len(rivals)
-                reserved = 0.0 if settled else self._reserved(due[0], stage)
+                reserved = 0.0 if settled else self._reserved_seconds(due[0], stage)
                 return self._budget.probes(due[0], stage, turn, left, reserved)
         return ()
 
-    def _reserved(self, layout: Layout, stage: Stage) -> float:
+    def _reserved_seconds(self, layout: Layout, stage: Stage) -> float:
         """Return how much time must remain after a probe of a turn, in seconds.
 
         It suffices for another such probe and, in the race stage, for a turn of the winner with
@@ -206,7 +206,9 @@ class Race:
         knobs = self._knobs_seconds if stage == Stage.RACE else 0.0
         return self._budget.least_seconds(layout) + knobs
 
-    def _running_in(self, rivals: Sequence[Candidate], stage: Stage, turn: int) -> list[Candidate]:
+    def _rivals_in_turn(
+        self, rivals: Sequence[Candidate], stage: Stage, turn: int
+    ) -> list[Candidate]:
         """Return the rivals that take part in a turn.
 
         In the first turn of the knobs stage, all rivals take part. In later turns, only rivals

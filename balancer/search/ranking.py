@@ -202,7 +202,7 @@ def compare_turns(one: Turns, other: Turns) -> Difference:
     ratios = [a.samples_per_second / b.samples_per_second - 1 for a, b in pairs]
     squares = [step_error(a) ** 2 + step_error(b) ** 2 for a, b in pairs]
     assumed = fmean(squares) + PROBE_DRIFT**2
-    deviation = _pooled(assumed, ratios)
+    deviation = _pooled_deviation(assumed, ratios)
     if common:
         return Difference(fmean(ratios), deviation, len(ratios))
     value = throughput(one).value / throughput(other).value - 1
@@ -220,12 +220,12 @@ def throughput(turns: Turns) -> Interval:
         return figures[0]
     value = len(figures) / math.fsum(1 / figure.value for figure in figures)
     own = fmean(relative_error(seen) ** 2 for seen in turns.values())
-    deviation = _pooled(own, [figure.value / value for figure in figures])
+    deviation = _pooled_deviation(own, [figure.value / value for figure in figures])
     interval = Difference(value, value * deviation, len(figures)).interval()
     return center(interval, value)  # never below 0
 
 
-def _pooled(assumed: float, values: Sequence[float]) -> float:
+def _pooled_deviation(assumed: float, values: Sequence[float]) -> float:
     """Return the standard deviation of one turn.
 
     It combines the spread of `values` with an `assumed` variance that counts as `DRIFT_WEIGHT`

@@ -41,7 +41,7 @@ class RowPolicy:
         """Return None: if one row fits, every row fits."""
         return None
 
-    def is_training(self, layout: Layout) -> bool:
+    def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train.
 
         For a free batch, a single device in several passes isn't sensible: it gains nothing over a
@@ -82,7 +82,7 @@ class RowPolicy:
                 found[position] = cut_curve(device.split_curve, batch), rows
         return tuple(found)
 
-    def sketch(self, position: int) -> PredictedCurve:
+    def predicted_curve(self, position: int) -> PredictedCurve:
         """Return a device's curve as points to draw."""
         device = self.machine.devices[position]
         largest = device.guessed_rows or device.memory.largest_ran or None
@@ -173,11 +173,13 @@ class RowPolicy:
             if one
         ]
         least = (1 - self.problem.max_slowdown) * max(tops, default=0.0)
-        splits = [one for one in map(self.predictions.split_over, self._sets(costs)) if one]
+        splits = [
+            one for one in map(self.predictions.split_over, self._list_device_sets(costs)) if one
+        ]
         enough = [one for one in splits if one.samples_per_second >= least]
         return sorted(enough, key=value, reverse=True)[:LIKELY_SETS]
 
-    def _sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
+    def _list_device_sets(self, costs: list[tuple[float, float]]) -> Iterator[tuple[int, ...]]:
         """Yield sets of fewer than all devices that may include the most efficient set."""
         counts = range(2, len(self.machine.live))
         if len(self.machine.live) <= MOST_TO_COMBINE:
@@ -205,8 +207,12 @@ class RowPolicy:
             fastest = self.predictions.fastest_split if self.machine.splits else None
             layout = self.predictions.layout(fastest) if fastest else None
             return [layout] if layout and self.machine.surely_fits(layout) else []
-        chosen = self._preferred(found)
-        return [chosen, *self._promising(chosen), max(found, key=lambda layout: found[layout])]
+        chosen = self._preferred_split(found)
+        return [
+            chosen,
+            *self._promising_splits(chosen),
+            max(found, key=lambda layout: found[layout]),
+        ]
 
     def _split_rates(self) -> dict[Layout, float]:
         """Return the samples/s of every explored split that still fits."""
@@ -219,7 +225,7 @@ class RowPolicy:
         found.sort(key=lambda one: one.samples_per_second)
         return {one.probe.layout: one.samples_per_second for one in found}
 
-    def _preferred(self, found: dict[Layout, float]) -> Layout:
+    def _preferred_split(self, found: dict[Layout, float]) -> Layout:
         """Return the split with the smallest global batch within the tolerance of the fastest.
 
         For a fixed batch, return the fastest.
@@ -229,19 +235,19 @@ class RowPolicy:
         enough = [layout for layout, rate in found.items() if rate >= least]
         return min(enough, key=lambda layout: (layout.global_batch, -found[layout]))
 
-    def _promising(self, chosen: Layout) -> list[Layout]:
+    def _promising_splits(self, chosen: Layout) -> list[Layout]:
         """Return predicted splits that should be faster than `chosen`, or equal it with another
         batch.
         """
-        found = list(self._smaller(chosen))
+        found = list(self._smaller_splits(chosen))
         fastest = self.predictions.fastest_split
         least = self.machine.predicted_rate(chosen) * (1 + LEAST_GAIN)
         if fastest and fastest.samples_per_second > least:
             raced = [one.probe.layout for one in self.seen.timed_race()]
-            found.append(self._as_raced(self.predictions.layout(fastest), raced))
+            found.append(self._nearest_raced(self.predictions.layout(fastest), raced))
         return [layout for layout in found if self.machine.surely_fits(layout)]
 
-    def _smaller(self, chosen: Layout) -> Iterator[Layout]:
+    def _smaller_splits(self, chosen: Layout) -> Iterator[Layout]:
         """Yield the smallest batches within parts of the tolerance.
 
         Each is yielded once the previous one has turned out to be too slow. If exploration has
@@ -260,7 +266,7 @@ class RowPolicy:
             wanted = self.predictions.within(part)
             if wanted is None or wanted.global_batch == chosen.global_batch:
                 return
-            layout = self._as_raced(self.predictions.layout(wanted), turns)
+            layout = self._nearest_raced(self.predictions.layout(wanted), turns)
             if layout not in turns:
                 layout = self._smallest_within(turns, leader, layout.global_batch) or layout
             yield layout
@@ -282,7 +288,7 @@ class RowPolicy:
                 found.append(layout)
         return min(found, key=lambda one: (one.global_batch, one.shares), default=None)
 
-    def _as_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
+    def _nearest_raced(self, layout: Layout, raced: Iterable[Layout]) -> Layout:
         """Return the nearest layout that ran with nearly the same shares.
 
         If there is none, return the layout itself. Shares are nearly the same if they would be
@@ -304,10 +310,10 @@ class RowPolicy:
         order = sorted(self.machine.live, key=lambda i: -self.machine.devices[i].evidence.best_rate)
         counts = device_counts(len(order)) if scaling else (len(order),)
         sets = [tuple(sorted(order[:count])) for count in counts if count > 1]
-        found = [self._even(positions, splits, scaling) for positions in sets]
+        found = [self._make_even_split(positions, splits, scaling) for positions in sets]
         return [layout for layout in found if layout is not None]
 
-    def _even(
+    def _make_even_split(
         self, positions: tuple[int, ...], splits: Sequence[Layout], whole: bool
     ) -> Layout | None:
         """Return an even split over some devices; None if none fits.

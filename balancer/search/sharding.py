@@ -56,7 +56,7 @@ LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than th
 LEAST_GROWTH = 0.05
 
 
-class Need(msgspec.Struct, frozen=True):
+class RowDemand(msgspec.Struct, frozen=True):
     """The memory and time that a device needs for its rows, without its part of the state.
 
     Memory is `base_bytes` without rows, and `row_bytes` more for each row of a pass. A step takes
@@ -77,7 +77,7 @@ class Need(msgspec.Struct, frozen=True):
         return self.fixed_seconds + self.row_seconds * rows
 
 
-class Division(msgspec.Struct, frozen=True):
+class StateDivision(msgspec.Struct, frozen=True):
     """The fraction of the state that each device holds.
 
     `in_passes` is True if rows are computed in several passes, so that gradients of earlier passes
@@ -111,7 +111,7 @@ class Sharding:
         budget = Budget(policy.problem, BALANCE, policy.seen)
         probes = explore(policy, budget, with_splits=True)
         whole = any(probe.layout.traits.together for probe in probes)
-        return () if whole and not self.parts else tuple(map(self._as_sharded, probes))
+        return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def layouts(self) -> list[Layout]:
         """Return the sharded layouts that are worth racing."""
@@ -133,20 +133,20 @@ class Sharding:
         return None if self._division is None else self._division.parts
 
     @cached_property
-    def _division(self) -> Division | None:
+    def _division(self) -> StateDivision | None:
         """The division of the state among the devices; None if the state doesn't fit.
 
         The division has no parts while they are unknown.
         """
         problem = self._problem
-        needs = self._needs
+        needs = self._row_demands
         if problem.state is None or len(needs) < problem.devices:
-            return Division((), limits=problem.memory_bytes)
+            return StateDivision((), limits=problem.memory_bytes)
         beside = problem.state.beside_bytes
         limits = [max(1, size - beside) for size in problem.memory_bytes if size is not None]
         if len(limits) < problem.devices:
             equal = (1 / problem.devices,) * problem.devices
-            return Division(equal, problem.global_batch is not None, problem.memory_bytes)
+            return StateDivision(equal, problem.global_batch is not None, problem.memory_bytes)
         failures = self._failures
         for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
             left = tuple(
@@ -169,20 +169,20 @@ class Sharding:
         return counts
 
     @property
-    def _needs(self) -> list[Need]:
-        """The `Need` of each device that ran alone, based on its first two measurements.
+    def _row_demands(self) -> list[RowDemand]:
+        """The `RowDemand` of each device that ran alone, based on its first two measurements.
 
         Later measurements don't count, because the parts of the state must not change once a whole
         step was measured.
         """
         first = Observations(self._problem)
         for position in range(self._problem.devices):
-            for one in self._alone(position)[:FEWEST_SIZES]:
-                first.add(self._as_rows(one))
+            for one in self._measured_alone(position)[:FEWEST_SIZES]:
+                first.add(self._without_shards(one))
         devices = (read_device(first, position) for position in range(self._problem.devices))
         return [self._need(device) for device in devices if device.alone]
 
-    def _alone(self, position: int) -> list[Timed]:
+    def _measured_alone(self, position: int) -> list[Timed]:
         """Return the measurements of a device alone, in the order of their turns."""
         found = []
         for one in self._seen:
@@ -191,11 +191,11 @@ class Sharding:
                 found.append(one)
         return sorted(found, key=lambda one: one.probe.turn)
 
-    def _need(self, device: DeviceEvidence) -> Need:
+    def _need(self, device: DeviceEvidence) -> RowDemand:
         gathered, memory = self._state.gathered_bytes, device.memory
         batch, used = memory.points[-1] if memory.points else (1, gathered)
         base = min(used, gathered) if memory.line is None else memory.line[0]
-        return Need(base, max(0.0, used - base) / batch, *_fit_time(device))
+        return RowDemand(base, max(0.0, used - base) / batch, *_fit_time(device))
 
     # ------------------------------------------------------------------ rows, as with whole models
 
@@ -206,9 +206,11 @@ class Sharding:
         It treats each device as if it held the whole model, with the memory that its part of the
         state leaves free.
         """
-        division = self._division or Division((), limits=self._problem.memory_bytes)
-        held = [part * at_peak(self._state, division.in_passes) for part in division.parts]
-        left = _subtract(division.limits, held) if held else division.limits
+        division = self._division or StateDivision((), limits=self._problem.memory_bytes)
+        held = [
+            part * state_bytes_at_peak(self._state, division.in_passes) for part in division.parts
+        ]
+        left = _subtract_bytes(division.limits, held) if held else division.limits
         # passes need memory for gradients, but these parts of the state leave that memory to rows
         in_passes = division.in_passes or not division.parts
         problem = msgspec.structs.replace(
@@ -217,10 +219,10 @@ class Sharding:
         known = Observations(problem)
         for one in self._seen:
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
-                known.add(self._beside_state(self._as_rows(one), left))
+                known.add(self._check_fit_beside_state(self._without_shards(one), left))
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
 
-    def _as_rows(self, one: Observation) -> Observation:
+    def _without_shards(self, one: Observation) -> Observation:
         """Return the observation converted to one of a training without shards.
 
         Its bytes don't include the device's part of the state.
@@ -243,8 +245,8 @@ class Sharding:
         """
         layout = one.probe.layout
         parts = layout.state or (MEASURED_PART,) * len(layout.shares)
-        held = [part * at_peak(self._state, layout.in_passes) for part in parts]
-        left = list(_subtract(one.memory_bytes, held))
+        held = [part * state_bytes_at_peak(self._state, layout.in_passes) for part in parts]
+        left = list(_subtract_bytes(one.memory_bytes, held))
         if not layout.state:
             return tuple(left)
         for i, (part, used) in enumerate(zip(parts, one.memory_bytes, strict=True)):
@@ -253,7 +255,7 @@ class Sharding:
                 left[i] = None
         return tuple(left)
 
-    def _beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
+    def _check_fit_beside_state(self, one: Observation, left: Sequence[int | None]) -> Observation:
         """Return the observation, or OutOfMemory if its rows don't fit beside the state.
 
         A device that was measured alone held only a small part of the state, and so had more memory
@@ -271,7 +273,7 @@ class Sharding:
         why = "its part of the state leaves too little memory for these rows"
         return OutOfMemory(one.probe, tuple(short), why, one.elapsed_seconds)
 
-    def _as_sharded(self, probe: Probe) -> Probe:
+    def _with_shards(self, probe: Probe) -> Probe:
         """Return the probe converted to one of a sharded training with the same rows."""
         layout = probe.layout
         if layout.traits.together:
@@ -283,7 +285,7 @@ class Sharding:
         return msgspec.structs.replace(layout, kind="shard", state=self.parts or ())
 
 
-def _subtract(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
+def _subtract_bytes(sizes: Sequence[int | None], taken: Sequence[float]) -> tuple[int | None, ...]:
     """Return each size minus the taken bytes, but at least 1; None if the size is unknown."""
     pairs = zip(sizes, taken, strict=True)
     return tuple(size and max(1, size - round(state)) for size, state in pairs)
@@ -306,8 +308,8 @@ def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
 
 
 def divide_state(
-    limits: Sequence[float], needs: Sequence[Need], problem: Problem
-) -> Division | None:
+    limits: Sequence[float], needs: Sequence[RowDemand], problem: Problem
+) -> StateDivision | None:
     """Return parts of the state that fill the memory left by a step's rows; None if it doesn't fit.
 
     A fixed batch is computed in one pass if it fits. A free batch is the batch with the highest
@@ -315,38 +317,38 @@ def divide_state(
     has to fit together with at least one row on each device.
     """
     if problem.global_batch is None:
-        return Room(limits, needs, problem).divide()
-    at_once = Room(limits, needs, problem).divide_for(problem.global_batch)
+        return StateRoom(limits, needs, problem).divide()
+    at_once = StateRoom(limits, needs, problem).divide_for(problem.global_batch)
     if at_once is not None or not problem.micro:
         return at_once
-    return Room(limits, needs, problem, in_passes=True).divide()
+    return StateRoom(limits, needs, problem, in_passes=True).divide()
 
 
-class Room:
+class StateRoom:
     """The memory of all devices that rows leave free for the model's state."""
 
     def __init__(
         self,
         limits: Sequence[float],
-        needs: Sequence[Need],
+        needs: Sequence[RowDemand],
         problem: Problem,
         in_passes: bool = False,
     ) -> None:
         assert problem.state is not None
-        self._limits, self._needs, self._in_passes = limits, needs, in_passes
+        self._limits, self._row_demands, self._in_passes = limits, needs, in_passes
         self._fewest = problem.multiple_of
         self._most = float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
         self._state = problem.state.state_bytes
         # bytes of the state that are held while activations are at their peak
-        self._held = at_peak(problem.state, in_passes)
+        self._held = state_bytes_at_peak(problem.state, in_passes)
         # the optimizer's step runs without gathered units
         self._of_step = self._state / (self._state + problem.state.step_bytes)
 
-    def divide(self) -> Division | None:
+    def divide(self) -> StateDivision | None:
         """Return the division for the rows with the most expected samples/s; None if none fit."""
         if not self._fits(self._rows_in(0.0)):
             return None
-        low, high = 0.0, max(need.seconds(self._most) for need in self._needs)
+        low, high = 0.0, max(need.seconds(self._most) for need in self._row_demands)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             rows = self._rows_in(middle)
@@ -355,16 +357,16 @@ class Room:
             else:
                 high = middle
         # samples/s rise with time unless some device is full: then they may fall
-        full = [need.seconds(self._most_rows(i)) for i, need in enumerate(self._needs)]
+        full = [need.seconds(self._most_rows(i)) for i, need in enumerate(self._row_demands)]
         found = [low, *(seconds for seconds in full if 0 < seconds < low)]
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
-    def divide_for(self, batch: int) -> Division | None:
+    def divide_for(self, batch: int) -> StateDivision | None:
         """Return the division for this batch in one pass; None if it doesn't fit.
 
         Rows are divided in proportion to the devices' speed.
         """
-        low, high = 0.0, max(need.seconds(batch) for need in self._needs)
+        low, high = 0.0, max(need.seconds(batch) for need in self._row_demands)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             if sum(self._rows_in(middle)) < batch:
@@ -379,21 +381,21 @@ class Room:
     def _rows_in(self, seconds: float) -> list[float]:
         """Return the rows that each device computes in `seconds`, at most as many as fit."""
         found = []
-        for i, need in enumerate(self._needs):
+        for i, need in enumerate(self._row_demands):
             rows = max(self._fewest, need.rows_in(seconds))
             found.append(max(self._fewest, min(rows, self._most_rows(i))))
         return found
 
     def _most_rows(self, position: int) -> float:
         """Return the most rows beside which a device can still hold the least part of the state."""
-        need = self._needs[position]
+        need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)
 
     def _left(self, rows: Sequence[float]) -> list[float]:
         """Return the bytes of the state that each device can hold beside its rows."""
         found = []
-        for limit, need, own in zip(self._limits, self._needs, rows, strict=True):
+        for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
             free = limit - need.base_bytes
             beside = (free - need.row_bytes * own) * self._state / self._held
             found.append(min(beside, free, limit * self._of_step))
@@ -405,18 +407,18 @@ class Room:
 
     def _rate(self, rows: Sequence[float]) -> float:
         """Return the samples/s of a step, without the exchange of gradients."""
-        pairs = zip(self._needs, rows, strict=True)
+        pairs = zip(self._row_demands, rows, strict=True)
         return sum(rows) / max(need.seconds(own) for need, own in pairs)
 
-    def _parts(self, rows: Sequence[float]) -> Division:
+    def _parts(self, rows: Sequence[float]) -> StateDivision:
         left = self._left(rows)
         least = 10.0**-DIGITS
         parts = [max(least, round(size / sum(left), DIGITS)) for size in left]
         largest = parts.index(max(parts))
         parts[largest] = round(parts[largest] + 1 - sum(parts), DIGITS)
-        return Division(tuple(parts), self._in_passes)
+        return StateDivision(tuple(parts), self._in_passes)
 
 
-def at_peak(state: ModelState, in_passes: bool) -> int:
+def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:
     """Return the bytes of a state that exist while a step's activations are at their peak."""
     return state.state_bytes - (0 if in_passes else state.gradient_bytes)

@@ -62,21 +62,23 @@ class SoloStage:
         Return nothing if both were measured.
         """
         for turn in range(2):
-            due = self._due(turn)
+            due = self._next_small_batches(turn)
             if due and turn:
                 due = self._worth_waiting(due)
             if due:
                 # a device that was left out of the second round has a separate round later
                 return self._round(due, self._turn if turn else turn)
-        retried = {one: self._small_batch(one) for one in self._live if self._lacks_a_line(one)}
+        retried = {
+            one: self._small_batch(one) for one in self._live if self._lacks_memory_line(one)
+        }
         quick = {
             one: batch
             for one, batch in retried.items()
-            if self._has_time(self._seconds(one, batch), _step(one, batch))
+            if self._has_time(self._probe_seconds(one, batch), _step_seconds(one, batch))
         }
         return self._round(quick, self._turn)
 
-    def _due(self, turn: int) -> Batches:
+    def _next_small_batches(self, turn: int) -> Batches:
         """Return the next small batch of each device that took part in `turn` rounds.
 
         Batches that already ran are left out.
@@ -89,7 +91,7 @@ class SoloStage:
                 due[one] = batch
         return due
 
-    def _lacks_a_line(self, one: DeviceModel) -> bool:
+    def _lacks_memory_line(self, one: DeviceModel) -> bool:
         """True if the device has no memory line yet and a smaller size is left to try.
 
         It either never ran, or ran out of memory before two sizes were measured.
@@ -109,7 +111,7 @@ class SoloStage:
         Other devices would only prolong the round. Return nothing if the budget doesn't allow the
         round, or if it isn't worth its time.
         """
-        costs = {one: self._seconds(one, batch) for one, batch in due.items()}
+        costs = {one: self._probe_seconds(one, batch) for one, batch in due.items()}
         order = sorted(due, key=lambda one: costs[one])
         rounds = [order[:count] for count in range(1, len(order) + 1)]
 
@@ -120,10 +122,10 @@ class SoloStage:
         last = kept[-1]
         # True if a plan is possible without these devices
         if any(len(one.evidence.alone) > 1 for one in self._live):
-            affordable = self._has_time(costs[last], _step(last, due[last]))
+            affordable = self._has_time(costs[last], _step_seconds(last, due[last]))
         else:  # without a second batch, there is no curve
             layout = solo(self._problem.devices, last.position, due[last])
-            affordable = self._budget.affords(layout, Stage.RACE, _step(last, due[last]))
+            affordable = self._budget.affords(layout, Stage.RACE, _step_seconds(last, due[last]))
         known_rate = math.fsum(one.evidence.best_rate for one in self._live)
         gain = _optimistic_rate(due, kept) / max(known_rate, LEAST_RATE)
         if not affordable or not self._budget.pays(gain, costs[last]):
@@ -143,17 +145,17 @@ class SoloStage:
         for position, share in wanted.shares:
             one = self._machine.devices[position]
             batch = min(self._micro_batch(position, share), one.trusted_alone_rows)
-            if not self._shows_more(one, batch):
+            if not self._would_show_more(one, batch):
                 continue
-            seconds = self._seconds(one, batch)
-            if self._has_time(seconds, _step(one, batch)):
+            seconds = self._probe_seconds(one, batch)
+            if self._has_time(seconds, _step_seconds(one, batch)):
                 batches[one] = batch
                 longest = max(longest, seconds)
         if batches and self._budget.pays(self._expected_gain(wanted), longest):
-            return self._round(self._with_the_others(batches), self._turn)
+            return self._round(self._add_other_devices(batches), self._turn)
         return self._cheap_round()
 
-    def _with_the_others(self, wanted: Batches) -> Batches:
+    def _add_other_devices(self, wanted: Batches) -> Batches:
         """Return the round's batch sizes, with those of other devices that can join the round.
 
         Other devices join so that all compute at the same time, as in a split. A device joins in
@@ -163,13 +165,15 @@ class SoloStage:
         - The device measures its even share, with which every plan is compared, and the round lasts
           at most twice as long.
         """
-        longest = max(self._seconds(one, batch) for one, batch in wanted.items())
+        longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         batches = dict(wanted)
         for one in self._live:
             even = max(self._even_share(one), batches.get(one, 0))
             measured = sorted({self._quantum, *(point.batch for point in one.evidence.alone)})
             batch = even or max(self._quantum, self._middle_of_widest(measured))
-            if self._seconds(one, batch) <= (1 + bool(even)) * longest and self._is_new(one, batch):
+            if self._probe_seconds(one, batch) <= (1 + bool(even)) * longest and self._is_new(
+                one, batch
+            ):
                 batches[one] = batch
         return batches
 
@@ -180,16 +184,16 @@ class SoloStage:
         may hide a peak.
         """
         wanted: Batches = {}
-        for one in self._in_split:
+        for one in self._devices_of_split:
             batch = self._even_share(one) or self._gap_at_best(one)
             if self._is_new(one, batch):
                 wanted[one] = batch
         if not wanted:
             return ()
-        longest = max(self._seconds(one, batch) for one, batch in wanted.items())
+        longest = max(self._probe_seconds(one, batch) for one, batch in wanted.items())
         if not self._has_time(longest) or not self._budget.is_cheap(longest):
             return ()
-        return self._round(self._with_the_others(wanted), self._turn)
+        return self._round(self._add_other_devices(wanted), self._turn)
 
     def _gap_at_best(self, one: DeviceModel) -> int:
         """Return a batch in the middle of the wider of the two gaps beside the best batch.
@@ -212,15 +216,16 @@ class SoloStage:
         devices of the optimistic layout.
         """
         batch = self._problem.global_batch or 0
-        even = batch // len(self._in_split) // self._quantum * self._quantum
+        even = batch // len(self._devices_of_split) // self._quantum * self._quantum
         return (
             even
-            if one in self._in_split and one.memory.largest_ran < even <= one.trusted_alone_rows
+            if one in self._devices_of_split
+            and one.memory.largest_ran < even <= one.trusted_alone_rows
             else 0
         )
 
     @cached_property
-    def _in_split(self) -> Sequence[DeviceModel]:
+    def _devices_of_split(self) -> Sequence[DeviceModel]:
         """The devices of the optimistic layout, or all live devices if it has only one."""
         shares = self._optimistic.shares if self._optimistic else ()
         devices = [self._machine.devices[i] for i, _ in shares]
@@ -231,7 +236,10 @@ class SoloStage:
         for one, batch in sorted(batches.items(), key=lambda item: item[0].position):
             layout = solo(self._problem.devices, one.position, batch)
             seconds = self._budget.probe_seconds(
-                layout, Stage.SOLO, step_seconds=_step(one, batch), reserved=self._after
+                layout,
+                Stage.SOLO,
+                step_seconds=_step_seconds(one, batch),
+                reserved=self._reserved_seconds,
             )
             probes.append(Probe(layout, Stage.SOLO, seconds, turn))
         return tuple(probes)
@@ -255,7 +263,7 @@ class SoloStage:
         They have several passes if those are faster according to the optimistic curve.
         """
         return {
-            one.position: one.in_best_passes(one.optimistic, one.guessed_alone_rows)
+            one.position: one.with_best_passes(one.optimistic, one.guessed_alone_rows)
             for one in self._live
             if one.guessed_alone_rows and one.optimistic
         }
@@ -275,7 +283,7 @@ class SoloStage:
         for one in self._live:
             most = min(one.memory.largest_ran, one.trusted_alone_rows)
             if one.solo_curve and most:
-                ran.append(one.in_best_passes(one.solo_curve, most))
+                ran.append(one.with_best_passes(one.solo_curve, most))
         known = self._predictions.fastest_of(ran)
         if known is None:
             return math.inf
@@ -287,7 +295,7 @@ class SoloStage:
         error = math.fsum(errors) / wanted.global_batch
         return COMES_TRUE * (wanted.samples_per_second / known.samples_per_second - 1) - error
 
-    def _shows_more(self, one: DeviceModel, share: int) -> bool:
+    def _would_show_more(self, one: DeviceModel, share: int) -> bool:
         """True if a measurement of this share would show something new about the device.
 
         The share is larger than all batches that ran, or the device may be faster there than its
@@ -303,20 +311,20 @@ class SoloStage:
         """True if no batch near this one was measured on the device."""
         return batch > 0 and all(abs(p.batch - batch) > SAME_BATCH * p.batch for p in one.points)
 
-    def _seconds(self, one: DeviceModel, batch: int) -> float:
+    def _probe_seconds(self, one: DeviceModel, batch: int) -> float:
         """Return the expected duration of a probe of this batch in seconds."""
         layout = solo(self._problem.devices, one.position, batch)
-        return self._budget.least_seconds(layout, _step(one, batch))
+        return self._budget.least_seconds(layout, _step_seconds(one, batch))
 
     def _has_time(self, seconds: float, step_seconds: float = 0.0) -> bool:
         """True if a round may take `seconds` and still leave time for the first split.
 
         Without the first split, there is no plan.
         """
-        return self._budget.has_time(seconds, self._after, step_seconds)
+        return self._budget.has_time(seconds, self._reserved_seconds, step_seconds)
 
     @cached_property
-    def _after(self) -> float:
+    def _reserved_seconds(self) -> float:
         """The seconds to reserve for the first split or, for one device, for the fixed batch.
 
         No plan is possible without that measurement. They are 0 once it has run.
@@ -350,8 +358,8 @@ class SoloStage:
         """Return one of the first two batches, or a smaller one after an out-of-memory failure."""
         memory = one.memory
         quantum = self._quantum
-        first, second = self._first_two(one.requested_rows)
-        second = self._likely_to_fit(one, first, second)
+        first, second = self._first_two_batches(one.requested_rows)
+        second = self._choose_second_batch(one, first, second)
         if not memory.largest_ran and memory.smallest_failed is None:
             return first
         if memory.smallest_failed is None or (
@@ -366,7 +374,7 @@ class SoloStage:
             retreat = (memory.largest_ran + memory.smallest_failed) // 2
         return max(quantum, retreat // quantum * quantum)
 
-    def _likely_to_fit(self, one: DeviceModel, first: int, second: int) -> int:
+    def _choose_second_batch(self, one: DeviceModel, first: int, second: int) -> int:
         """Return the second batch, or a smaller one if running out of memory would be expensive.
 
         If it would cost a slow step, the batch is at most twice the first. If it would restart a
@@ -378,14 +386,14 @@ class SoloStage:
             return second
         if self._budget.is_expensive(self._budget.starts.after_out_of_memory):
             likely = SAFE_GROWTH * first
-        elif self._budget.time.takes_lone_steps(_step(one, second)):
+        elif self._budget.time.takes_lone_steps(_step_seconds(one, second)):
             likely = 2 * first
         else:
             return second
         wanted = int(max(likely, surely)) // self._quantum * self._quantum
         return max(first + self._quantum, min(second, wanted))
 
-    def _first_two(self, most: int) -> tuple[int, int]:
+    def _first_two_batches(self, most: int) -> tuple[int, int]:
         """Return the first two batches: 8 and 64 rows.
 
         If an even share of the global batch (or of the largest one) is below 64 rows, the second
@@ -402,7 +410,7 @@ class SoloStage:
         return first, min(second, most)
 
 
-def _step(one: DeviceModel, batch: int) -> float:
+def _step_seconds(one: DeviceModel, batch: int) -> float:
     """Return the expected duration of a step of this batch in seconds; 0 before any measurement.
 
     If the device has a single point, return its time for any batch, because a probe whose steps

@@ -17,7 +17,7 @@ from ..types import Layout, OutOfMemory, Stage, Timed
 from .observations import STAGES, Observations, order_probe
 
 
-class Starts:
+class StartTimes:
     """The seconds that child processes took to start, without imports.
 
     They come from one set of observations.
@@ -34,11 +34,11 @@ class Starts:
         shortest start so far. For new child processes, the time is estimated from the starts in the
         solo stage, which come first and so are the slowest.
         """
-        own = self._of_children.get(layout.children)
+        own = self._by_children.get(layout.children)
         if not own:
             return 0.0 if layout.children in self._recovered else self._of_new(layout)
         paid = [seconds for seconds in own if seconds]
-        ends = self._ends[layout.children] if self.after_out_of_memory else 0
+        ends = self._exit_counts[layout.children] if self.after_out_of_memory else 0
         start_each_time = len(paid) > 1 + ends
         are_down = 0 < len(paid) <= ends
         return min(paid) if start_each_time or are_down else 0.0
@@ -67,7 +67,7 @@ class Starts:
         return 0.0 if went_on and all(went_on) else self.alone
 
     @cached_property
-    def _of_children(self) -> dict[Layout, list[float]]:
+    def _by_children(self) -> dict[Layout, list[float]]:
         """The start times in seconds of each group of child processes, one value per probe."""
         starts: defaultdict[Layout, list[float]] = defaultdict(list)
         for seen in self._timed:
@@ -78,10 +78,10 @@ class Starts:
     def _recovered(self) -> set[Layout]:
         """The groups of child processes that ran out of memory and are still running."""
         seen = [one for one in self._seen.in_stage(*STAGES) if isinstance(one, OutOfMemory)]
-        return {one.probe.layout.children for one in seen if one.goes_on} - self._ends.keys()
+        return {one.probe.layout.children for one in seen if one.goes_on} - self._exit_counts.keys()
 
     @cached_property
-    def _ends(self) -> defaultdict[Layout, int]:
+    def _exit_counts(self) -> defaultdict[Layout, int]:
         """The number of times that each group of child processes exited when out of memory."""
         ends: defaultdict[Layout, int] = defaultdict(int)
         for seen in self._seen.in_stage(*STAGES):
@@ -91,12 +91,12 @@ class Starts:
 
     def _of_new(self, layout: Layout) -> float:
         if layout.traits.side_by_side:
-            pack = self._of_pack(layout.processes)
+            pack = self._pack_seconds(layout.processes)
             if pack is not None:
                 return pack
         return self.alone * family_of(layout).start_cost * layout.processes
 
-    def _of_pack(self, processes: int) -> float | None:
+    def _pack_seconds(self, processes: int) -> float | None:
         """Return the seconds to start `processes` trainings; None before any pack started.
 
         They are extrapolated from the largest pack's start: in proportion to the number of

@@ -183,14 +183,14 @@ class TextModel(MachineModel):
         """
         found: dict[int, StepCost | None] = {}
         for group in group_by(self.live, self._same_speed):
-            cost = fit_step_cost([point for i in group for point in self._points(i).values()])
+            cost = fit_step_cost([point for i in group for point in self._points_alone(i).values()])
             found.update(dict.fromkeys(group, cost))
         return tuple(map(found.get, range(self.problem.devices)))
 
     def _same_speed(self, one: int, other: int) -> bool:
         """True if noise alone explains how two devices' times for the same passes differ."""
-        ours = self._points(one)
-        theirs = self._points(other)
+        ours = self._points_alone(one)
+        theirs = self._points_alone(other)
         gaps = []
         for key in ours:
             if key not in theirs:
@@ -199,7 +199,7 @@ class TextModel(MachineModel):
             gaps.append((math.log(a.seconds / b.seconds), math.hypot(a.error, b.error)))
         return is_noise(gaps)
 
-    def _points(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
+    def _points_alone(self, position: int) -> dict[tuple[int, ...], WorkPoint]:
         """Return the measured steps of a device alone, by rows, rows per pass, and row length."""
         found: dict[tuple[int, ...], WorkPoint] = {}
         for seen in self.tried_alone(position):
@@ -217,9 +217,11 @@ class TextModel(MachineModel):
         It is the cost alone, multiplied by the ratio of the compute time (own work) in splits to
         the predicted compute time alone.
         """
-        return tuple(one and one.slowed(self._factor(i, one)) for i, one in enumerate(self.alone))
+        return tuple(
+            one and one.slowed(self._contention_factor(i, one)) for i, one in enumerate(self.alone)
+        )
 
-    def _factor(self, position: int, alone: StepCost) -> float:
+    def _contention_factor(self, position: int, alone: StepCost) -> float:
         """Return the ratio of a device's compute time (own work) in splits to its predicted time
         alone.
         """
@@ -304,7 +306,7 @@ class TextModel(MachineModel):
     # ------------------------------------------------------------------ predictions
 
     @cached_property
-    def modelled(self) -> tuple[int, ...]:
+    def devices_with_cost(self) -> tuple[int, ...]:
         """The devices whose cost is known."""
         return tuple(i for i in self.live if self.alone[i] is not None)
 
@@ -353,7 +355,7 @@ class TextModel(MachineModel):
             largest = max(steps)
             longer = max(1.0, rows * layout.length / largest)
             return rows / steps[largest] / longer
-        if not set(self.modelled).issuperset(layout.active):
+        if not set(self.devices_with_cost).issuperset(layout.active):
             return 0.0
         return rows / max(self.seconds(layout.active, rows), LEAST_RATE)
 
@@ -365,7 +367,7 @@ class TextModel(MachineModel):
         faster. It is None if there are fewer than two devices, or if they can't hold the longest
         row.
         """
-        able = sorted(self.modelled, key=lambda i: self.seconds((i,), self.batch))
+        able = sorted(self.devices_with_cost, key=lambda i: self.seconds((i,), self.batch))
         hosts = sorted(set(self.hosts))
         teams = [able, *([i for i in able if self.hosts[i] == host] for host in hosts)]
         found = [sorted(team[:most]) for team in teams for most in range(len(team), 1, -1)]
@@ -386,7 +388,7 @@ class TextModel(MachineModel):
         if problem.global_batch is not None:
             return problem.global_batch
         sizes = self._free_batches()
-        seconds = {batch: self.seconds(self.modelled, batch) for batch in sizes}
+        seconds = {batch: self.seconds(self.devices_with_cost, batch) for batch in sizes}
         longest = max(self.time.longest_step(), seconds[sizes[0]])
         rates = {batch: batch / step for batch, step in seconds.items() if step <= longest}
         least = max(rates.values()) * (1 - problem.tolerance)
@@ -397,7 +399,7 @@ class TextModel(MachineModel):
         quantum = self.quantum
         asked = min(LARGEST_BATCH, self.problem.max_global_batch or LARGEST_BATCH)
         most = max(quantum, asked // quantum * quantum)
-        least = -(-SMALLEST_BATCH * len(self.modelled) // quantum) * quantum
+        least = -(-SMALLEST_BATCH * len(self.devices_with_cost) // quantum) * quantum
         doublings = range(LARGEST_BATCH.bit_length())
         return sorted({min(most, least << times) for times in doublings})
 

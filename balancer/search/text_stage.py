@@ -41,14 +41,16 @@ class TextStage:
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the next passes of devices alone, else global batches alone, else a split."""
         passes = {i: self._next_passes(i) for i in self._machine.live}
-        probes = self._next_alone(passes)
+        probes = self._probe_alone(passes)
         if not probes:
-            probes = self._next_alone({i: self._next_whole(i) for i in self._machine.modelled})
+            probes = self._probe_alone(
+                {i: self._next_whole(i) for i in self._machine.devices_with_cost}
+            )
         if not probes and self._with_splits:
             probes = self._next_split()
         return probes
 
-    def _next_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
+    def _probe_alone(self, wanted: Mapping[int, Layout | None]) -> tuple[Probe, ...]:
         """Return a probe of each device that has a layout in `wanted`.
 
         Return an empty tuple unless the budget allows all of them.
@@ -85,18 +87,18 @@ class TextStage:
         middle = self._quantile(MIDDLE)
         longest = self._problem.lengths[-1]
         tokens = max(SMALL * middle, longest)
-        yield self._same_length(position, middle, tokens)
+        yield self._equal_rows(position, middle, tokens)
         tokens *= WIDE
         while self._worth_growing(position, longest, tokens):
-            yield self._same_length(position, longest, tokens)
+            yield self._equal_rows(position, longest, tokens)
             tokens *= WIDE
         largest = max((longest, *self._machine.single_passes(position)))
         short = self._quantile(SHORT)
-        yield self._same_length(position, short, max(largest // WIDE, longest), MOST_PASSES)
+        yield self._equal_rows(position, short, max(largest // WIDE, longest), MOST_PASSES)
         for length in (longest, middle, self._quantile(LONG)):
-            yield self._same_length(position, length, largest)
+            yield self._equal_rows(position, length, largest)
 
-    def _same_length(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
+    def _equal_rows(self, position: int, length: int, tokens: int, passes: int = 1) -> Layout:
         """Return a layout with rows of one length on one device.
 
         Each of its `passes` has as many rows as fit in `tokens`.

@@ -25,7 +25,7 @@ class TextPolicy:
         """Return why no device can train; None if one can hold the longest row."""
         return None if self.machine.can_hold(self.machine.live) else explain_too_long(self.problem)
 
-    def is_training(self, layout: Layout) -> bool:
+    def is_sensible(self, layout: Layout) -> bool:
         """True if the layout is a sensible way to train. A device alone with a few rows isn't."""
         return bool(layout.costs) or (layout.by_rows and layout.traits.together)
 
@@ -45,7 +45,7 @@ class TextPolicy:
         for seen in self.seen.timed(Stage.SOLO):
             if seen.probe.layout.costs:
                 ran[seen.probe.layout.active] = seen.probe.layout
-        holding = [i for i in self.machine.modelled if self.machine.can_hold((i,))]
+        holding = [i for i in self.machine.devices_with_cost if self.machine.can_hold((i,))]
         layouts = [ran.get((i,)) or self.machine.layout((i,), self.machine.batch) for i in holding]
         whole = [layout for layout in layouts if self.seen.first_failure(layout) is None]
         return sorted(whole, key=self.machine.predicted_rate, reverse=True)[:1]

@@ -13,7 +13,7 @@ from typing import Any
 
 import torch
 
-from evener.balancer.search.sharding import Need, divide_state
+from evener.balancer.search.sharding import RowDemand, divide_state
 from evener.balancer.types import ModelState, Problem
 from evener.torch import Split
 from evener.torch.shards import sharded
@@ -162,7 +162,7 @@ def fit(split: Split, model: Big, caps: tuple[int, int], equal: bool) -> int:
     problem = Problem(
         2, caps, state=ModelState(state, count_gathered(model, choose_units(model, None), None))
     )
-    needs = [Need(problem.state.gathered_bytes if problem.state else 0, 0.0, 0.0, 1.0)] * 2
+    needs = [RowDemand(problem.state.gathered_bytes if problem.state else 0, 0.0, 0.0, 1.0)] * 2
     division = divide_state(caps, needs, problem)
     if division is None:
         return 0

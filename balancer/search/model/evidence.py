@@ -51,7 +51,7 @@ class DeviceEvidence(msgspec.Struct, frozen=True):
     split_in_passes: tuple[Point, ...] = ()
     undivided: bool = False  # a step in passes failed for a reason other than memory
 
-    def out_of_use(self, quantum: int) -> bool:
+    def is_unusable(self, quantum: int) -> bool:
         """True if the device failed permanently, or ran out of memory at the smallest share."""
         return bool(self.lost) or (
             self.memory.smallest_failed is not None and self.memory.smallest_failed <= quantum
@@ -86,16 +86,16 @@ def read_device(store: Observations, position: int) -> DeviceEvidence:
         alone=tuple(read_points(own.rounds, position, slower)),
         others_idle=tuple(read_points(own.others_idle, position, slower)),
         in_splits=tuple(point for point in in_splits if point.passes == 1),
-        memory=_memory(store, position, by_rows),
+        memory=_read_memory_use(store, position, by_rows),
         rounds=len(own.rounds),
-        lost=_lost(store, position, seen),
+        lost=_why_lost(store, position, seen),
         alone_in_passes=tuple(read_points(own.in_passes, position, slower)),
         split_in_passes=tuple(point for point in in_splits if point.passes > 1),
-        undivided=any(_blames_passes(position, one) for one in seen),
+        undivided=any(_may_blame_passes(position, one) for one in seen),
     )
 
 
-class _ByUse(msgspec.Struct):
+class _ObservationsByUse(msgspec.Struct):
     """A device's observations, grouped by what the device did.
 
     It ran alone in one pass while others computed (`rounds`) or were idle (`others_idle`), ran
@@ -108,8 +108,8 @@ class _ByUse(msgspec.Struct):
     splits: list[Observation] = []
 
 
-def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
-    found = _ByUse()
+def _sort_by_use(by_rows: Iterable[Observation]) -> _ObservationsByUse:
+    found = _ObservationsByUse()
     for one in by_rows:
         layout = one.probe.layout
         if layout.traits.together:
@@ -123,7 +123,7 @@ def _sort_by_use(by_rows: Iterable[Observation]) -> _ByUse:
     return found
 
 
-def _blames_passes(position: int, seen: Observation) -> bool:
+def _may_blame_passes(position: int, seen: Observation) -> bool:
     """True if the failure may be due to passes, which the workload may not support.
 
     This is the case if this device had several passes in the probe, and no device caused the
@@ -133,7 +133,7 @@ def _blames_passes(position: int, seen: Observation) -> bool:
     return failed and seen.probe.layout.passes(position) > 1
 
 
-def _memory(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
+def _read_memory_use(store: Observations, position: int, by_rows: list[Observation]) -> Memory:
     """Return a device's memory use by batch size.
 
     It has the batch sizes that ran, and the batch sizes that ran out of memory.
@@ -192,7 +192,7 @@ def _too_large(store: Observations, position: int, seen: Failed) -> bool:
     return ran >= 1 and layout.shares[position] > ran
 
 
-def _lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
+def _why_lost(store: Observations, position: int, explored: Sequence[Observation]) -> str:
     """Return why the device is left out; empty if it isn't.
 
     A device is left out if it has gone, at any stage, or if it failed permanently. Only failures
@@ -202,7 +202,7 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
     if position in store.gone:
         return store.gone[position]
     for seen in explored:
-        if not isinstance(seen, Failed) or _blames_passes(position, seen):
+        if not isinstance(seen, Failed) or _may_blame_passes(position, seen):
             continue
         active = seen.probe.layout.active
         if (position,) not in (seen.devices, active):
@@ -213,7 +213,7 @@ def _lost(store: Observations, position: int, explored: Sequence[Observation]) -
     return ""
 
 
-def _slower_since(store: Observations, position: int, own: _ByUse) -> float:
+def _slower_since(store: Observations, position: int, own: _ObservationsByUse) -> float:
     """Return the factor by which the device's steps now take longer; 1 if it isn't held back.
 
     It is held back if it was throttled in its last check or, before any check, in all measurements.
@@ -303,7 +303,7 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     errors nor rows explain, over all such pairs. One pair without drift is added, because a lasting
     disturbance changes one pair of one device.
     """
-    drift = median_low([0.0, *_drifts(devices)])
+    drift = median_low([0.0, *_list_drifts(devices)])
 
     def wider(points: Sequence[Point]) -> tuple[Point, ...]:
         return tuple(msgspec.structs.replace(p, error=math.hypot(p.error, drift)) for p in points)
@@ -319,7 +319,7 @@ def with_drift(devices: Sequence[DeviceEvidence]) -> list[DeviceEvidence]:
     ]
 
 
-def _drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
+def _list_drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
     """Yield the absolute difference between the times of each two points of nearly the same batch.
 
     Differences are logarithms of ratios. They are 0 if errors and the difference in rows explain
@@ -329,7 +329,7 @@ def _drifts(devices: Sequence[DeviceEvidence]) -> Iterator[float]:
         for a, b in combinations((*device.alone, *device.in_splits), 2):
             rows = abs(math.log(a.batch / b.batch))
             if rows <= LEVEL:
-                gap, error = _gap(a, b)
+                gap, error = _log_ratio(a, b)
                 moved = abs(gap) - rows / 2
                 yield moved if moved > CLEAR * error else 0.0
 
@@ -396,7 +396,7 @@ def same_speed(one: DeviceEvidence, other: DeviceEvidence) -> bool:
         return False
     pairs = chain(product(one.alone, other.alone), product(one.in_splits, other.in_splits))
     near = ((a, b) for a, b in pairs if abs(a.batch - b.batch) <= SAME_BATCH * a.batch)
-    return is_noise(_gap(a, b) for a, b in near) and not takes_longer_for_less(one, other)
+    return is_noise(_log_ratio(a, b) for a, b in near) and not takes_longer_for_less(one, other)
 
 
 def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
@@ -412,7 +412,7 @@ def takes_longer_for_less(one: DeviceEvidence, other: DeviceEvidence) -> bool:
     return False
 
 
-def _gap(one: Point, other: Point) -> tuple[float, float]:
+def _log_ratio(one: Point, other: Point) -> tuple[float, float]:
     """Return the logarithm of the ratio of two times at nearly the same batch, and its standard
     error.
     """

@@ -84,14 +84,14 @@ class Memory(msgspec.Struct, frozen=True, dict=True):
         last, used = self.points[-1]
         free = self.limit_bytes - used
         if free > 0:
-            bend = self._bend()
+            bend = self._slope_increase()
             part = SAFE_SHARE if bend else 1.0
             most = int(last + free / (slope + bend) * part)
         else:
             most = int(last + free / slope)
         return max(0, most - int(MARGIN * most))
 
-    def _bend(self) -> float:
+    def _slope_increase(self) -> float:
         """Return the bytes per sample by which the last slope exceeds the previous slope.
 
         Return 0 if it doesn't.

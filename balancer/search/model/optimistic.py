@@ -30,7 +30,7 @@ def optimistic_curve(points: Sequence[Point], curve: Curve) -> Curve:
     first = found[0]
     knots = [(0.0, min(curve.seconds(0), first.seconds)), (float(first.batch), first.seconds)]
     for i in range(1, len(found)):
-        bend = _bend(found, i)
+        bend = _find_bend(found, i)
         if bend:
             knots.append(bend)
         knots.append((float(found[i].batch), found[i].seconds))
@@ -67,7 +67,7 @@ def bend_is_open(points: Sequence[Point], curve: Curve) -> bool:
     return curve.bent and (len(points) == 3 or risen == 1)
 
 
-def _bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
+def _find_bend(points: Sequence[Point], right: int) -> tuple[float, float] | None:
     """Return the bend (batch, seconds) that lowers the curve most in the gap before point `right`.
 
     Return None if no bend is worth a measurement.

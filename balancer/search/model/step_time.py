@@ -60,7 +60,7 @@ class Point(msgspec.Struct, frozen=True):
         return 1 / self.sure_error**2
 
     @property
-    def leeway(self) -> float:
+    def tolerance_seconds(self) -> float:
         """The seconds by which a line may miss the point and still fit it."""
         return LINE_ERRORS * self.sure_error * self.seconds
 
@@ -79,15 +79,15 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     if not merged:
         return None
     if len(merged) == 1:
-        return _level(merged[0])
-    line, worst = _simplest(merged)
+        return _level_curve(merged[0])
+    line, worst = _simplest_curve(merged)
     error = median(p.error for p in merged)  # a rough point says nothing about the others
     if worst <= LINE_ERRORS:
         return msgspec.structs.replace(line, simple=True, error=error)
     stairs = fit_stairs(found)
     if stairs:
         return stairs.curve(merged[-1].batch, error, among)
-    bends = _bends(merged, line)
+    bends = _bend_factors(merged, line)
     if not bends:
         return msgspec.structs.replace(line, simple=False, error=error)
     factors = ((0, bends[0][1]), *bends)
@@ -96,7 +96,7 @@ def _fit_points(found: tuple[Point, ...], among: int) -> Curve | None:
     return Curve(batches, tuple(times), line.slope * bends[-1][1], False, error)
 
 
-def _level(one: Point) -> Curve:
+def _level_curve(one: Point) -> Curve:
     """Return the curve of a single point.
 
     Fewer rows may take as long as the point. More rows take at most proportionally longer.
@@ -141,34 +141,34 @@ def _average(group: Sequence[Point]) -> Point:
     return Point(batch, rate * batch, 1 / math.sqrt(total))
 
 
-def _simplest(points: Sequence[Point]) -> tuple[Curve, float]:
+def _simplest_curve(points: Sequence[Point]) -> tuple[Curve, float]:
     """Return the simplest curve, and its worst residual in standard errors.
 
     It is a straight line if that fits, and else a level stretch and a line.
     """
-    line = _line(*rising_line(_weighted(points)))
+    line = _straight_curve(*rising_line(_weighted(points)))
     worst = _worst_residual(points, line)
     if worst <= LINE_ERRORS or len(points) < 3:
         return line, worst
-    curves = [line, *(_hinge(points, cut) for cut in range(1, len(points)))]
+    curves = [line, *(_knee_curve(points, cut) for cut in range(1, len(points)))]
     return min(((one, _worst_residual(points, one)) for one in curves), key=lambda pair: pair[1])
 
 
-def _hinge(points: Sequence[Point], cut: int) -> Curve:
+def _knee_curve(points: Sequence[Point], cut: int) -> Curve:
     """Return a curve that is level before the point `cut`, and straight from it on."""
     before = points[:cut]
     rest = points[cut:]
     level = math.fsum(p.weight * p.seconds for p in before) / math.fsum(p.weight for p in before)
     if len(rest) > 1:
-        return _line(*rising_line(_weighted(rest), intercept_not_negative=False), level)
+        return _straight_curve(*rising_line(_weighted(rest), intercept_not_negative=False), level)
     # one point on the slope: the knee is unknown; the line is steepest after the longest level
     # stretch
     left = points[cut - 1]
     slope = max(0.0, (rest[0].seconds - level) / max(1, rest[0].batch - left.batch))
-    return _line(level - slope * left.batch, slope, level)
+    return _straight_curve(level - slope * left.batch, slope, level)
 
 
-def _line(fixed: float, slope: float, flat: float = 0.0) -> Curve:
+def _straight_curve(fixed: float, slope: float, flat: float = 0.0) -> Curve:
     """Return the curve of max(flat, fixed + slope * b) seconds.
 
     It is level up to the knee, if the knee lies above 0, and straight beyond.
@@ -187,7 +187,7 @@ def _worst_residual(points: Sequence[Point], line: Curve) -> float:
     return max(abs(line.seconds(p.batch) / p.seconds - 1) / p.sure_error for p in points)
 
 
-def _bends(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
+def _bend_factors(points: Sequence[Point], line: Curve) -> list[tuple[int, float]]:
     """Return (batch, factor on the line) for each point.
 
     Factors are shrunk towards 1 by the fraction that noise explains.
@@ -236,7 +236,7 @@ def rising_line(
     return 0.0, math.fsum(w * x * y for x, y, w in samples) / squares
 
 
-def fit_extra(steps: Sequence[Point], curve: Curve, rows: int) -> float:
+def fit_pass_overhead(steps: Sequence[Point], curve: Curve, rows: int) -> float:
     """Return the seconds that each further pass adds to the time of its rows.
 
     They are fitted to steps in several passes. A lower limit prevents further passes from being
@@ -309,7 +309,7 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
         return None
     low = points[0].seconds
     high = points[-1].seconds
-    error = max(point.leeway for point in points)
+    error = max(point.tolerance_seconds for point in points)
     for count in range(1, 2 * len(points)):
         rise = (high - low) / count
         if rise < LINE_ERRORS * error:  # a smaller rise could fit any points
@@ -317,7 +317,7 @@ def fit_stairs(measured: tuple[Point, ...]) -> Stairs | None:
         levels = [round((point.seconds - low) / rise) for point in points]
         repeated = len(set(levels)) < len(levels)
         if repeated and _shows_width(points, levels):
-            found = _explain(points, levels)
+            found = _fit_stairs_to_levels(points, levels)
             if found:
                 return found
     return None
@@ -333,22 +333,27 @@ def _shows_width(points: Sequence[Point], levels: Sequence[int]) -> bool:
     return len(set(levels)) > 2 or points[rise].batch <= WIDE * points[rise - 1].batch
 
 
-def _explain(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
+def _fit_stairs_to_levels(points: Sequence[Point], levels: Sequence[int]) -> Stairs | None:
     """Return the stairs for which each point is on its level.
 
     Return None if the points' times or batches contradict that.
     """
-    samples = [(float(n), p.seconds, 1 / p.leeway**2) for n, p in zip(levels, points, strict=True)]
+    samples = [
+        (float(n), p.seconds, 1 / p.tolerance_seconds**2)
+        for n, p in zip(levels, points, strict=True)
+    ]
     first, rise = rising_line(samples, intercept_not_negative=False)
     for level, point in zip(levels, points, strict=True):
         missed = abs(first + rise * level - point.seconds)
-        if missed > point.leeway + LEAN * min(rise, point.seconds):
+        if missed > point.tolerance_seconds + LEAN * min(rise, point.seconds):
             return None
-    places = _place([point.batch for point in points], levels)
+    places = _find_parameters([point.batch for point in points], levels)
     return Stairs(first, rise, points[0].seconds, places) if places else None
 
 
-def _place(batches: Sequence[int], levels: Sequence[int]) -> tuple[tuple[float, float, float], ...]:
+def _find_parameters(
+    batches: Sequence[int], levels: Sequence[int]
+) -> tuple[tuple[float, float, float], ...]:
     """Return the parameters of stairs for which each batch is on its level.
 
     If stairs whose width is a power of two (tiles) are possible, return only their parameters.

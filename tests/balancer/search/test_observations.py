@@ -126,13 +126,13 @@ def test_a_failure_is_open_until_it_had_its_tries() -> None:
     at = alone(8)
     found = store(failed(at, 0))
     assert found.in_stage(Stage.SOLO) == []
-    assert found.open_failures() == [at]
+    assert found.failures_to_retry() == [at]
     found.add(failed(at, 0))
     assert TRIES == 2
     assert found.in_stage(Stage.SOLO) == [failed(at, 0)]
-    assert found.open_failures() == []
+    assert found.failures_to_retry() == []
     unsupported = store(failed(at, 0, cause="unsupported"))
-    assert unsupported.open_failures() == []
+    assert unsupported.failures_to_retry() == []
 
 
 # ---------------------------------------------------------------------- costs

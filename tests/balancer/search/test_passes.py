@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from evener.balancer.families import SPLIT
 from evener.balancer.search.layouts import Candidate, divide, shrink
-from evener.balancer.search.model.step_time import Point, fit_extra
+from evener.balancer.search.model.step_time import Point, fit_pass_overhead
 from evener.balancer.search.ranking import choose_winner
 from evener.balancer.search.search import Search
 from evener.balancer.types import (
@@ -166,7 +166,7 @@ def test_what_a_further_pass_costs_is_fitted() -> None:
         Point(share, n * curve.seconds(share / n) - (n - 1) * 0.7, 0.001, n)
         for share, n in ((200, 2), (900, 3))
     ]
-    assert fit_extra(steps, curve, 300) == pytest.approx(-0.7)
+    assert fit_pass_overhead(steps, curve, 300) == pytest.approx(-0.7)
 
 
 def test_a_card_with_a_quarter_of_the_memory_trains_nearly_as_fast() -> None:

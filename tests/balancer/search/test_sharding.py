@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
-from evener.balancer.search.sharding import Need, Sharding, at_peak, divide_state
+from evener.balancer.search.sharding import RowDemand, Sharding, divide_state, state_bytes_at_peak
 from evener.balancer.session import Session
 from evener.balancer.types import (
     MEASURED_PART,
@@ -36,7 +36,7 @@ from evener.tui.cli.main import run
 MACHINE = Path(__file__).parents[3] / "docs" / "howto" / "shards.toml"
 GIB = 1 << 30
 NEEDS = st.builds(
-    Need, st.floats(0, GIB), st.floats(0, GIB / 8), st.floats(0, 1), st.floats(0.001, 10)
+    RowDemand, st.floats(0, GIB), st.floats(0, GIB / 8), st.floats(0, 1), st.floats(0.001, 10)
 )
 
 
@@ -48,7 +48,7 @@ NEEDS = st.builds(
     st.none() | st.integers(1, 300),
 )
 def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
-    devices: list[tuple[float, Need]],
+    devices: list[tuple[float, RowDemand]],
     state: float,
     step: float,
     gradients: float,
@@ -69,13 +69,16 @@ def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
     assert whole <= left
     for part, limit, need in zip(division.parts, limits, needs, strict=True):
         own = part - 1e-3  # parts are rounded
-        assert own * at_peak(sizes, division.in_passes) + need.base_bytes + need.row_bytes <= limit
+        assert (
+            own * state_bytes_at_peak(sizes, division.in_passes) + need.base_bytes + need.row_bytes
+            <= limit
+        )
         assert own * whole + need.base_bytes <= limit
         assert own * (whole + step * GIB) <= limit * (1 + 1e-9)
 
 
 def test_more_memory_never_makes_it_not_fit() -> None:
-    needs = [Need(GIB, GIB / 16, 0.0, 1 / rate) for rate in (10.0, 5.0)]
+    needs = [RowDemand(GIB, GIB / 16, 0.0, 1 / rate) for rate in (10.0, 5.0)]
     state = ModelState(20 * GIB, GIB)
     fits = [
         divide_state([size * GIB, 8 * GIB], needs, Problem(2, (0, 0), state=state)) is not None
@@ -87,7 +90,7 @@ def test_more_memory_never_makes_it_not_fit() -> None:
 
 def test_the_larger_card_takes_the_rows_that_the_smaller_has_no_memory_for() -> None:
     """Their steps take as long with any number of rows."""
-    needs = [Need(GIB / 2, GIB / 2, 0.1, 1e-4)] * 2
+    needs = [RowDemand(GIB / 2, GIB / 2, 0.1, 1e-4)] * 2
     problem = Problem(2, (0, 0), max_global_batch=64, state=ModelState(12 * GIB, GIB))
     division = divide_state([24 * GIB, 8 * GIB], needs, problem)
     assert division is not None

@@ -6,7 +6,7 @@ import msgspec
 import pytest
 
 from evener.balancer.search.observations import Observations
-from evener.balancer.search.starts import Starts
+from evener.balancer.search.starts import StartTimes
 from evener.balancer.types import (
     Layout,
     Observation,
@@ -36,11 +36,11 @@ def full(batch: int, turn: int, position: int = 0) -> OutOfMemory:
     return OutOfMemory(Probe(solo(2, position, batch), Stage.SOLO, 1.0, turn), (position,), "", 1.0)
 
 
-def starts(*seen: Observation) -> Starts:
+def starts(*seen: Observation) -> StartTimes:
     found = Observations(Problem(2, (None, None), budget_seconds=120.0))
     for one in seen:
         found.add(one)
-    return Starts(found)
+    return StartTimes(found)
 
 
 FIRST = (ran(8, 0, LOAD_SECONDS), ran(8, 0, LOAD_SECONDS, position=1))

@@ -92,7 +92,9 @@ def test_a_bend_goes_through_its_points_and_keeps_its_factor_beyond_them() -> No
     assert curve.bent
     for batch in (*batches, 480, 800):
         assert curve.seconds(batch) == pytest.approx(0.01 + 1.3e-5 * batch**1.21, rel=0.02)
-    line, _ = step_time._simplest([Point(b, 0.01 + 1.3e-5 * b**1.21, 0.0005) for b in batches])
+    line, _ = step_time._simplest_curve(
+        [Point(b, 0.01 + 1.3e-5 * b**1.21, 0.0005) for b in batches]
+    )
     factor = curve.seconds(1000) / line.seconds(1000)
     assert factor > 1.005
     assert [curve.seconds(b) for b in (1500, 3000)] == pytest.approx(
@@ -308,7 +310,7 @@ def test_a_bend_is_shrunk_by_the_part_that_noise_explains() -> None:
     """Points 20 % off with an error of 10 %: a quarter of their squares is noise, and so is a
     quarter of each bend.
     """
-    bends = step_time._bends(
-        [Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time._line(0.0, 1.0)
+    bends = step_time._bend_factors(
+        [Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time._straight_curve(0.0, 1.0)
     )
     assert bends == [(10, pytest.approx(1.15)), (20, pytest.approx(0.85))]
