@@ -8,6 +8,7 @@ is room. Each line is written completely or removed again.
 
 from __future__ import annotations
 
+import math
 import os
 import socket
 import stat
@@ -219,10 +220,10 @@ class TrainingJournal:
             self._window = (step, at_s, sums())
             quick()
             return
+        if at_s < self.window_ends_at:
+            return
         begun, begun_s, before = self._window
         seconds = at_s - begun_s
-        if seconds < max(WINDOW_SECONDS, WINDOW_PART * (at_s - self._first_s)):
-            return
         now = sums()
         self._window = (step, at_s, now)
         steps = step - begun
@@ -231,6 +232,16 @@ class TrainingJournal:
         self._noted.append(StepsEntry(time.time(), steps, seconds, samples, sums_s, quick()))
         if len(self._noted) > MOST_UNWRITTEN:
             del self._noted[0]
+
+    @property
+    def window_ends_at(self) -> float:
+        """The monotonic time from which the next counted step ends a window of steps."""
+        if self._window is None:
+            return -math.inf
+        begun_s = self._window[1]
+        # the time at which the window is that part of all time so far
+        long_s = (begun_s - WINDOW_PART * self._first_s) / (1 - WINDOW_PART)
+        return max(begun_s + WINDOW_SECONDS, long_s)
 
     def note_change(self, change: ShareChange) -> None:
         """Record a change of shares, unless it is already recorded."""

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import math
 import operator
 import os
 import threading
@@ -182,6 +183,7 @@ class Reporter:
         self._has_written = False
         self._cores: _Cores | None = None  # set from the first record on
         self._next_write = 0.0
+        self._look_at = 0.0  # when a counted step may have to be written, in monotonic seconds
         self._wait = INTERVAL_SECONDS  # seconds until the next write
         self._file: Path | None = None
         self._record: LiveRecord | None = None  # the record in the file
@@ -216,16 +218,45 @@ class Reporter:
             now = time.monotonic()
             if not timed:
                 self._leave_out(now - self._reported_at, samples, *tokens)
-            self._reported_at = now
-            if self._step == FIRST_STEPS:
-                self._counted_from = self._count(now)
             self._last_call = ((framework, workload), devices or (), batches)
-            if self._journal is not None:
-                self._journal.count(self._step, now, self._sums, self._quick)
-            if now >= self._next_write:
-                self._next_write = now + INTERVAL_SECONDS
-                if self._ticks is not None:
-                    self._publish(*self._last_call, self._rates(now))
+            self._note_step(now)
+
+    def count(self, samples: int, tokens: tuple[int, int] = (0, 0)) -> bool:
+        """Count a step like the last one that was reported; it is cheaper than `report`.
+
+        Return False, and count nothing, if none was reported yet. Only the thread that reports may
+        call it. It doesn't wait for the lock, so a record that another thread makes meanwhile may
+        lack the samples of this step.
+        """
+        if self._last_call is None:
+            return False
+        self._samples += samples
+        self._step += 1
+        if tokens[1]:
+            self._tokens += tokens[0]
+            self._padded += tokens[1]
+        now = time.monotonic()
+        if now < self._look_at:
+            self._reported_at = now
+            return True
+        with self._lock:
+            self._note_step(now)
+        return True
+
+    def _note_step(self, now: float) -> None:
+        """Note that a step ended, and write what is due."""
+        self._reported_at = now
+        if self._step == FIRST_STEPS:
+            self._counted_from = self._count(now)
+        if self._journal is not None:
+            self._journal.count(self._step, now, self._sums, self._quick)
+        if now >= self._next_write:
+            self._next_write = now + INTERVAL_SECONDS
+            if self._ticks is not None and self._last_call is not None:
+                self._publish(*self._last_call, self._rates(now))
+        if self._step >= FIRST_STEPS:
+            due_at = math.inf if self._journal is None else self._journal.window_ends_at
+            self._look_at = min(self._next_write, due_at)
 
     def close(self) -> None:
         """Record the last steps, close the journal and remove this process's file.

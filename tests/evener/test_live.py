@@ -31,12 +31,14 @@ from evener.live import reporter as live
 from evener.live.files import (
     LARGEST_FILE_BYTES,
     Details,
+    LiveRecord,
     clean,
     file_name,
     prepare_folder,
     replace_file,
     start_ticks,
 )
+from evener.live.journal import TrainingJournal
 from evener.live.reporter import DeviceTimes, Reporter, live_folders, read_trainings, report
 from evener.plan.file import Share
 from tests.support.waiting import wait_for
@@ -145,6 +147,37 @@ def test_a_step_that_is_not_timed_is_left_out_of_the_figure(
     (training,) = read_trainings()
     assert training.samples_per_second == pytest.approx(100)
     assert training.step == 4
+
+
+@given(st.lists(st.floats(0.001, 3), min_size=1, max_size=60), st.integers(0, 60))
+def test_counted_steps_are_as_reported_ones(steps: list[float], reported: int) -> None:
+    """After the first report or later ones; both have the same windows in their journals."""
+
+    class Windows(TrainingJournal):
+        def note(self, record: LiveRecord) -> None:
+            pass
+
+        def close(self) -> None:
+            pass
+
+    def train_by(count: int) -> tuple[Any, Any]:
+        turned = Clock()
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr(live, "time", turned)
+            patched.setattr(Reporter, "_write", lambda _, record: written.append(record))
+            journal = Windows(("CPU:0",), (32,))
+            made = Reporter(journal=journal)
+            written: list[LiveRecord] = []
+            for number, seconds in enumerate(steps):
+                turned.now += seconds
+                if number < count or not made.count(32, (3, 4)):
+                    made.report(32, devices=(0,), workload="train.py", tokens=(3, 4))
+            windows = [msgspec.structs.replace(each, at=0.0) for each in journal._noted]
+            made.close()
+            assert not made.count(32), "after its end"
+        return [(each.step, each.samples_per_second, each.padding) for each in written], windows
+
+    assert train_by(1) == train_by(max(1, reported)) == train_by(len(steps))
 
 
 def test_at_most_two_files_are_written_in_a_second(

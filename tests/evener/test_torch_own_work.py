@@ -8,6 +8,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterator
 from itertools import count
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, ClassVar
 
 import msgspec
@@ -19,6 +20,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from evener.live.files import Details
 from evener.live.reporter import Training
+from evener.torch.ranks import own_work
 from evener.torch.ranks.own_work import (
     STRIDES,
     WARM_STEPS,
@@ -393,6 +395,58 @@ def test_on_a_gpu_few_of_many_short_steps_are_timed_and_stand_for_the_others(
         every.note_updated()
         every.finish()
     assert next(recorded) - first > 4 * 100
+
+
+@pytest.mark.parametrize("alone", [False, True])
+def test_files_and_validation_are_timed_in_batches_whose_parts_are_not(
+    alone: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Every batch takes 7 s; of 64, one in 8 validates in three batches, and one writes a file."""
+    host = SimpleNamespace(now=0.0)
+    clock = SimpleNamespace(perf_counter=lambda: host.now, thread_time=lambda: host.now)
+    monkeypatch.setattr(own_work, "time", clock)
+    monkeypatch.setattr(HostClock, "mark", staticmethod(clock.perf_counter))
+    written: list[int] = []
+    monkeypatch.setattr(StepTimer, "_count_written", lambda _: written.pop() if written else 0)
+
+    def train(is_timed: Callable[[int], bool]) -> tuple[StepSums, list[Any]]:
+        timer = StepTimer(HostClock(), alone)
+        choice: Any = SimpleNamespace(is_timed=is_timed, find_next=lambda number: number + 1)
+        timer._choice = choice
+        phases = []
+
+        def take(seconds: float, *after: Callable[[], object]) -> None:
+            host.now += seconds
+            phases.append(timer.now()[1])
+            for each in after:
+                each()
+
+        for batch in range(WARM_STEPS + 64):
+            timer.begin(SIZES)
+            if alone:
+                take(3)
+            else:
+                take(2, timer.note_gradients)
+                take(1, timer.note_backward)
+            take(0, timer.note_update)
+            take(1, timer.note_updated)
+            written[:] = [1 << 20] * (batch % 8 == 1)
+            if batch % 8 == 5:
+                take(0, *[timer.note_validation] * 2)
+                take(2, timer.note_validation)
+            else:
+                take(2)
+            take(1, timer.finish)
+        return sums_of(timer), phases
+
+    every, every_phases = train(lambda _: True)
+    few, few_phases = train(lambda number: number % 16 == 3)
+    assert few_phases == every_phases
+    assert (every.validation_s, every.files_s) == (8 * 2, 8 * 3)
+    batches = 4 * 16  # up to the last one that was timed
+    assert (few.steps, few.seconds) == (batches, pytest.approx(7 * batches, rel=0.1))
+    assert few.validation_s == pytest.approx(every.validation_s, abs=2)
+    assert few.files_s == pytest.approx(every.files_s, abs=3)
 
 
 @given(st.integers(-1, 7), st.integers(1, 12))

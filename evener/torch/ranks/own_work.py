@@ -39,7 +39,6 @@ from ...live.files import (
 from ...live.journal import TrainingJournal
 from ...live.reporter import DeviceTimes, Reporter, middle, spread, sum_up
 from ...plan.check import describe
-from ...plan.file import Share
 from ...system.thread_writes import ThreadWrites
 from ...training.launched import launched_run
 from ...training.retreat import Retreat, say
@@ -195,19 +194,17 @@ class _Marked(NamedTuple):
     disturbed: bool
     behind: float
     cpu: _CpuTimes | None  # None: not measured in this step
+    is_shared: bool  # `done` is the next batch's first mark
     untimed: _Untimed  # the batches since the last timed one
 
 
-class _Untimed(NamedTuple):
+class _Untimed(msgspec.Struct):
     """Batches whose parts weren't timed; their seconds are measured by the host."""
 
     batches: int = 0
     steps: int = 0  # number of these batches with gradients
     files_s: float = 0.0
     validation_s: float = 0.0
-
-
-_NOTHING = _Untimed()
 
 
 class _Spent(NamedTuple):
@@ -226,6 +223,10 @@ class StepTimer:
     A step without gradients, such as the first of two accumulated batches, isn't counted as a step,
     but the sums include its time. If steps are short, only some batches are timed, and represent
     the others in the sums. Files and validation are timed in all batches, by the host.
+
+    A timed batch has marks (`_marks`); of another one only the current phase is kept (`_doing`).
+    Between two steps of a real model little of this code is left in the core's cache, so what
+    counts is how much of it runs: methods deal with batches that aren't timed first, at once.
     """
 
     def __init__(self, clock: Any, single_rank: bool) -> None:
@@ -236,27 +237,24 @@ class StepTimer:
         self._choice: TimedBatches | None = None  # None: every batch is timed
         if isinstance(clock, HostClock | GpuClock):
             self._choice = TimedBatches(ON_CPU if self._on_host else ON_GPU)
-        self._timed = self._next_timed = (
-            True  # True if the newest batch is timed; the same for the next batch
-        )
-        self._untimed = _NOTHING  # batches since the last timed one
+        self._timed = self._next_timed = True  # the newest batch is timed; the next one is
+        self._choose_at = 0  # the number of the next batch for which `_choice` is asked
+        self._doing: Phase | None = None  # the phase of a batch that isn't timed
+        self._validated = (0.0, 0.0)  # when validation began and last went on, in such a batch
+        self._untimed = _Untimed()  # batches since the last timed one
         self._asked: Any = None
         self.sizes: tuple[int, ...] = ()  # of the newest batch
-        self.begun: Callable[[tuple[int, ...], int], None] = lambda *_: (
-            None
-        )  # called with each batch and the number of updates
+        # called with each batch and the number of updates
+        self.begun: Callable[[tuple[int, ...], int], None] | None = None
         self._updates = 0  # number of optimizer steps
         self._marks: list[tuple[Phase, Any]] = []  # marks of the current batch
         self._apart: list[tuple[Phase, Any]] = []  # marks since the end of the last loop
         self._before: Sequence[tuple[Phase, Any]] = ()  # the same for the batch that began a loop
-        self._validates = (
-            False  # True if validation ran since the last update or the end of the last loop
-        )
-        self._wrote = False  # True if files were written in the newest batch
+        # True if validation ran since the last update or the end of the last loop
+        self._validates = False
         self._batches = 0  # number of batches that have begun
-        self._computed = self._applied = (
-            False  # True once the batch's gradients were computed, and applied
-        )
+        # True once the batch's gradients were computed, and applied
+        self._computed = self._applied = False
         self._disturbed = False  # the step
         self._behind = math.nan
         self._strides = cycle(STRIDES)
@@ -264,14 +262,13 @@ class StepTimer:
         self._since_measured = 0  # number of batches timed since the last measurement
         self._cpu: _CpuTimes | None = None  # of the newest batch
         self._idle_s = math.nan  # this thread's idle time when the loop requested that batch
-        self._writes: ThreadWrites | None = (
-            None  # counts the bytes written by the loop's thread, once its writes may take long
-        )
+        # counts the bytes written by the loop's thread, once its writes may take long
+        self._writes: ThreadWrites | None = None
         self._written = 0  # the last count of these bytes
-        self._between_at = 0.0  # start of the time between two steps, on the host's clock
-        self._marked: deque[_Marked] = deque(
-            maxlen=KEPT_MARKED
-        )  # steps whose times aren't computed yet
+        # the host's time from which files may take a part of the time between two steps
+        self._files_from = 0.0
+        # steps whose times aren't computed yet
+        self._marked: deque[_Marked] = deque(maxlen=KEPT_MARKED)
         self._steps: deque[tuple[_Marked, _Spent]] = deque(maxlen=KEPT_STEPS)
         self._counted = 0  # number of steps
         self.sums = RunningSums()  # sums over all steps except warm-up
@@ -281,31 +278,35 @@ class StepTimer:
     def begin(self, sizes: tuple[int, ...]) -> None:
         """Begin a batch; `sizes` has each rank's number of rows in it."""
         self.sizes = sizes
+        if self._next_timed:
+            self._begin_timed()
+        else:
+            self._batches += 1
+            self._timed = self._computed = self._applied = self._validates = False
+            self._doing = OWN
+        if self.begun is not None:
+            self.begun(sizes, self._updates)
+
+    def _begin_timed(self) -> None:
         self._before = ()
         if self._apart:
             self._note_files(self._apart)
             self._before, self._apart = self._apart, []
         self._batches += 1
         self._cpu = None
-        self._timed = self._next_timed
-        self._since_measured += self._timed
-        if self._batches >= self._measured_at and self._timed:
+        self._timed = True
+        self._since_measured += 1
+        if self._batches >= self._measured_at:
             self._measured_at = self._batches + next(self._strides)
             self._cpu = _CpuTimes(self._clock, self._idle_s, self._since_measured)
             self._since_measured = 0
-        self._marks = [(OWN, self._mark())]
+        self._marks = [(OWN, self._clock.mark())]
         self._computed = self._applied = self._validates = self._disturbed = False
-        self._wrote = False
         self._behind = math.nan
-        self.begun(sizes, self._updates)
 
     def time_all(self) -> None:
         """Time every batch from now on, because rebalancing needs the times."""
-        self._choice = None
-
-    def _mark(self) -> Any:
-        """Return a mark of the clock, or the host's time in seconds if the batch isn't timed."""
-        return self._clock.mark() if self._timed else time.perf_counter()
+        self._choice, self._choose_at = None, 0
 
     def disturb(self) -> None:
         """Mark the current step as unusual: evener checks a loss in it, or memory ran out."""
@@ -315,13 +316,9 @@ class StepTimer:
         """Begin the phase `doing` if the current phase is among `after`."""
         if self._marks and self._marks[-1][0] in after:
             self._note_files(self._marks)
-            self._marks.append((doing, self._mark()))
+            self._marks.append((doing, self._clock.mark()))
             if doing == BETWEEN:
                 self._begin_between()
-
-    def _begin_between(self) -> None:
-        """Record the start of the time between two steps, in which files may be written."""
-        self._between_at = time.perf_counter()
 
     def _note_files(self, marks: list[tuple[Phase, Any]]) -> None:
         """Attribute the time between two steps, which ends now, to files if any were written.
@@ -329,13 +326,25 @@ class StepTimer:
         The written bytes are counted only if that time is long enough to matter, because counting
         takes microseconds. Therefore they may include bytes written in earlier steps.
         """
-        if not marks or marks[-1][0] != BETWEEN:
-            return
-        if time.perf_counter() - self._between_at < LEAST_FILE_SECONDS:
-            return
-        if self._count_written() >= LEAST_FILE_BYTES:
+        if marks and marks[-1][0] == BETWEEN and self._has_written():
             marks[-1] = (FILES, marks[-1][1])
-            self._wrote = True
+
+    def _begin_between(self) -> None:
+        """Record the start of the time between two steps, in which files may be written."""
+        self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
+
+    def _has_written(self) -> bool:
+        """True if files were written since the phase between two steps began; see `_note_files`."""
+        is_long = time.perf_counter() >= self._files_from
+        return is_long and self._count_written() >= LEAST_FILE_BYTES
+
+    def _note_untimed_files(self) -> None:
+        """Count the time since the phase between two steps began as time for files, if any were
+        written; for a batch that isn't timed.
+        """
+        if self._has_written():
+            began_s = self._files_from - LEAST_FILE_SECONDS
+            self._untimed.files_s += time.perf_counter() - began_s
 
     def _count_written(self) -> int:
         """Return the bytes that this thread has written since the last call, or 0 at first."""
@@ -354,6 +363,9 @@ class StepTimer:
         if not (self.has_own_work or self._single_rank):
             return
         self._computed = True
+        if not self._timed:
+            self._doing = SUM
+            return
         marks = self._marks
         if marks and marks[-1][0] == SUM:
             marks.pop()
@@ -375,10 +387,22 @@ class StepTimer:
 
     def note_backward(self) -> None:
         """End the waiting for other ranks, because the backward pass has ended."""
-        self._enter(BETWEEN, SUM)
+        if self._timed:
+            self._enter(BETWEEN, SUM)
+        elif self._doing == SUM:
+            self._doing = BETWEEN
+            self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_update(self) -> None:
         """Begin the phase of an optimizer's step."""
+        self._applied = True
+        self._updates += 1
+        if not self._timed:
+            self._computed = self._computed or self._single_rank  # nothing else says so
+            if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
+                self._note_untimed_files()
+            self._doing = UPDATE
+            return
         marks = self._marks
         if not (self.has_own_work or self._single_rank):
             if marks and marks[-1][0] == BETWEEN:  # another backward pass before this update
@@ -388,8 +412,6 @@ class StepTimer:
             self.note_gradients()  # nothing else reports that they are ready
             if marks[-1][0] == SUM:
                 marks.append((UPDATE, marks[-1][1]))
-        self._applied = True
-        self._updates += 1
         if _is_after_sum(marks):
             self._note_files(marks)
             if marks[-1][0] == BETWEEN:
@@ -398,23 +420,47 @@ class StepTimer:
 
     def note_updated(self) -> None:
         """End the phase of an optimizer's step."""
-        self._enter(BETWEEN, UPDATE)
+        if self._timed:
+            self._enter(BETWEEN, UPDATE)
+        elif self._doing == UPDATE:
+            self._doing = BETWEEN
+            self._files_from = time.perf_counter() + LEAST_FILE_SECONDS
 
     def note_validation(self) -> None:
         """Begin a validation batch; does nothing while a training step computes."""
+        if self._doing is not None:
+            self._note_untimed_validation()
+            return
         marks = self._marks or self._apart
         if not marks or marks[-1][0] not in (BETWEEN, VALIDATION):
             return
         if self._validates and marks[-1][0] == BETWEEN:
             _, mark = marks.pop()  # the validation continues
-            if self._timed:
-                self._clock.reuse([mark])
+            self._clock.reuse([mark])
         phase = BETWEEN if marks[-1][0] == VALIDATION else VALIDATION
         self._note_files(marks)
-        marks.append((phase, self._mark()))
+        marks.append((phase, self._clock.mark()))
         self._validates = True
         if phase == BETWEEN:
             self._begin_between()
+
+    def _note_untimed_validation(self) -> None:
+        """Begin a validation batch in a batch that isn't timed.
+
+        Validation lasts until its last batch begins, or to the end if it has a single one.
+        """
+        if self._doing not in (BETWEEN, VALIDATION):
+            return
+        now = time.perf_counter()
+        if self._validates:
+            self._validated = (self._validated[0], now)
+            self._doing = BETWEEN
+            self._begin_between()
+            return
+        if self._doing == BETWEEN:
+            self._note_untimed_files()
+        self._validated = (now, 0.0)
+        self._doing, self._validates = VALIDATION, True
 
     @contextmanager
     def collective(self) -> Iterator[None]:
@@ -422,6 +468,16 @@ class StepTimer:
         if self._validates:  # the validation continues
             with own_collectives():
                 yield
+            return
+        if self._doing is not None:
+            doing = self._doing
+            if doing == BETWEEN:
+                self._note_untimed_files()
+            self._doing = SUM
+            with own_collectives():
+                yield
+            self._doing = doing
+            self._begin_between()
             return
         before = self._marks[-1][0] if self._marks else SUM
         self._enter(SUM, OWN, UPDATE, BETWEEN)
@@ -435,20 +491,25 @@ class StepTimer:
 
         Outside of own work, do nothing and return False.
         """
+        if self._doing == OWN:
+            self._doing = SUM
+            return True
         if not self._marks or self._marks[-1][0] != OWN:
             return False
-        self._marks.append((SUM, self._mark()))
+        self._marks.append((SUM, self._clock.mark()))
         return True
 
     def end_wait(self) -> None:
         """End the wait that `begin_wait` began."""
+        if self._doing == SUM:
+            self._doing = OWN
         self._enter(OWN, SUM)
 
     def now(self) -> tuple[int, Doing]:
         """Return the number of batches begun, and the loop's current phase on the host."""
-        if not self._marks:
+        doing = self._marks[-1][0] if self._marks else self._doing
+        if doing is None:
             return self._batches, BETWEEN if self._asked is None else INPUT
-        doing = self._marks[-1][0]
         return self._batches, _SHOWN.get(doing, BETWEEN)
 
     def finish(self) -> bool:
@@ -456,23 +517,39 @@ class StepTimer:
 
         Returns True if the step's gradients were computed and all-reduced.
         """
-        if not self._marks and self._asked is not None:
+        counts = self._computed or self._applied
+        if self._doing is not None:
+            if self._doing == BETWEEN and time.perf_counter() >= self._files_from:
+                self._note_untimed_files()
+            if self._validates:
+                self._note_validated()
+            self._untimed.batches += 1
+            self._untimed.steps += counts
+            self._doing, self._timed = None, True  # until the next batch begins
+            if self._batches + 1 < self._choose_at:  # the next one isn't timed either
+                self._asked = math.nan
+                return self._computed
+            self._choose_next()
+            self._asked = self._clock.mark() if self._next_timed else math.nan
+        elif not self._marks and self._asked is not None:
             return False  # the loop has requested it already
-        self._next_timed = self._choice is None or self._choice.is_timed(self._batches + 1)
-        is_marked = self._timed or self._next_timed
-        done = self._clock.mark() if is_marked else time.perf_counter()
-        computed, counts = self._computed, self._computed or self._applied
-        if self._marks:
-            self._note_files(self._marks)
-            if self._timed:
+        else:
+            self._choose_next()
+            done = self._clock.mark()
+            if self._marks:
+                self._note_files(self._marks)
                 self._finish_timed(done, counts)
-            else:
-                self._finish_untimed(counts)
-        self._forget()
-        self._asked = done
+            self._asked, self._marks, self._before = done, [], ()
+        self._idle_s = math.nan
         if self._next_timed and self._batches + 1 >= self._measured_at:
             self._idle_s = _idle_seconds()
-        return computed
+        return self._computed
+
+    def _choose_next(self) -> None:
+        """Decide whether the next batch is timed, and when to decide again."""
+        number = self._batches + 1
+        self._next_timed = self._choice is None or self._choice.is_timed(number)
+        self._choose_at = 0 if self._choice is None else self._choice.find_next(number)
 
     def _finish_timed(self, done: Any, counts: bool) -> None:
         """Save the marks of a batch; `counts` is False if it has no gradients."""
@@ -487,23 +564,20 @@ class StepTimer:
             self._disturbed,
             self._behind,
             self._cpu,
+            self._next_timed,
             self._untimed,
         )
-        self._untimed = _NOTHING
+        self._untimed = _Untimed()
         self._marked.append(step)
         if len(self._marked) >= TIMED_AT_ONCE:
             self._time_past()
             if self._writes is not None:
                 self._count_written()
 
-    def _finish_untimed(self, counts: bool) -> None:
-        """Count a batch that wasn't timed, with its files and validation."""
-        batches, steps, files_s, validation_s = self._untimed
-        if self._wrote or self._validates:
-            spans, _ = _add_spans(_subtract, self._marks, time.perf_counter())
-            files_s += spans.get(FILES, 0.0)
-            validation_s += spans.get(VALIDATION, 0.0)
-        self._untimed = _Untimed(batches + 1, steps + counts, files_s, validation_s)
+    def _note_validated(self) -> None:
+        """Count the time of validation in a batch that isn't timed, which ends."""
+        begun, ended = self._validated
+        self._untimed.validation_s += (ended or time.perf_counter()) - begun
 
     def pause(self) -> None:
         """End a loop; the time until the next batch counts in the sums, but not in a step."""
@@ -511,15 +585,12 @@ class StepTimer:
         if left is not None and not self._next_timed:
             left = self._clock.mark()
         self._timed = self._next_timed = True
-        self._forget()
+        self._asked, self._marks, self._idle_s = None, [], math.nan
+        self._before, self._doing = (), None
+        self._computed = self._applied = self._validates = False
         if left is not None:
             self._apart = [(BETWEEN, left)]
             self._begin_between()
-
-    def _forget(self) -> None:
-        self._asked, self._marks, self._idle_s = None, [], math.nan
-        self._before = ()
-        self._computed = self._applied = self._validates = False
 
     def last(self, count: int = KEPT_STEPS) -> list[TimedStep]:
         """Return the last `count` steps, without those that the device hasn't finished."""
@@ -669,7 +740,7 @@ def _list_marks(marked: _Marked) -> list[Any]:
     for _, mark in (*marked.apart, *marked.marks):
         if not marks or mark is not marks[-1]:
             marks.append(mark)
-    return marks
+    return marks if marked.is_shared else [*marks, marked.done]
 
 
 def _least(one: float, other: float) -> float:
@@ -697,10 +768,6 @@ def _add_spans(
         spans[phase] = spans.get(phase, 0.0) + took_s
         phase, start = following, stop
     return spans, took_s
-
-
-def _subtract(start: float, end: float) -> float:
-    return end - start
 
 
 def _is_after_sum(marks: Sequence[tuple[Phase, Any]]) -> bool:
@@ -758,10 +825,7 @@ class StepReporter:
             created = shares.plan.created if shares.plan is not None else ""
             self._journal = TrainingJournal(names, shares.batches, created)
         self._script = os.path.basename(sys.argv[0])
-        # the shares described by `_devices` and `_workload`
-        self._described: RankShares | None = None
-        self._devices: tuple[Share, ...] = ()
-        self._workload = ""
+        self._described: RankShares | None = None  # the shares of the last whole report
         self._lines = 0  # number of lines from other ranks in the journal
         self._memory, self._memory_at = (0, 0), -math.inf
         self._reporter = Reporter(
@@ -777,15 +841,14 @@ class StepReporter:
 
         `tokens` has the numbers of tokens in these rows, without and with padding.
         """
-        if self.shares is not self._described:
-            self._described = self.shares
-            self._devices = (self.shares.share,)
-            self._workload = self.shares.workload or self._script
+        if self.shares is self._described and self._reporter.count(rows, tokens):
+            return
+        self._described = self.shares
         self._reporter.report(
             rows,
-            devices=self._devices,
+            devices=(self.shares.share,),
             framework="torch",
-            workload=self._workload,
+            workload=self.shares.workload or self._script,
             tokens=tokens,
         )
 
@@ -901,9 +964,14 @@ def _tell_update(_: Any, arguments: tuple[Any, ...], keywords: dict[str, Any]) -
     If the step has a closure, as in Lightning, timers are notified once the closure has computed
     the gradients. The first element of `arguments` is the optimizer itself.
     """
-    closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
+    closure = None
+    if keywords or len(arguments) > 1:
+        closure = arguments[1] if len(arguments) > 1 else keywords.get("closure")
     if closure is None or not _timers:
-        _note_update()
+        for each in tuple(_timers):
+            timer = each()
+            if timer is not None:
+                timer.note_update()
         return None
 
     def compute() -> Any:

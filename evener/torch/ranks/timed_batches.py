@@ -25,7 +25,7 @@ class Rate(NamedTuple):
 
 
 ON_GPU = Rate(0.16, 32)
-ON_CPU = Rate(0.04, 8)
+ON_CPU = Rate(0.08, 8)
 
 
 class TimedBatches:
@@ -43,9 +43,25 @@ class TimedBatches:
         self._block_at = 0.0  # the clock's seconds at the start of the newest block
 
     def is_timed(self, number: int) -> bool:
-        """True if the batch with this number is timed; called for each batch, in order."""
+        """True if the batch with this number is to be timed.
+
+        It is called for numbers in rising order, at least for those that `find_next` names.
+        """
         if number % BLOCK_BATCHES == 0:
             self._choose_stride()
+        return self._is_chosen(number)
+
+    def find_next(self, number: int) -> int:
+        """Return the next number after this one for which `is_timed` has to be called.
+
+        It is timed by the present stride, or begins a block, in which the stride may be another.
+        """
+        for following in range(number + 1, number + BLOCK_BATCHES):
+            if following % BLOCK_BATCHES == 0 or self._is_chosen(following):
+                return following
+        return number + BLOCK_BATCHES
+
+    def _is_chosen(self, number: int) -> bool:
         part = number // self.stride * GOLDEN % RANGE
         return number % self.stride == part * self.stride // RANGE
 
