@@ -207,7 +207,7 @@ class Split:
             )
             warn_small_data(arrays.rows, size if self.plan else None)
             return (
-                arrays.global_batches() if lengths is None else self._deal_rows(arrays, x, lengths)
+                arrays.global_batches() if lengths is None else self._assign_rows(arrays, x, lengths)
             )
         if shuffle or any(each is not None for each in (y, sample_weight, class_weight, lengths)):
             raise RequestError(
@@ -228,7 +228,7 @@ class Split:
             return batch_samples(x, size, self._inputs)
         return x if batch_rows(x) == size else x.rebatch(size)
 
-    def _deal_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
+    def _assign_rows(self, arrays: ArrayBatches, x: Any, lengths: Any) -> Any:
         """Return global batches whose rows are assigned to devices by length.
 
         With engine solo, the batches are the same as without lengths. Raises RequestError with
