@@ -1,4 +1,4 @@
-"""Train a Keras model on unequal devices as on one, with the shares of a plan.
+"""Train a Keras model on unequal devices with the shares of a plan, as if on one device.
 
     from evener.keras import Split
 

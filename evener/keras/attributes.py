@@ -1,8 +1,8 @@
 """Tensors that a call of the model stores in attributes, such as `self.z_mean` in a VAE.
 
-A loss may read such tensors. The call on one device (tower) stores only tensors that are computed
-from this device's rows, so the tensors are collected after each call, joined in the order of the
-rows, and written back before the loss is computed.
+A loss may read such tensors. The call on one device (tower) stores only tensors computed from this
+device's rows, so the tensors are collected after each call, joined in the order of the rows, and
+written back before the loss is computed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import tensorflow as tf
 from .compatibility import all_layers, plain_variables
 from .part_kinds import ROWS, main_part
 
-DEEPEST = 4  # levels of containers within an attribute
+DEEPEST = 4  # maximum depth of containers within an attribute
 LIBRARIES = ("keras.", "tensorflow.", "numpy.")
 
 Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as in "3.z_mean/0"
@@ -26,7 +26,7 @@ Leaves = dict[str, Any]  # tensors by name: layer number, attribute and item, as
 class PlainVariables:
     """The `tf.Variable`s of a model that a call may assign, such as a counter of calls.
 
-    Each device and each pass of a step starts with the values from before the step.
+    Each device and each pass of a step starts with their values from before the step.
     """
 
     def __init__(self, model: Any) -> None:
@@ -55,7 +55,7 @@ class TensorPlace(NamedTuple):
 
 
 class CallTensors:
-    """The tensors that a call of the model stores in attributes of its layers.
+    """Tensors that a call of the model stores in attributes of its layers.
 
     They may also be in lists, dictionaries and plain objects in such attributes. Create this object
     before the first call. After each call, `collect` returns the tensors that the call stored;
@@ -71,7 +71,7 @@ class CallTensors:
         self._contents = [_copy(each) for each in self._containers]
 
     def collect(self) -> Leaves:
-        """Return the tensors that weren't there when this object was created, by name."""
+        """Return the tensors that were stored after this object was created, by name."""
         slots = self._find_slots([])
         found = {name: leaf for slot in slots for name, leaf in slot.leaves().items()}
         return {name: leaf for name, leaf in found.items() if self._before.get(name) is not leaf}
@@ -145,7 +145,7 @@ def _slots(
 def _open(value: Any) -> Any:
     """Return the list or dict in which a value may hold tensors; None if it can't hold any.
 
-    A list or dict is returned itself; for a plain object, the dict of its attributes is returned.
+    A list or dict is returned itself, a plain object's attributes as a dict.
     """
     if isinstance(value, list | dict):
         return value

@@ -1,4 +1,4 @@
-"""Audits of a Keras training: does the engine compute the same gradient as one device?
+"""Audits of a Keras training: check that the engine computes the same gradient as one device.
 
 Before an audited step, a few rows of its batch are trained on twice, in graphs without side
 effects: with Keras' own step on one device, and with the engine's step, shares and passes.
@@ -64,12 +64,12 @@ from .part_kinds import OTHER
 from .passes import is_seed
 from .user_errors import find_users_line, first_line
 
-FEW = 8  # the number of rows audited in a late step, if the batch has that many
-MOST = 32  # the most rows audited in each of the first EARLY steps
+FEW = 8  # number of rows audited in a late step, if the batch has that many
+MOST = 32  # maximum number of rows audited in each of the first EARLY steps
 ROUNDING = {"bfloat16": 8e-3, "float16": 1e-3}  # relative rounding error of the numbers in a repeat
 FINEST_ROUNDING = 2e-7  # float64 models often compute something in float32
 FIGURES_DIFFER = 1e-5  # relative difference of logged values that causes a warning
-# Relative to the largest output: different kernels add in a different order.
+# Relative to the largest output, because different kernels add in a different order.
 OUTPUTS_DIFFER = {"float64": 1e-9, "float32": 1e-3, "float16": 5e-2, "bfloat16": 5e-2}
 STATES_DIFFER = 1e-3  # relative to a state's change; float32 convolutions round that much
 HOST = "CPU:0"
@@ -97,11 +97,11 @@ class Finding(msgspec.Struct):
 
     difference: GradientDifference
     said: str
-    remedy: str = ""  # if different from the usual remedy
+    remedy: str = ""  # empty: the usual remedy
 
 
 class StepAudit:
-    """The audits of the training of a model with an engine.
+    """Audits the training of a model with an engine.
 
     With `strict`, a confirmed difference raises RequestError in any step. `pass_rows` is the number
     of rows in the engine's largest pass; None without passes.
@@ -122,14 +122,14 @@ class StepAudit:
         self._compiled = 0
         self._varied: set[Any] = set()  # batch types that were checked for hidden differences
         self._warned: set[str] = set()
-        self._moment = ""  # the start of a message: when the audit took place
+        self._moment = ""  # beginning of a message: when the audit took place
         self._trains = True  # True while a training step is audited, False for an evaluation
         self._fails = False  # True if the step can't be run on the rows of this audit
         self._spec: Any = None  # element spec of the last iterator, and its text
         self._spec_text = ""
         self._watched: list[StepVariable] = []  # variables that the step reads and users assign
-        self._values: list[bytes] = []  # their last known values
-        self._changes = 0  # how often these values have changed
+        self._values: list[bytes] = []  # last known values of these variables
+        self._changes = 0  # number of changes of these values
         self._looks = False  # True if the next step begins an epoch, so these values are read again
 
     def begin_anew(self) -> None:
@@ -166,8 +166,8 @@ class StepAudit:
         """Count a change in the watched variables, which the step reads and the user assigns.
 
         An example is a loss's threshold that a callback lowers. The values are read at the
-        beginning of each epoch and, in one process, before each step of a training loop that
-        the user wrote.
+        beginning of each epoch and, in one process, before each step of a training loop that the
+        user wrote.
         """
         if not begins_epoch and not (is_loop and self._group is None):
             return
@@ -202,7 +202,7 @@ class StepAudit:
         return self._spec_text
 
     def look(self, batch: Tensors, signature: Any = None) -> None:
-        """Audit a batch, then warn or raise RequestError if `Audits.decide` requires that."""
+        """Audit a batch; then warn or raise RequestError if `Audits.decide` requires it."""
         self._moment = f"In step {self.audits.step}"
         self._trains = True
         with _plain_float32():
@@ -400,7 +400,7 @@ class StepAudit:
         return overrides(self._model, "test_step" if signature == "test" else "train_step")
 
     def _compare_outputs(self, plain: TracedStep, rows: Tensors) -> Finding | None:
-        """Compare the outputs of rows computed together with their outputs computed in parts.
+        """Compare the outputs of rows computed together with those of rows computed in parts.
 
         Return a finding if they differ. The rows are computed in two parts of unequal size, which
         needn't match the shares, and one by one, if the model can compute single rows.
@@ -457,7 +457,7 @@ class StepAudit:
                     yield cut_rows(rows, first, last)
 
     def _count_batch(self, batch: Tensors) -> int:
-        """Return the number of rows of a batch, in all processes together."""
+        """Return the number of rows of a batch in all processes together."""
         return int(batch.rows if isinstance(batch, OwnRows) else count_rows(read_triple(batch)))
 
     def _find_incomplete(self, what: str, error: Exception) -> Finding:
@@ -544,7 +544,7 @@ class StepAudit:
     def _run_shared(
         self, shared: TracedStep, rows: Tensors, values: Mapping[int, Any]
     ) -> StepResult:
-        """Run the engine's step; raise RequestError if the parts can't be put together."""
+        """Run the engine's step; raise RequestError if the parts can't be combined."""
         try:
             return shared.run(rows, values)
         except tf.errors.InvalidArgumentError as error:
@@ -565,7 +565,7 @@ class StepAudit:
         moved: str,
         repeats: Sequence[StepResult] = (),
     ) -> GradientDifference | None:
-        """Return the largest difference between the gradients, or else between the losses, or None.
+        """Return the largest difference between the gradients, else between the losses, or None.
 
         Losses are compared because gradients of 0 would hide a difference; they aren't compared if
         `moved` isn't empty. The tolerance is computed from `repeats`, results of the reference step
@@ -696,8 +696,8 @@ class StepAudit:
     def _compare_decisions(self, steps: Steps, rows: Tensors) -> Finding | None:
         """Return a finding if a decision may be different for parts of the rows, or None.
 
-        A decision is a comparison in user code (see `decisions.py`). It counts only if it
-        changes the gradient.
+        A decision is a comparison in user code (see `decisions.py`). It counts only if it changes
+        the gradient.
         """
         plain, shared = steps
         whole = plain.run(rows).margins
@@ -727,7 +727,7 @@ class StepAudit:
         return None
 
     def _cut_parts(self, rows: Tensors) -> list[Tensors]:
-        """Return the rows of each device that has any."""
+        """Return the rows of each device that has rows."""
         edges = [int(edge) for edge in self._engine.cut.bounds(int(count_rows(rows)))]
         return [cut_rows(rows, start, stop) for start, stop in pairwise(edges) if stop > start]
 
@@ -797,7 +797,7 @@ class StepAudit:
         return bool(failed == 0)
 
     def _share(self, finding: Finding | None) -> Finding | None:
-        """Return, in all processes, the finding of the first process that has one."""
+        """Return the finding of the first process that has one, in all processes."""
         if self._group is None:
             return finding
         rank, size = self._group.rank, self._group.size
@@ -862,7 +862,7 @@ def _plain_float32() -> Iterator[None]:
 
 
 def _open_unequal(one: Any, other: Any) -> Any:
-    """Return a type that fits both tensor types: axes of different length are open."""
+    """Return a type that fits both tensor types; axes of different length are open."""
     if not isinstance(one, tf.TensorSpec) or one.shape.rank != other.shape.rank:
         return other
     sizes = zip(one.shape, other.shape, strict=True)
@@ -906,7 +906,7 @@ def _states_differ(before: Any, one: Any, other: Any) -> bool:
     return _norm(first - second) > STATES_DIFFER * change + SAFETY * rounding * size
 
 
-MOST_WATCHED = 16  # the most elements of a variable whose changes are counted
+MOST_WATCHED = 16  # maximum number of elements of a variable whose changes are counted
 
 
 def _is_small(handle: Any) -> bool:
@@ -967,7 +967,7 @@ def _mixed_labels(y: Any) -> Any:
 
 
 def _other_labels(y: Any, outputs: Tensors) -> Any:
-    """Return labels of a different class in each row, or values with a factor for each row.
+    """Return labels of a different class in each row, or values with a factor per row.
 
     The number of classes is the length of the output's last axis. The factors grow from row to row.
     Return None unless each output has one tensor of labels.

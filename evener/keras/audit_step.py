@@ -1,4 +1,4 @@
-"""A training or test step in a separate graph without side effects, for an audit to compare.
+"""A training or test step in a separate graph without side effects, which an audit compares.
 
 The step is Keras' own on one device, or an engine's. Its gradients are intercepted before the
 optimizer applies them, and reduced to random sums. All variables that the graph assigns are
@@ -28,7 +28,12 @@ from .instances import replaced
 from .keras_step import Tensors, calls_of_steps
 from .passes import SEED_NAME, is_seed
 
-DRAWING = ("Random", "Multinomial", "TruncatedNormal", "Rng")  # in the names of operations
+DRAWING = (
+    "Random",
+    "Multinomial",
+    "TruncatedNormal",
+    "Rng",
+)  # parts of the names of random operations
 SEED = (7, 7)
 PLAIN = (bool, int, float, str, type(None))
 
@@ -94,7 +99,7 @@ class TracedStep:
         self._plain = plain
         self._left: Any = None  # the attributes after the model's call in a plain step
         self._shifts = Shifts() if shifted else None
-        self._places: list[str] = []  # the place of each decision, as find_place returns it
+        self._places: list[str] = []  # the place of each decision, in the form of find_place
         self._step = step
         self._kinds: dict[str, str] = {}  # types of gradients, by the weights' names
         kept = kept_attributes(model)
@@ -109,7 +114,7 @@ class TracedStep:
     def run_shifted(self, data: Tensors, place: str, amounts: Sequence[Any]) -> StepResult:
         """Run the step with `amounts` added to the left sides of the decisions at `place`.
 
-        The place is a line of user code; there is an amount for each comparison.
+        The place is a line of user code with one amount per comparison.
         """
         assert self._shifts is not None
         self._shifts.assign(place, amounts)
@@ -167,7 +172,7 @@ class TracedStep:
             self._kinds[names[id(variable)]] = half or tf.as_dtype(variable.dtype).name
         gradients = [each for each, _ in reached]
         sums = _sum_up(gradients, [variable.shape for _, variable in reached], seed)
-        margins = self._read_margins()  # before operations are added that aren't the user's
+        margins = self._read_margins()  # read before operations are added that aren't the user's
         call = calls[-1] if calls else None
         leaves = [] if call is None else keras.tree.flatten(call[0])
         outputs = [_sum_rows(each, seed) for each in leaves if _has_rows(each)]
@@ -208,7 +213,7 @@ class TracedStep:
 
 
 class PlainSteps:
-    """Keras' own steps of a model on one device, traced once for each type of batch."""
+    """Keras' own steps of a model on one device, traced once per type of batch."""
 
     def __init__(self, model: Any, device: str) -> None:
         self._model = model
@@ -222,7 +227,7 @@ class PlainSteps:
     def trace(self, spec: Tensors, training: bool) -> TracedStep:
         """Return the graph of a step for batches (x, y, weight) of this type.
 
-        Raises whatever the user's program raises.
+        Errors of the user's program propagate.
         """
         key = training, repr(spec)
         if key not in self._traced:
@@ -240,11 +245,11 @@ class PlainSteps:
                 return TracedStep(
                     model, functools.partial(own, model), spec, shifted=training, plain=True
                 )
-        except Exception as error:  # whatever the user's program raises
+        except Exception as error:  # any error of the user's program
             return error
 
 
-LATE = 1_000_000  # a step so late that everything that grows with the steps has grown
+LATE = 1_000_000  # a late step, by which everything that grows with the steps has grown
 
 
 def list_states(model: Any, step: TracedStep) -> list[StepVariable]:
@@ -290,7 +295,7 @@ def raise_zeros(model: Any, step: TracedStep) -> tuple[Values, list[str]]:
 
 
 def _with_masks(call: Any) -> StepCall | None:
-    """Return the `StepCall` made of the parts that a graph returned; None if there are none.
+    """Return the `StepCall` made from the parts that a graph returned; None if there are none.
 
     The masks are attached to the outputs.
     """
@@ -304,7 +309,7 @@ def _with_masks(call: Any) -> StepCall | None:
 
 
 def _is_here(tensor: Any) -> bool:
-    """True unless the tensor belongs to a graph other than the one being traced."""
+    """True unless the tensor belongs to another graph than the one being traced."""
     here = tf.compat.v1.get_default_graph()
     return not tf.is_symbolic_tensor(tensor) or tensor.graph is here
 
@@ -381,7 +386,7 @@ def _sum_rows(output: Any, seed: Any) -> Any:
 
 
 def _draw_signs(count: int, seed: Any) -> dict[Any, Any]:
-    """Return, for each type, the same random matrix of 1 and -1, `count` by PROJECTIONS."""
+    """Return the same random matrix of 1 and -1, `count` by PROJECTIONS, for each type."""
     drawn = 2 * tf.random.stateless_uniform([count, PROJECTIONS], seed, 0, 2, tf.int32) - 1
     return {kind: tf.cast(drawn, kind) for kind in (tf.float32, tf.float64)}
 
@@ -422,7 +427,7 @@ def _list_variables(model: Any, graph: Any) -> Iterator[StepVariable]:
             continue
         described = getattr(outer, "_handle_data", None)
         if described is None or not described.is_set or len(described.shape_and_type) != 1:
-            continue  # a table, or a queue
+            continue  # a table or a queue
         name = known.get(id(outer), "a variable")
         kind = tf.as_dtype(described.shape_and_type[0].dtype)
         yield StepVariable(id(outer), name, outer, kind)
@@ -458,7 +463,7 @@ def _is_draw(operation: str) -> bool:
 def _not_rewritten() -> Iterator[None]:
     """Run graphs that this thread calls without rewriting (optimizing) them.
 
-    Rewriting a graph takes longer than the few runs that an audit makes.
+    Rewriting a graph takes longer than the few runs of an audit.
     """
     now = context.context()
     before = now.function_call_options

@@ -1,4 +1,4 @@
-"""Callbacks that make the `fit` calls of a group's processes act like a `fit` in one process.
+"""Callbacks that make the `fit` calls of a group's processes behave like one `fit`.
 
 All processes start from the same state and stop together, and only the first one writes files.
 """
@@ -24,7 +24,7 @@ BATCH_HOOKS = ("on_batch_begin", "on_batch_end", "on_train_batch_begin", "on_tra
 
 
 class GroupSync(kinds.Callback):  # type: ignore[misc]
-    """Synchronize the processes of a group; this is the last callback of a `fit`.
+    """Synchronizes the processes of a group; this is the last callback of a `fit`.
 
     It starts every process from the state of the first one, and stops all of them when one stops.
     """
@@ -60,19 +60,19 @@ class GroupSync(kinds.Callback):  # type: ignore[misc]
 
 
 class EpochStartCallback(kinds.Callback):  # type: ignore[misc]
-    """Call a function at the beginning of each epoch."""
+    """Calls a function at the beginning of each epoch."""
 
     def __init__(self, call: Callable[[], None]) -> None:
         super().__init__()
         self._call = call
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        """Call the function that the constructor was given."""
+        """Call the constructor's function."""
         self._call()
 
 
 def with_callback(given: Any, own: kinds.Callback, model: Any) -> Any:
-    """Return the callbacks that were given to `fit`, with `own` added as the last one."""
+    """Return the callbacks of a `fit`, with `own` added as the last one."""
     if not isinstance(given, kinds.CallbackList):
         return [*keras.tree.flatten(given or []), own]
     own.set_model(model)
@@ -102,7 +102,7 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
     last = GroupSync(engine, share_weights, backup)
     if (
         stopping > 0
-        # a callback may stop in the middle of an epoch: stopping together takes one all-reduce per
+        # a callback may stop within an epoch, and stopping together takes one all-reduce per
         # batch
     ):
         last.on_train_batch_end = last.agree
@@ -112,9 +112,8 @@ def group_callbacks(given: Any, engine: Any, share_weights: Callable[[], None]) 
 def _may_stop(callback: Any) -> bool:
     """True if a callback may stop the training within an epoch.
 
-    This is the case if it has a hook for batches and isn't one of Keras' or evener's own
-    callbacks, which do the same in every process. A LambdaCallback runs the user's code, so it may
-    stop the training.
+    It may if it has a hook for batches and isn't one of Keras' or evener's own callbacks, which do
+    the same in every process. A LambdaCallback runs the user's code, so it may stop the training.
     """
     kind = type(callback)
     known = kind.__module__.startswith(("keras.", "evener.")) and kind is not kinds.LambdaCallback
@@ -154,7 +153,7 @@ def _save_backup(backup: Any) -> None:
 def _match_epoch(backup: Any) -> None:
     """Set the initial epoch to the epoch of the restored weights.
 
-    If the optimizer's step isn't the one in the metadata, the last save was interrupted, so the
+    If the optimizer's step isn't the one in the metadata, the last save was interrupted, and the
     weights are those of the previous save.
     """
     with suppress(OSError):
@@ -170,9 +169,9 @@ def save_whole(
 ) -> Any:
     """Call `save` or `save_weights` so that a `.keras` or `.h5` file is replaced atomically.
 
-    So a reader always finds a complete file, even if the process is killed while it saves. A file
-    with another suffix, a remote file, and a file saved with `zipped` or `overwrite` set to False
-    are saved directly.
+    A reader therefore always finds a complete file, even if the process is killed while it saves. A
+    file with another suffix, a remote file, and a file saved with `zipped` or `overwrite` set to
+    False are saved directly.
     """
     path = str(filepath)
     other = "://" in path or named.get("zipped") is False or named.get("overwrite") is False

@@ -1,6 +1,6 @@
-"""Checks of a model before its first step.
+"""Check a model before its first step.
 
-They refuse models that an engine can't train exactly, or issue a warning.
+The checks refuse models that an engine can't train exactly, or issue a warning.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def check_compiled(model: Any) -> None:
 def check_step(model: Any) -> None:
     """Raise RequestError for a model that no engine can split.
 
-    Such a model isn't compiled, or has a layer that keeps a state for each row (`stateful=True`).
+    Such a model isn't compiled, or has a layer that keeps a state per row (`stateful=True`).
     """
     check_compiled(model)
     for layer in all_layers(model):
@@ -90,8 +90,7 @@ def check_step(model: Any) -> None:
 def check_test_step(model: Any) -> None:
     """Raise RequestError if the model overrides `test_step`.
 
-    Engine multiworker would pass that method the rows of one device as if they
-    were the whole batch.
+    Engine multiworker would pass one device's rows to that method as if they were the whole batch.
     """
     if overrides(model, "test_step"):
         raise RequestError(
@@ -153,7 +152,7 @@ def check_assigned(weights: Sequence[Any]) -> None:
 
 
 def refuse_in_one_process(seen: str, other: str) -> NoReturn:
-    """Refuse a model that needs a process for each device.
+    """Refuse a model that needs one process per device.
 
     If `evener launch` can start such processes, exit so that it does. Otherwise raise RequestError;
     `other` is a remedy that needs only one process.
@@ -188,7 +187,7 @@ def plain_variables(model: Any) -> list[Any]:
 
 
 def overrides(model: Any, name: str) -> bool:
-    """True if the model's class replaces Keras' method of this name."""
+    """True if the model's class overrides Keras' method of this name."""
     return getattr(type(model), name) not in (
         getattr(keras.Model, name),
         getattr(keras.Sequential, name),

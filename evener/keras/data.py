@@ -1,7 +1,7 @@
 """Batches from arrays, in an order that every process of a group can reproduce.
 
 The order of an epoch is a keyed permutation, so the rows of a step can be computed from the step's
-number alone. A process therefore gathers only its own rows of a global batch, and the next epoch's
+number alone. Therefore a process gathers only its own rows of a global batch, and the next epoch's
 first batch is prepared while this epoch's last batch is trained.
 """
 
@@ -24,7 +24,7 @@ from ..training.row_assignment import RowAssigner
 from .compatibility import all_layers
 from .keras_step import OwnRows, Tensors, call_model, cut_rows, widen_if_empty
 
-SAME = 1e-3  # outputs that differ by less, relative to the largest output, count as equal
+SAME = 1e-3  # maximum difference of equal outputs, relative to the largest output
 
 _MASK = "Mask it, as Embedding(mask_zero=True) and Masking do, or train without lengths."
 
@@ -91,7 +91,7 @@ def _check_padding(tokens: Any, steps: int | None) -> None:
 
 
 def cut_pieces(x: Tensors, assigned: AssignedArrays) -> list[tuple[Tensors, Any]]:
-    """Return each device's rows of x, cut to its longest row, and how many of them count."""
+    """Return each device's rows of x, cut to its longest row, and the number of rows that count."""
     with tf.device("CPU:0"):
         edges, longest = tf.unstack(assigned.edges), tf.unstack(assigned.longest)
         return [
@@ -208,14 +208,14 @@ def _count_steps(x: Tensors) -> int | None:
 
 PREFETCHED_BATCHES = 2
 ENDLESS_STEPS = 1 << 62
-MOST_THREADS = 4  # the most threads that gather rows at the same time
+MOST_THREADS = 4  # maximum number of threads that gather rows at the same time
 
 identity = (
     tf.autograph.experimental.do_not_convert
-)  # traced faster; only for functions without tensors in their conditions
+)  # faster to trace; only for functions without tensors in their conditions
 Take = Callable[
     [Any, Any, Any], Any
-]  # epoch, first row, row after the last -> an element of a dataset
+]  # (epoch, first row, row after the last) -> an element of a dataset
 
 
 class ArrayBatches:
@@ -304,7 +304,7 @@ class ArrayBatches:
         return _gather(tensors, self._places(epoch, start, stop))
 
     def _places(self, epoch: Any, start: Any, stop: Any) -> Any:
-        """Return the indices in the arrays of an epoch's rows `start` to `stop`."""
+        """Return the array indices of an epoch's rows `start` to `stop`."""
         places = tf.range(start, stop)
         if self._shuffle:
             key = tf.stack([tf.constant(self._seed, tf.int64), epoch])
@@ -315,7 +315,7 @@ class ArrayBatches:
 def pack_arrays(
     x: Any, y: Any = None, weight: Any = None, class_weight: Any = None
 ) -> tuple[Any, ...]:
-    """Return (x, y, weight) without the missing ones.
+    """Return (x, y, weight) without missing parts.
 
     Raises RequestError if there are weights without y, or both sample weights and class weights.
     """
@@ -347,14 +347,14 @@ def array_rows(data: Any) -> int:
 
 
 def are_arrays(x: Any) -> bool:
-    """True if every leaf of x is an array or a tensor, rather than a dataset or a generator."""
+    """True if every leaf of x is an array or a tensor, and not a dataset or a generator."""
     if isinstance(x, tf.data.Dataset):
         return False
     return all(hasattr(each, "shape") and hasattr(each, "dtype") for each in tf.nest.flatten(x))
 
 
 def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] | None) -> Any:
-    """Convert `class_weight` to sample weights like Keras: by label, or column of a one-hot row."""
+    """Convert `class_weight` to sample weights as Keras does, by label or by one-hot column."""
     if class_weight is None:
         return sample_weight
     if sample_weight is not None:
@@ -372,9 +372,9 @@ def _fold_weights(y: Any, sample_weight: Any, class_weight: Mapping[int, float] 
 
 
 def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
-    """Return the dataset if it gives batches; otherwise batch its single samples by `size`.
+    """Return the dataset if it yields batches; otherwise batch its single samples by `size`.
 
-    Raises RequestError if it gives single samples and there is no size.
+    Raises RequestError if it yields single samples and there is no size.
     """
     if gives_batches(dataset, inputs) is not False:
         return dataset
@@ -388,7 +388,7 @@ def batch_samples(dataset: Any, size: int | None, inputs: Any = None) -> Any:
 def gives_batches(dataset: Any, inputs: Any = None) -> bool | None:
     """True if a dataset's elements are batches, False for single samples, None if unknown.
 
-    This is inferred from the shapes; `inputs` are the model's inputs, if it already has them.
+    This is inferred from the shapes; `inputs` are the model's inputs, if they are known.
     """
     spec = dataset.element_spec
     if isinstance(spec, AssignedArrays):
@@ -438,7 +438,7 @@ def batch_rows(dataset: Any) -> int | None:
     while dataset is not None:
         size = getattr(
             dataset, "_batch_size", None
-        )  # set on what batch() returns; TensorFlow has no public attribute for it
+        )  # set on the result of batch(); TensorFlow has no public attribute for it
         if size is not None:
             return int(size)
         dataset = getattr(dataset, "_input_dataset", None)

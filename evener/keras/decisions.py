@@ -2,7 +2,7 @@
 
 An example is the comparison of a batch's mean confidence with a threshold. Such a value is
 different for parts of a batch, so a part may take a different branch from the whole. Most batches
-don't show that, because the values of the batch and of its parts lie on the same side of the
+don't reveal this, because the values of the batch and of its parts lie on the same side of the
 threshold. An audit therefore compares the values, and the gradients of both branches.
 """
 
@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 COMPARISONS = ("Greater", "GreaterEqual", "Less", "LessEqual")
-MOST_NUMBERS = 4096  # the most elements that one comparison may have
+MOST_NUMBERS = 4096  # maximum number of elements in a comparison
 ROUNDING = 1e-6  # relative rounding error of a margin
 OWN = f"{Path(__file__).parent}/"
 TENSORFLOW = f"{Path(tf.__file__).parent}/"
@@ -26,14 +26,14 @@ CALLED = tuple(
     f"{KERAS}{each}/" for each in ("ops", "backend", "utils")
 )  # called by users and by Keras
 
-# left minus right sides of comparisons, by place: the line of user code, as find_place names it
+# left minus right sides of comparisons, by place: a line of user code, in the form of find_place
 Margins = dict[str, list[Any]]
 
 
 def list_decisions(graph: Any) -> Iterator[tuple[str, Any]]:
     """Yield (place, operation) for each comparison that user code has added to a graph.
 
-    Comparisons that have a result for each row are left out.
+    Comparisons with one result per row are left out.
     """
     for operation in graph.get_operations():
         if operation.type not in COMPARISONS:
@@ -102,7 +102,7 @@ class Shifts:
 
 
 def find_apart(whole: Margins, others: Mapping[str, Sequence[Any]]) -> dict[str, list[Any]]:
-    """Return, by place, how far the margins of parts of a batch are from the whole batch's margins.
+    """Return how far the margins of parts of a batch are from the whole's margins, by place.
 
     A place is a line of user code; `others` has all margins of the parts at each place. A place is
     left out if all its margins agree.

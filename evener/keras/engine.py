@@ -21,7 +21,7 @@ from .data import ArrayBatches
 from .keras_step import Tensors
 from .part_kinds import PartKinds
 
-Steps = Callable[[Any], Any]  # Keras' train or test function; takes an iterator of batches
+Steps = Callable[[Any], Any]  # Keras' train or test function, called with an iterator of batches
 
 
 class Engine(Protocol):
@@ -33,13 +33,13 @@ class Engine(Protocol):
     kinds: defaultdict[bool, PartKinds]  # [True] for training, [False] for evaluation
     device: str  # the device on which this process computes losses
     group: Any  # the group of processes; None in one process
-    splits: bool  # the engine's steps replace Keras'
+    splits: bool  # True if the engine's steps replace Keras'
 
     def scope(self) -> AbstractContextManager[Any]:
         """Return the scope in which Keras' own steps run unchanged."""
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return a context whose errors also make the other processes of the group fail."""
+        """Return a context in which an error also makes the other processes of the group fail."""
 
     def check_model(self) -> None:
         """Raise RequestError at the start of `fit` if the engine can't train this model."""
@@ -47,17 +47,17 @@ class Engine(Protocol):
     def check_step(self) -> None:
         """Raise RequestError if the engine can't train the compiled model.
 
-        This is called before a train function is made, so it considers how the model is compiled.
+        It is called before a train function is made, so it considers how the model is compiled.
         """
 
     def check_test_step(self) -> None:
         """Raise RequestError if the model can't be evaluated."""
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train on a batch and return the logs of the whole batch."""
+        """Train on a batch; return the logs of the whole batch."""
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate a batch and return the logs of the whole batch."""
+        """Evaluate a batch; return the logs of the whole batch."""
 
     def predict_step(self, data: Tensors) -> Tensors:
         """Return the model's outputs for a batch."""
@@ -78,19 +78,19 @@ class Engine(Protocol):
         """Create the weights from the first rows of x, if they are needed before the first step."""
 
     def batches(self, arrays: ArrayBatches, endless: bool) -> Any:
-        """Return a dataset of the arrays in the form that the engine's steps take."""
+        """Return a dataset of the arrays in the form that the engine's steps accept."""
 
     def draw_seed(self) -> int:
         """Draw a seed for shuffling the epochs, determined by `keras.utils.set_random_seed`."""
 
     def begin_fit(self, callbacks: Any) -> Any:
-        """Prepare for a `fit` and return its callbacks, adapted if they restore, save or stop."""
+        """Prepare for a `fit`; return its callbacks, adapted if they restore, save or stop."""
 
     def share_weights(self) -> None:
         """Give all processes the same weights and optimizer state."""
 
     def device_times(self) -> Sequence[DeviceTimes]:
-        """Return each device's compute and waiting time in the last steps; empty if unmeasured."""
+        """Return each device's compute and waiting time in the last steps; empty if unknown."""
 
 
 class OneProcess:
@@ -113,14 +113,14 @@ class OneProcess:
         return scope
 
     def sharing_failures(self) -> AbstractContextManager[None]:
-        """Return an empty context, as there is only one process."""
+        """Return an empty context, because there is only one process."""
         return nullcontext()
 
     def check_test_step(self) -> None:
         """Accept every model: a `test_step` that the user overrides runs on the whole batch."""
 
     def judges_parts(self, training: bool) -> bool:
-        """True if a separate loss is computed for each part of a batch: in training with passes."""
+        """True in training with passes, which compute a separate loss for each part of a batch."""
         return training and self.cut.in_passes
 
     def around_training(self, run: Steps) -> Steps:

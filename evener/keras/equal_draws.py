@@ -1,6 +1,6 @@
 """Random numbers that are the same for a row wherever it is computed.
 
-They are used while parts of a batch are compared with the whole.
+They are used when parts of a batch are compared with the whole.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def equal_rows(model: Any) -> Iterator[None]:
 
 
 def _normalize_still(layer: Any) -> Callable[..., Any]:
-    """Return the layer's call, changed to normalize by the moving averages."""
+    """Return a replacement of the layer's call that normalizes by the moving averages."""
     normalize = layer.call
 
     def call(inputs: Any, training: Any = None, mask: Any = None) -> Any:
@@ -60,10 +60,10 @@ def _normalize_still(layer: Any) -> Callable[..., Any]:
 
 @functools.cache
 def _install() -> None:
-    """Replace functions that draw, so that each call checks the context variables of its thread.
+    """Replace functions that draw random numbers; each call checks its thread's context variables.
 
-    Keras has no hook for that. Outside `equal_rows` and `draws_alike`, the
-    functions work as before.
+    Keras has no hook for that. Outside `equal_rows` and `draws_alike`, the functions work as
+    before.
     """
     drawn: Any = import_module("keras.src.backend.tensorflow.random")
     for name in DRAWN_BY_SHAPE:

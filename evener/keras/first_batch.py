@@ -1,4 +1,4 @@
-"""Reading of the first batch before Keras' train or test function gets it."""
+"""Read the first batch before Keras' train or test function gets it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PLAIN_SPECS = tf.TensorSpec | tf.SparseTensorSpec | tf.RaggedTensorSpec
 
 
 def peek(batches: Any, steps: int) -> tuple[Tensors, Any]:
-    """Return the first batch, and an iterator that gives all batches including the first one.
+    """Return the first batch, and an iterator over all batches including the first one.
 
     The first batch is None if there is none, or if the iterator has elements that aren't tensors.
     Up to `steps` batches are read ahead.
@@ -72,7 +72,7 @@ def read_triple(batch: Tensors) -> Tensors:
 
 
 def _to_tensor(each: Any) -> Any:
-    """Return a tensor; None and tensors that aren't dense are returned unchanged."""
+    """Return a tensor; None and sparse tensors are returned unchanged."""
     if each is None or isinstance(each, tf.SparseTensor | tf.RaggedTensor):
         return each
     return tf.convert_to_tensor(each)

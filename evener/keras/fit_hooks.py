@@ -1,7 +1,7 @@
 """Hooks that put an engine's steps into a Keras model and adapt the data of `fit` and `evaluate`.
 
-The steps are set on the instance, not by a subclass, so that the model is saved
-under its own class.
+The steps are set on the instance instead of a subclass, so that the model is saved under its own
+class.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class FitHooks:
         self.samples: int | None = None
         self._plan_batch = (
             split.global_batch if split.plan else None
-        )  # None once a fit has warned of a different batch size
+        )  # None after a warning about a different batch size
         self._starts = False  # True from the start of a fit until its train function is made
         micros = split.cut.micros
         self._pass_rows = (
@@ -94,7 +94,7 @@ class FitHooks:
         model.fit, model.evaluate = self._as_own("fit"), self._as_own("evaluate")
 
     def _step_of(self, name: str) -> Any:
-        """Return the step that replaces the model's step of this name.
+        """Return the replacement of the model's step of this name.
 
         It is the engine's step if the model has Keras' own, or if the engine doesn't split. A
         `train_step` that the user overrides runs around the engine's step, any other overridden
@@ -149,7 +149,7 @@ class FitHooks:
             return getattr(type(self.model), name)(self.model, data)
 
     def _make(self, name: str, force: bool = False) -> Any:
-        """Make a train, test or predict function like Keras, and wrap it.
+        """Make a train, test or predict function as Keras does, and wrap it.
 
         XLA is disabled unless the engine is solo on the first device. Raises RequestError if the
         engine can't run the model.
@@ -282,7 +282,7 @@ class FitHooks:
         return call
 
     def _fit_arrays(self, chosen: dict[str, Any]) -> None:
-        """Replace arrays with a dataset of batches that goes from epoch to epoch without a pause.
+        """Replace arrays with a dataset of batches without a pause between epochs.
 
         Data that only Keras can batch are left to Keras.
         """
@@ -331,7 +331,7 @@ class FitHooks:
         return self.engine.batches(arrays, endless=False), arrays.steps
 
     def _fit_dataset(self, chosen: dict[str, Any]) -> None:
-        """Batch a dataset if it gives single samples.
+        """Batch a dataset if it yields single samples.
 
         Raises RequestError if a group is given a generator.
         """

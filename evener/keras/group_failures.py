@@ -1,10 +1,10 @@
 """Failures in a group of processes: if one of them fails, the others stop too and report why.
 
-A process that raises an error no longer takes part in the group's collectives, and the others
-would wait for it as long as it runs. It therefore notifies them through TensorFlow's
-coordination service. If all processes fail, for example when a model is refused, each raises its
-own error and the group stays usable; if only some fail, the collectives of the others are
-aborted with the error's text.
+A process that raises an error no longer takes part in the group's collectives, and the others would
+wait for it as long as it runs. It therefore notifies them through TensorFlow's coordination
+service. If all processes fail, for example when a model is refused, each raises its own error and
+the group stays usable; if only some fail, the collectives of the others are aborted with the
+error's text.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from tensorflow.python.eager import context
 from ..errors import DeviceError, EvenerError
 from .user_errors import find_users_line, first_line
 
-WAIT_S = 5.0  # how long to wait for errors of the other processes
-MARK = "evener: rank "  # at the start of the text that the other processes get
+WAIT_S = 5.0  # timeout for errors of the other processes
+MARK = "evener: rank "  # prefix of the text that the other processes get
 END = " (evener)"
 
 
@@ -31,7 +31,7 @@ class GroupFailures:
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._count = 0  # failures of this process
+        self._count = 0  # number of failures of this process
         self._inside = False
 
     @contextmanager
@@ -87,7 +87,7 @@ class GroupFailures:
 
 
 def read_failure(error: BaseException) -> str:
-    """Return the message about the process that failed; "" if the error isn't about a process."""
+    """Return the message about the failed process; "" if the error has another cause."""
     if not isinstance(error, tf.errors.OpError):
         return ""
     _, mark, rest = str(error).partition(MARK)

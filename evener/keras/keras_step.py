@@ -32,9 +32,9 @@ class OwnRows(NamedTuple):
 
 
 def from_frame(leaf: Any) -> Any:
-    """Return the array of a pandas table or column; any other leaf is returned unchanged.
+    """Return the array of a pandas table or column; return any other leaf unchanged.
 
-    Like in Keras, a column gets a second axis.
+    As in Keras, a column gets a second axis.
     """
     array = leaf.to_numpy() if hasattr(leaf, "to_numpy") else leaf
     return array[:, None] if array is not leaf and array.ndim == 1 else array
@@ -63,7 +63,7 @@ def cut_rows(data: Tensors, start: Any, stop: Any) -> Tensors:
 def widen_if_empty(start: Any, stop: Any) -> tuple[Any, Any]:
     """Return the range unchanged, or the range of row 0 if it is empty.
 
-    An empty replica can abort TensorFlow. The caller drops what is computed from such a filler row
+    An empty replica can abort TensorFlow. The caller drops the results of such a filler row
     (`take_rows` with 0 rows).
     """
     is_empty = stop <= start
@@ -167,7 +167,7 @@ HEADROOM = 16.0  # a power of two, so that scaling doesn't round
 
 @contextmanager
 def calls_of_steps() -> Iterator[None]:
-    """Mark calls of the model within the context as made by a step, not by the user's own loop."""
+    """Mark calls of the model within the context as made by a step, not by the user's loop."""
     token = in_step.set(True)
     try:
         yield
@@ -316,7 +316,7 @@ def part_of_loss(
     training: bool,
     parts: tuple[Any, Any],
 ) -> Any:
-    """Return what the rows of `batch` contribute to the whole batch's loss.
+    """Return the contribution of the rows in `batch` to the whole batch's loss.
 
     `batch` is (x, y, outputs, weight); `losses` are the model's own. `parts` are these rows / all
     rows, and the same ratio for the unit that the loss is averaged over. A filler row counts as no
@@ -337,7 +337,7 @@ def own_loss(model: Any, losses: Sequence[Any], batch: Sequence[Any], training: 
 
 
 def weigh_added(kind: str, loss: Any, part: Any, dtype: Any) -> Any:
-    """Return what a layer's loss on a fraction `part` of the rows adds to the batch's loss."""
+    """Return the contribution of a layer's loss, on a fraction `part` of the rows, to the loss."""
     return tf.reduce_sum(tf.cast(loss, dtype)) * tf.cast(main_part(kind, part), dtype)
 
 

@@ -1,9 +1,9 @@
-"""Measures how losses, states and attributes of parts of a batch add up to the whole batch's.
+"""Measure how losses, states and attributes of parts of a batch add up to the whole batch's.
 
-An engine combines what its devices compute from their own rows, so it has to know whether a loss is
-a mean over rows, a mean over tokens or a sum. Before the first step, a few rows of its batch go
-through Keras' own step, together and in two unequal parts, in a graph without side effects. This
-module doesn't check whether the combination is exact; audits do.
+An engine combines the results of its devices' own rows, so it has to know whether a loss is a mean
+over rows, a mean over tokens or a sum. Before the first step, a few rows of its batch go through
+Keras' own step, together and in two unequal parts, in a graph without side effects. This module
+doesn't check whether the combination is exact; audits do.
 """
 
 from __future__ import annotations
@@ -100,7 +100,7 @@ def measure_batch(engine: Engine, plain: PlainSteps, first: Tensors, training: b
     model, group = engine.model, engine.group
     with tf.device(engine.device), kept_attributes(model):
         data = read_triple(first)
-        with suppress(Exception):  # the step itself will report what a program raises
+        with suppress(Exception):  # the step itself will report the program's error
             build_model(model, data[0])
             build_variables(model, data, training)
         weights = engine.cut.weights
@@ -145,8 +145,8 @@ def measure(
 ) -> PartKinds:
     """Return how parts add up, measured on two parts of the first rows of a batch (x, y, weight).
 
-    `step` is Keras' own step on such rows. `partial` is True if each part of a batch has a loss of
-    its own, so that the loss has to be measured too.
+    `step` is Keras' own step on such rows. `partial` is True if each part of a batch has its own
+    loss, so that the loss has to be measured too.
     """
     if int(count_rows(data)) < 2:
         data = tf.nest.map_structure(_add_row, data)
@@ -181,7 +181,7 @@ class Measured(NamedTuple):
     sizes: tuple[int, ...]  # rows of each part
 
     def find_added(self) -> list[str]:
-        """Return, for each loss that layers add, how its values on parts add up.
+        """Return how the values of each loss that layers add combine over parts.
 
         A loss of 0 reveals nothing: its coefficient may start from 0, or it may not concern any of
         these rows. It is measured again with other values of the variables, and with other rows.
@@ -190,7 +190,7 @@ class Measured(NamedTuple):
         for vary in (self._raise_zeros, self._change_weights):
             if all(any(values) for values in found):
                 break
-            with suppress(Exception):  # values that the model can't compute with
+            with suppress(Exception):  # the model can't compute with these values
                 values, rows = vary()
                 again = self._read_added([self.step.run(each, values) for each in rows])
                 found = [
@@ -255,7 +255,7 @@ class Measured(NamedTuple):
         return found
 
     def find_attributes(self) -> dict[str, str]:
-        """Return how tensors in attributes that don't consist of rows add up, such as a mean."""
+        """Return how tensors in attributes that don't consist of rows, such as a mean, add up."""
         whole, *parts = [each.call.attributes for each in self.results if each.call is not None]
         found = {}
         for name, value in whole.items():
@@ -271,7 +271,7 @@ class Measured(NamedTuple):
     def find_loss(self, training: bool) -> str:
         """Return how the model's loss without the layers' losses adds up.
 
-        Labels without padding, for example, don't show whether padding counts. The loss is
+        Labels without padding, for example, don't reveal whether padding counts. The loss is
         therefore also computed with changed masks, weights and labels, and the result is a kind
         that fits both the original rows and the changed ones.
         """
@@ -305,7 +305,7 @@ class Measured(NamedTuple):
                 own = [_cut_masked(each, start, stop) for each in batch]
                 with _leaving_nothing(self.model):
                     loss = own_loss(self.model, calls[0].losses, own, training)
-            except Exception:  # whatever the user's program raises
+            except Exception:  # any error of the user's program
                 return None
             values.append(float(loss))
             units = count_units(self.model, *own[1:])
@@ -335,7 +335,7 @@ def _judge_state(start: Any, whole: Any, parts: Sequence[Any], sizes: Sequence[i
 def _combine(
     before: Any, parts: Sequence[Any], sizes: Sequence[int], near: float
 ) -> dict[str, Any]:
-    """Return, for each kind, the whole batch's state that the parts' states would add up to.
+    """Return the whole batch's state that the parts' states would add up to, for each kind.
 
     SAME is possible only if the parts' states differ by no more than `near`.
     """
@@ -351,7 +351,7 @@ def _combine(
 def _leaving_nothing(model: Any) -> Iterator[None]:
     """Restore variables, losses and random states after the model's loss has been called."""
     values = [(variable, variable.numpy()) for variable in plain_variables(model)]
-    # regularizers that run in a scope see only the weights that the scope was given
+    # regularizers that run in a scope see only the scope's weights
     given = [
         (each, tf.convert_to_tensor(each))
         for each in model.trainable_weights

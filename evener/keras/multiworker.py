@@ -72,9 +72,9 @@ from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
 class Workers:
-    """The engine of one process of a group.
+    """The engine of one process in a group.
 
-    Its steps take the process's `OwnRows`, or a whole batch, from which they cut these rows.
+    Its steps accept the process's `OwnRows`, or a whole batch, from which they cut these rows.
     """
 
     name = "multiworker"
@@ -136,7 +136,7 @@ class Workers:
         check_test_step(self.model)
 
     def judges_parts(self, training: bool) -> bool:
-        """True: each process computes the loss of its own rows."""
+        """True, because each process computes the loss of its own rows."""
         return True
 
     def methods(self) -> dict[str, Callable[..., Any]]:
@@ -190,7 +190,7 @@ class Workers:
     def begin_fit(self, callbacks: Any) -> list[Any]:
         """Prepare for a `fit` and return its callbacks.
 
-        The processes' data will be compared after its first steps. The callbacks make all processes
+        The processes' data are compared after its first steps. The callbacks make all processes
         start, save and stop together.
         """
         self.unchecked = True
@@ -223,7 +223,7 @@ class Workers:
         """Wrap Keras' train function, or the `SurvivingStep` that replaces it, in checks.
 
         After the first steps, the processes' data are compared; with `rebalance`, shares may
-        change. Raises DeviceError if memory runs out without passes.
+        change. Raises DeviceError if memory runs out and there are no passes.
         """
         step = run
         if self.cut.in_passes and not overrides(self.model, "train_step"):
@@ -257,15 +257,15 @@ class Workers:
     def around_tests(self, run: Steps) -> Steps:
         """Return a function that runs Keras' test function `run` once per batch.
 
-        TensorFlow can't tell apart the all-reduces of steps that are a loop in one graph.
+        TensorFlow can't distinguish the all-reduces of steps that are a loop in one graph.
         """
         return functools.partial(self._run_one_by_one, run)
 
     def _run_one_by_one(self, run: Steps, batches: Any) -> Any:
-        """Run as many steps as Keras has in one execution, and return the logs of the last one.
+        """Run as many steps as Keras has in one execution; return the logs of the last one.
 
-        Keras would put them into a loop of one graph, but TensorFlow can't tell the all-reduces of
-        a loop's steps apart.
+        Keras would put them into a loop of one graph, but TensorFlow can't distinguish the
+        all-reduces of a loop's steps.
         """
         steps = self.model.steps_per_execution
         if steps == 1:
@@ -285,7 +285,7 @@ class Workers:
         """Raise RequestError, in every process, if the processes have trained on different batches.
 
         Each process may augment its inputs at random, so inputs are compared only if the labels of
-        a whole epoch can't tell rows apart, for example if all labels are 1.
+        a whole epoch can't distinguish rows, for example if all labels are 1.
         """
         other = int(self._other)
         if epoch_ends and not other and not bool(self._labels_vary):
@@ -304,7 +304,7 @@ class Workers:
             )
 
     def note_retreat(self, retreat: Retreat) -> None:
-        """Print that a pass ran out of memory and that smaller passes follow."""
+        """Print that a pass ran out of memory and is retried in smaller passes."""
         say(retreat.describe(self._named or self.group.device))
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
@@ -358,7 +358,7 @@ class Workers:
         return metrics.finish(summed, loss, *keras.utils.unpack_x_y_sample_weight(own.whole))
 
     def _run(self, own: OwnRows) -> tuple[PassSums, list[Any]]:
-        """Run forward and backward on this process's rows.
+        """Run the forward and backward pass on this process's rows.
 
         Returns the results and the previous values of all states that the rows of all processes
         change.
@@ -387,7 +387,7 @@ class Workers:
         return [(state, kind) for state, kind in every if adds_up(kind)]
 
     def _part_of_loss(self, batch: tuple[Any, ...], training: bool, own: OwnRows) -> Any:
-        """Return what this process's rows contribute to the whole batch's loss."""
+        """Return the contribution of this process's rows to the whole batch's loss."""
         found, part = self.kinds[training], _part(own)
         main = main_part(found.loss, part)
         if found.loss in COUNTS:
@@ -433,7 +433,9 @@ class Workers:
             *slices.own,
             *reversed(dense.values()),
         ]  # a backward pass computes the last layer's first
-        last = tf.concat([work, labels, inputs], 0)  # summed apart, since it waits for a clock
+        last = tf.concat(
+            [work, labels, inputs], 0
+        )  # summed separately, because it waits for a clock
         *sums, last = self.group.sum([*ordered, last], apart=1)
         work, labels, inputs = tf.split(last, 3)
         self.times.note(own.rows, work, self.times.now(sums or [last]) - ready)
@@ -479,7 +481,7 @@ class Workers:
         with tf.device("CPU:0"):
             rows = count_rows(data)
             if not tf.executing_eagerly():
-                # for a shape that is known to be empty, Keras returns an empty loss, not a scalar
+                # if the shape is known to be empty, Keras returns an empty loss
                 rows = tf.compat.v1.placeholder_with_default(rows, [])
             start, stop = self.cut.bounds(rows)[self.group.rank : self.group.rank + 2]
             return OwnRows(cut_rows(data, start, stop), stop - start, rows, data)
@@ -518,7 +520,7 @@ LARGEST_ROW = 1 << 16  # outputs with more bytes per row aren't sent
 
 
 class StepMetrics:
-    """The metrics of one step, in which this process computes a part of the rows.
+    """The metrics of one step in which this process computes a part of the rows.
 
     The part has `size` of the `rows` rows, from row `start` on. Create this object before the model
     is called on these rows. `before` has the previous values of states that have changed since the
@@ -541,7 +543,7 @@ class StepMetrics:
     def own(self, x: Any, y: Any, outputs: Tensors, weight: Any) -> list[Any]:
         """Return the tensors that the processes have to sum.
 
-        These are outputs, the changes of states by own rows, and the losses of single outputs.
+        They are outputs, the changes of states by own rows, and the losses of single outputs.
         """
         model, (start, size, rows) = self._model, self._place
         if model._compile_metrics is not None or overrides(model, "compute_metrics"):

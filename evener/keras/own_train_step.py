@@ -1,4 +1,4 @@
-"""Runs an overridden `train_step` around an engine's step instead of around Keras' own.
+"""Run an overridden `train_step` around an engine's step instead of around Keras' own.
 
 It must call `super().train_step(data)`; typically it adds a value to the logs.
 """
@@ -28,10 +28,10 @@ class _EngineStep(keras.Model):  # type: ignore[misc]
 
 
 def _view(model: Any) -> Any:
-    """Return an object with the model's attributes whose `super().train_step` is the engine's step.
+    """Return an object with the model's attributes whose `super().train_step` is the engine's.
 
-    Both have the same dictionary of attributes, so what the step sets is set on the model. The
-    object's class is created for it; the model keeps its own class.
+    Both have the same dictionary of attributes, so attributes that the step sets are set on the
+    model. The object's class is created for it; the model keeps its own class.
     """
     kind = type(model)
     make_class: Any = type(kind)

@@ -22,10 +22,10 @@ class PartKinds(msgspec.Struct, frozen=True):
     """How losses, states and attributes of parts of a batch combine into the whole batch's.
 
     By default, every loss is a mean over rows. `loss` and `added` (the losses that layers add) are
-    ROWS, SUM, one of COUNTS, or OTHER. `states` gives the kind (ROWS, SUM, SAME or OTHER) of each
-    state's change, by its index in `model.non_trainable_variables`. `attributes` gives the kind of
+    ROWS, SUM, one of COUNTS, or OTHER. `states` has the kind (ROWS, SUM, SAME or OTHER) of each
+    state's change, by its index in `model.non_trainable_variables`. `attributes` has the kind of
     each tensor that a call stores in an attribute and that doesn't consist of rows. Values of kind
-    OTHER are combined like ROWS; audits find out whether that is exact.
+    OTHER are combined like ROWS; audits check whether that is exact.
     """
 
     loss: str = ROWS
@@ -47,7 +47,7 @@ def main_part(kind: str, part: Any) -> Any:
 
 
 def count_units(model: Any, y: Any, outputs: Any, weight: Any) -> dict[str, Any]:
-    """Return, by name, how many of each unit there are over which a loss may be a mean.
+    """Return the number of each unit over which a loss may be a mean, by name.
 
     The units are those of COUNTS that these tensors have; the numbers are float64 tensors.
     """
@@ -76,10 +76,10 @@ def _spread(weight: Any, mask: Any) -> Any:
 def find_fitting(
     whole: float, parts: Sequence[float], counts: Mapping[str, Sequence[float]], rounding: float
 ) -> list[str]:
-    """Return the kinds according to which the values of parts add up to the value of the whole.
+    """Return the kinds by which the values of parts add up to the value of the whole.
 
-    `counts` has, by name, how many of a unit each part has: {"rows": (3, 5), "labels": (20, 61)}. A
-    name fits if the mean of the parts' values, weighted by these counts, equals the whole's value,
+    `counts` has each part's number of a unit, by name: {"rows": (3, 5), "labels": (20, 61)}. A name
+    fits if the mean of the parts' values, weighted by these counts, equals the whole's value,
     within the relative `rounding`. SUM fits if their sum does.
     """
     values = [abs(value) for value in (whole, *parts) if math.isfinite(value)]
@@ -92,7 +92,7 @@ def find_fitting(
 def mean_by(values: Sequence[float], counts: Sequence[float]) -> float:
     """Return the mean of values, weighted by counts.
 
-    A value with count 0 is ignored, as a mean over nothing is NaN. If all counts are 0, the
+    A value with count 0 is ignored, because a mean over nothing is NaN. If all counts are 0, the
     mean is infinite.
     """
     total = sum(counts)

@@ -2,7 +2,7 @@
 
 Forward and backward run on some rows at a time, then gradients and states are combined. The loss of
 a pass is weighted by its rows, or added, so only losses that are means or sums over rows are exact.
-The passes are a loop in the graph, so the device stores the activations of one pass only, and one
+The passes are a loop in the graph, so the device stores the activations of only one pass, and one
 trace serves any number of passes.
 """
 
@@ -30,7 +30,7 @@ from .sparse_gradients import PassGradient, without_filler
 
 SEED_NAME = "seed_generator_state"  # Keras' name for the state of a generator
 CHAINED, ADDED, AVERAGED = "chained", "added", "averaged"
-HOST = "CPU:0"  # rows are counted and cut here; on the device, each pass would wait for that
+HOST = "CPU:0"  # rows are counted and cut here; on the device, each pass would wait for it
 SEED_STEP = 1 << 20  # seeds reserved for each device, so that no two devices draw the same numbers
 
 
@@ -64,7 +64,7 @@ class StepStates:
             id(variable): variable for variable in model.non_trainable_variables
         } | self._metrics
         self._variables = list(every.values())
-        self._counted: dict[int, Any] = {}  # values of metrics after the devices so far
+        self._counted: dict[int, Any] = {}  # values of metrics after the previous devices
 
     def starts(self, device: int, apart: bool = True) -> list[tuple[Any, Any]]:
         """Return every state with the value that a device's first call starts from.
@@ -91,7 +91,7 @@ class StepStates:
         return StateUpdate(state, value, self._kinds[id(state)])
 
     def _counts(self, state: Any) -> bool:
-        """True for a state of a metric, except for the losses of single outputs."""
+        """True for a state of a metric, except the losses of single outputs."""
         return id(state) in self._metrics and id(state) not in self._losses
 
     def after_pass(
@@ -175,7 +175,7 @@ def change(update: StateUpdate, start: Any, part: Any) -> Any:
 
 
 def kinds_of_states(model: Any, found: PartKinds) -> dict[int, str]:
-    """Return, by a state's id, how the values that several devices give it are combined."""
+    """Return how the values of a state from several devices are combined, by the state's id."""
     kinds, drawn = {}, SAME if are_alike.get() else CHAINED
     for place, state in enumerate(model.non_trainable_variables):
         unknown = ROWS if tf.as_dtype(state.dtype).is_floating else SAME
@@ -299,7 +299,7 @@ class DevicePasses:
             self._variables.restore()
             part = tf.cast(count, tf.float64) / tf.cast(self._rows, tf.float64)
             parts = (part, main_part(self.found.loss, part))
-            # the loss too, as it may read weights or call the model again
+            # the loss too, because it may read weights or call the model again
             with CopiesScope(model, copies, states) as scope:
                 outputs, added, regularizers = call_in_scope(model, x, True)
                 batch = x, y, outputs, weight

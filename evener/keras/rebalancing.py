@@ -1,4 +1,4 @@
-"""`Split(rebalance=True)` in Keras: shares of a group that follow its processes' compute time.
+"""`Split(rebalance=True)` in Keras: a group's shares adapt to its processes' compute time.
 
 The compute time (own work) is measured inside the step's graph and sent with the all-reduce of the
 gradients. All processes therefore know the same times after the same step, make the same decision,
@@ -42,7 +42,7 @@ class ChangingCut(Cut):
         self._most.assign(tf.constant(micros or shares, tf.int64))
 
     def passes(self, device: int, rows: Any) -> Any:
-        """Return the number of passes a device takes for `rows` rows, an int64 scalar tensor."""
+        """Return a device's number of passes for `rows` rows, an int64 scalar tensor."""
         with tf.device("CPU:0"):
             return -(-rows // self._most[device])
 
@@ -77,7 +77,7 @@ class GroupStep(NamedTuple):
 
 
 class WorkTimes:
-    """The times of a group's last steps, as the process `rank` measures them."""
+    """The times of a group's last steps, measured by the process `rank`."""
 
     def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
@@ -126,14 +126,14 @@ class WorkTimes:
         return steps
 
 
-WINDOW_STEPS = 5  # steps in a window; their median is one measurement
-FEWEST_STEPS = 3  # the fewest steps with full batches in a window
+WINDOW_STEPS = 5  # number of steps in a window; their median is one measurement
+FEWEST_STEPS = 3  # minimum number of steps with full batches in a window
 
 
 class GroupRebalancer:
-    """Change the cut of a group's batches according to the processes' compute times.
+    """Changes the cut of a group's batches according to the processes' compute times.
 
-    `shares` are the plan's, in the order of ranks; empty without a plan.
+    `shares` are the plan's, in rank order; empty without a plan.
     """
 
     def __init__(self, cut: ChangingCut, shares: Sequence[Share], rank: int) -> None:
@@ -142,7 +142,7 @@ class GroupRebalancer:
         self._rule = Rebalancer(cut.weights, curves, most, cut.in_passes, name_devices(shares))
         self._cut = cut
         self._rank = rank
-        self._steps = 0  # steps since the last window
+        self._steps = 0  # number of steps since the last window
         self._next = 0  # the first step of the next window
 
     def after_steps(self, steps: int, times: WorkTimes) -> None:

@@ -21,9 +21,9 @@ from .tf_devices import driver_name
 
 
 class Report(keras.callbacks.Callback):  # type: ignore[misc]
-    """Report the samples/s of a split's devices to the monitor after every step.
+    """Reports the samples/s of a split's devices to the monitor after every step.
 
-    The callback does what `evener.report` does. In a group, the first process reports for all. A
+    The callback calls `evener.report`'s reporter. In a group, the first process reports for all. A
     step of a dataset whose number of rows is unknown counts as the split's global batch; without a
     global batch, nothing is reported. For a model that trains without a split, pass `rows`, the
     number of rows per step. With `log`, the shares, the samples/s and their ratio to the plan's
@@ -54,7 +54,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Report the steps since the last call.
 
-        Keras calls once for all steps that it runs in one execution.
+        Keras calls this once for all steps in one execution.
         """
         if self._is_another_rank():
             return
@@ -110,7 +110,7 @@ class Report(keras.callbacks.Callback):  # type: ignore[misc]
         return measured, hooks.engine.device_times() if self._devices() else ()
 
     def _whole(self) -> StepSums:
-        """Return the sums of the parts of all steps so far."""
+        """Return the sums of the parts of all steps."""
         hooks = getattr(self.model.fit, "hooks", None) if self.model is not None else None
         return StepSums() if hooks is None else hooks.times.sums.whole
 

@@ -34,7 +34,7 @@ def spec_of(tensor: Any) -> Any:
 
 
 def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any]:
-    """Return the gradients of an eager step, with zeros where only other processes have a gradient.
+    """Return an eager step's gradients, with zeros where only other processes have a gradient.
 
     Python code may decide from a process's own rows which weights it uses. Without the zeros, the
     processes would sum tensors of different lengths, and wait for each other forever. Every process
@@ -60,9 +60,9 @@ def fill_gradients(model: Any, group: Any, gradients: Sequence[Any]) -> list[Any
 
 
 class PassGradient:
-    """A weight's gradient over the passes of a loop: dense gradients are summed, slices collected.
+    """A weight's gradient over the passes of a loop; dense gradients are summed, slices collected.
 
-    `begin` returns the loop's first value, `add` the next one, `finish` the whole gradient.
+    `begin` returns the loop's first value, `add` the next one, and `finish` the whole gradient.
     """
 
     def __init__(self, weight: Any, of_one_pass: Any) -> None:

@@ -1,6 +1,6 @@
 """`Split` makes a Keras model train on several devices.
 
-It takes a plan, or `gpus` (or `devices`) with `ratios`.
+Its arguments are a plan, or `gpus` (or `devices`) with `ratios`.
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ ONE_PROCESS = (
 
 
 class Split:
-    """Divide the training of a Keras model among several devices.
+    """Divides the training of a Keras model among several devices.
 
     Create the Split before the model, then pass the model to `build` or `model`.
     `Split("plan.toml")` reads devices and shares from a plan; `Split()` uses the plan of `evener
     launch`. `Split(gpus=2)` and `Split(gpus=[0, 1], ratios=[768, 560])` have the same meaning as
-    the arguments of `multi_gpu_model`; `devices` takes TensorFlow's device names instead.
+    the arguments of `multi_gpu_model`; `devices` accepts TensorFlow's device names instead.
 
     With `rebalance`, the shares of a group of processes are adjusted during training to each
-    process's compute time (own work). `noise` is refused, because only PyTorch's ranks measure
-    a noise scale.
+    process's compute time (own work). `noise` is refused, because only PyTorch's ranks measure a
+    noise scale.
 
-    Raises PlanError, RequestError or DeviceError if the devices can't train as requested.
-    If the plan was made for a different training, issues a SplitWarning, or raises
-    PlanError with `strict`.
+    Raises PlanError, RequestError or DeviceError if the devices can't train as requested. If the
+    plan was made for a different training, issues a SplitWarning, or raises PlanError with
+    `strict`.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Split:
     ) -> None:
         _check_arguments(engine, noise)
         check_backend()
-        note_use()  # also for ratios, which are a plan made by hand
+        note_use()  # also for ratios, which count as a plan
         self.plan = _read_plan(plan, gpus, devices, ratios)
         self.strict = strict
-        self.survives = True  # a pass that runs out of memory is computed again
-        self.audited = True  # in some steps, gradients are compared with one device's
+        self.survives = True  # True: a pass that runs out of memory is retried
+        self.audited = True  # True: in some steps, gradients are compared with one device's
         self._inputs: Any = None  # the inputs of the last model
         self.group = group_from_environment() if engine in ("auto", "multiworker") else None
         self.rank_shares: tuple[Share, ...] = ()  # the plan's shares by rank; empty otherwise
@@ -105,7 +105,7 @@ class Split:
             tf_devices.check_present(self.devices)
 
     def _make_changing_cut(self, rebalance: bool) -> ChangingCut | None:
-        """Return the cut whose shares follow the processes' compute time (own work).
+        """Return a cut whose shares adapt to the processes' compute time (own work).
 
         Return None without `rebalance`, or if a single device computes. Raises RequestError if the
         processes disagree on `rebalance`, the engine has one process, or there is no global batch.
@@ -129,7 +129,7 @@ class Split:
         return changing
 
     def _warn_of_engine(self, measured: str) -> None:
-        """Warn that the samples/s will differ, if the plan was measured with another engine."""
+        """Warn that the samples/s will differ if the plan was measured with another engine."""
         if self.why == ONE_PROCESS:
             warn(
                 f"{self.why} Expect other samples/s, or start one for each as in docs/training.md."
@@ -149,7 +149,7 @@ class Split:
         return self.cut.sizes(self.global_batch) if self.global_batch else self.cut.weights
 
     def scope(self) -> AbstractContextManager[Any]:
-        """Return the scope in which to make the model and its optimizer: the first device."""
+        """Return the scope in which to create the model and its optimizer: the first device."""
         return nullcontext() if self.group else tf.device(self.devices[0])
 
     def build(self, make_model: Callable[[], Any] | keras.Model) -> Any:
@@ -189,7 +189,7 @@ class Split:
 
         Each epoch contains every sample once; its last batch may be shorter. With `shuffle`, every
         epoch has a different order, which is the same in all processes of a group. With `lengths`,
-        the number of tokens in each padded row, each tower gets rows of similar length, cut to the
+        the number of tokens in each padded row, each tower gets rows of similar length, cut to its
         longest one. x may also be a tf.data.Dataset of single samples or of batches of any size;
         its order is kept.
 
@@ -207,7 +207,9 @@ class Split:
             )
             warn_small_data(arrays.rows, size if self.plan else None)
             return (
-                arrays.global_batches() if lengths is None else self._assign_rows(arrays, x, lengths)
+                arrays.global_batches()
+                if lengths is None
+                else self._assign_rows(arrays, x, lengths)
             )
         if shuffle or any(each is not None for each in (y, sample_weight, class_weight, lengths)):
             raise RequestError(
@@ -339,7 +341,7 @@ class Split:
         policy = model.dtype_policy.name
         if (
             plan.throughput.samples_per_second and policy != plan.precision
-        ):  # a plan made by hand wasn't measured
+        ):  # a plan written by hand wasn't measured
             found.append(f"The plan was measured in {plan.precision}, this model is {policy}.")
         if plan.xla and self.engine != "solo":
             found.append(
@@ -355,7 +357,7 @@ class Split:
 
 
 def _warn_of_limits(plan: Plan) -> None:
-    """Warn if the plan was measured with limits on devices (after `@` in a device's name).
+    """Warn if the plan was measured with device limits (after `@` in a device's name).
 
     This training doesn't have such limits, so a different split may be the fastest.
     """
@@ -405,7 +407,7 @@ def _choose_engine(
 ) -> tuple[str, str]:
     """Return the engine's name and a message that says why it was chosen.
 
-    `is_whole`: a single device computes each batch in one pass.
+    `is_whole` is True if a single device computes each batch in one pass.
     """
     if asked != "auto":
         return asked, f"engine={asked!r} was requested."

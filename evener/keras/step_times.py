@@ -2,7 +2,7 @@
 
 A step's graph records when its rows are available; until then, the step waits for input. The time
 between two calls counts as callbacks, without the time for validation and files, which is counted
-separately. The time of evener's own checks between calls belongs to no step.
+separately. The time of evener's own checks between calls doesn't count.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from msgspec.structs import astuple
 from ..training.running_sums import RunningSums
 from ..training.step_sums import StepSums
 
-KEPT_STEPS = 50  # the number of steps that medians are computed from
-WARM_STEPS = 3  # warm-up steps that aren't counted: graphs are traced and kernels chosen
+KEPT_STEPS = 50  # number of steps from which medians are computed
+WARM_STEPS = 3  # number of warm-up steps, which don't count: graphs are traced and kernels chosen
 HOST = "CPU:0"
 
 Steps = Callable[[Any], Any]  # Keras' train function, which takes an iterator of batches
@@ -49,8 +49,8 @@ class StepTimes:
         with tf.device(HOST):
             # when the rows of the last step were available (Unix time)
             self._ready = tf.Variable(tf.zeros([], tf.float64), trainable=False)
-        self._notes = False  # True if a step's graph notes when its rows are available
-        self._left_out = WARM_STEPS  # warm-up steps left
+        self._notes = False  # True if a step's graph records when its rows are available
+        self._left_out = WARM_STEPS  # number of remaining warm-up steps
         self._called_s = self._ended_s = 0.0  # Unix times of the last step's call and end
         self._apart: dict[str, float] = {}  # seconds spent since the last step's end, by activity
 
@@ -63,12 +63,12 @@ class StepTimes:
             self._ready.assign(tf.timestamp())
 
     def begin(self) -> None:
-        """Start the clock for a `fit`. The time before its first step belongs to no step."""
+        """Start the clock for a `fit`. The time before its first step doesn't count."""
         self._left_out = WARM_STEPS
         self._ended_s = 0.0
 
     def around_call(self, run: Steps) -> Steps:
-        """Wrap the train function to record the time at which each of its calls begins.
+        """Wrap the train function to record the start of each of its calls.
 
         `run` is Keras' train function, with evener's work before it. The time is recorded first, so
         it is also before that work.

@@ -1,8 +1,8 @@
 """A step that continues if memory runs out in one of its passes.
 
-The passes are one graph; summing over the processes and updating the weights is another. If memory
-runs out in the first graph, the states are restored and it runs again with more passes, while the
-other processes wait in the all-reduces of the second graph.
+The passes are one graph; the sum over the processes and the update of the weights are another. If
+memory runs out in the first graph, the states are restored and it runs again with more passes,
+while the other processes wait in the all-reduces of the second graph.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class SurvivingStep:
         self._engine, self._limit, self._said = engine, limit, said
         self._least = 1 + any(
             each.trainable for each in list_normalizations(engine.model)
-        )  # the fewest rows of a pass; batch normalization needs two
+        )  # minimum rows per pass; batch normalization needs two
         self._spec: Any = None  # type of the batches for which the graphs were traced
         self._compute: Any = None
         self._finish: Any = None
@@ -72,7 +72,7 @@ class SurvivingStep:
             ) from None
 
     def _run(self, data: Tensors, before: list[Any]) -> Any:
-        """Run the passes and return their results; whenever memory runs out, run smaller ones."""
+        """Run the passes and return their results; whenever memory runs out, run smaller passes."""
         cut, rank, limit = self._engine.cut, self._engine.group.rank, self._limit
         size = cut.sizes(int(data.rows if isinstance(data, OwnRows) else count_rows(data)))[rank]
         most = (cut.micros or cut.weights)[rank]
@@ -160,7 +160,7 @@ class SurvivingStep:
 
 
 def list_states(model: Any) -> list[Any]:
-    """Return, once each, the variables that a call of the model or its loss may assign.
+    """Return the variables that a call of the model or its loss may assign, each once.
 
     Trainable weights are left out.
     """
@@ -173,7 +173,7 @@ def list_states(model: Any) -> list[Any]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """True if an error says that memory ran out in TensorFlow or in a library that it calls."""
+    """True if an error means that memory ran out in TensorFlow or in a library that it calls."""
     if isinstance(error, tf.errors.ResourceExhaustedError):
         return TOO_LONG not in str(error)
     return isinstance(
@@ -182,7 +182,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 
 def describe_memory(device: str) -> str:
-    """Return a description of the device's memory use, to be part of a sentence."""
+    """Return a description of the device's memory use, as a part of a message."""
     if not device.startswith("GPU"):
         return "the memory of this machine's CPU"
     held = tf.config.experimental.get_memory_info(device)

@@ -18,7 +18,7 @@ import tensorflow as tf
 def name_plan_devices(plan: Plan) -> tuple[str, ...]:
     """Return TensorFlow's name for each device that computes in the plan.
 
-    The name is that of the GPU, or of one logical CPU device per CPU slice.
+    It is the name of the GPU, or of one logical CPU device per CPU slice.
     """
     active = plan.layout.active
     if all(share.on_gpu for share in active):
@@ -31,7 +31,8 @@ def name_plan_devices(plan: Plan) -> tuple[str, ...]:
 def name_gpus(gpus: int | Sequence[int]) -> tuple[str, ...]:
     """Return the names of the first `gpus` GPUs, or of the GPUs with these numbers.
 
-    The argument means the same as in `multi_gpu_model`. Raises RequestError if it names no GPU.
+    The argument has the same meaning as in `multi_gpu_model`. Raises RequestError if it names no
+    GPU.
     """
     numbers = list(range(gpus)) if isinstance(gpus, int) else list(gpus)
     if not numbers or any(isinstance(n, bool) or not isinstance(n, int) or n < 0 for n in numbers):
@@ -114,7 +115,7 @@ def driver_name(name: str) -> str | int:
 
 
 def make_logical_cpus(count: int) -> None:
-    """Split TensorFlow's CPU into `count` logical devices.
+    """Divide TensorFlow's CPU into `count` logical devices.
 
     Raises DeviceError if TensorFlow has already started.
     """

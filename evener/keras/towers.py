@@ -2,9 +2,10 @@
 
 Each device runs the model on its own copy of the weights and sends its outputs to the first device,
 which computes the loss of the whole batch and the metrics as a single device would. The gradient of
-the loss goes back to each device for its rows, and the gradients of the weights are summed. So
-every loss, mask, sample weight, clipping and gradient accumulation is what it is on one device.
-Only layers that combine the rows of a batch (BatchNormalization) see just the rows of their device.
+the loss goes back to each device for its rows, and the gradients of the weights are summed.
+Therefore every loss, mask, sample weight, clipping and gradient accumulation is the same as on one
+device. Only layers that combine the rows of a batch (BatchNormalization) see only the rows of their
+device.
 """
 
 from __future__ import annotations
@@ -63,7 +64,7 @@ class Tower(NamedTuple):
 
 
 class Towers(OneProcess):
-    """The engine that spreads the rows of a batch over several local devices."""
+    """The engine that divides the rows of a batch among several local devices."""
 
     name = "towers"
 
@@ -76,7 +77,7 @@ class Towers(OneProcess):
         check_towers(self.model)
 
     def train_step(self, data: Tensors) -> dict[str, Any]:
-        """Train like `keras.Model.train_step`, with the rows spread over the devices."""
+        """Train like `keras.Model.train_step`, with the rows divided among the devices."""
         assigned, (x, y, weight) = _open(data)
         if self.cut.in_passes:
             return self._train_in_passes(x, y, weight)
@@ -138,7 +139,7 @@ class Towers(OneProcess):
             return update_metrics(model, loss, rows, x, y, outputs, weight)
 
     def test_step(self, data: Tensors) -> dict[str, Any]:
-        """Evaluate like `keras.Model.test_step`, with the rows spread over the devices."""
+        """Evaluate like `keras.Model.test_step`, with the rows divided among the devices."""
         assigned, (x, y, weight) = _open(data)
         rows, left = count_rows(x), CallTensors(self.model)
         towers = self._run(self.pieces(x, assigned), rows, False, left)
@@ -212,7 +213,7 @@ class Towers(OneProcess):
         copies = [tf.identity(variable) for variable in model.trainable_variables]
         with tf.GradientTape(watch_accessed_variables=False) as tape:
             tape.watch(copies)
-            # regularizers count once, not once for each device
+            # regularizers count once instead of once per device
             outputs, losses, _, scope = call_on_copies(model, part, training, copies, starts)
             outputs = take_rows(outputs, size)
         share = tf.cast(size, tf.float64) / tf.cast(rows, tf.float64)
@@ -268,7 +269,7 @@ class Towers(OneProcess):
 def _open(data: Tensors) -> tuple[AssignedArrays | None, tuple[Any, Any, Any]]:
     """Return the `AssignedArrays` or None, and the triple (x, y, weight).
 
-    The first is None unless rows were distributed by length.
+    The first is None unless rows are assigned by length.
     """
     assigned = data if isinstance(data, AssignedArrays) else None
     return assigned, keras.utils.unpack_x_y_sample_weight(

@@ -19,7 +19,7 @@ def find_users_line(error: BaseException) -> str:
     return ""
 
 
-# Lines of an error that say where it was raised, not what it is.
+# Lines of an error that tell where it was raised instead of what it is.
 PLACES = re.compile(
     r"^(Exception encounter|Graph execution error|Detected at node|<stack|File )|root error"
 )
