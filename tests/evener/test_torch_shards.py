@@ -276,6 +276,18 @@ def test_bfloat16_computes_on_shards_in_float32(trained: list[Any]) -> None:
         )
 
 
+def test_a_unit_is_gathered_and_reduced_at_once(trained: list[Any]) -> None:
+    """Whatever types its parameters are gathered in: layers' in bfloat16, norms' in float32.
+
+    In a step, three blocks and the model itself are gathered for the forward pass, all but the last
+    block and the model itself again for the backward pass, and each is reduced. Over gloo, each
+    takes a collective for each rank; the other three are of used parameters, and of buffers.
+    """
+    for rank in trained:
+        assert rank["autocast"]["wrong"] == []
+        assert rank["autocast"]["collectives"] <= 3 * (4 + 2 + 4) + 3
+
+
 def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[Any]) -> None:
     """Gloo copies them to a GPU while one waits for it; autograd would refuse a tensor that has
     changed since.
@@ -286,8 +298,8 @@ def test_weights_that_arrive_late_are_those_that_autograd_saved(trained: list[An
 
 
 def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
-    """Its part of parameters, gradients and momentum, and what is gathered at most: the last units
-    that are gathered with nearly all gradients.
+    """Its part of parameters, gradients and momentum, and what is gathered at most, while two of
+    three units have their gradients.
     """
     size = (
         4 * 3 * sum(each.numel() for each in programs.make_model(programs.ShardCase()).parameters())
@@ -295,7 +307,7 @@ def test_a_rank_holds_what_is_expected_of_it(trained: list[Any]) -> None:
     for rank, part in zip(trained, (1 / 8, 2 / 8, 5 / 8), strict=True):
         half = rank["half"]
         expected = half["beside"] + part * size
-        assert 0.85 * expected <= half["peak"] <= 1.01 * expected
+        assert 0.8 * expected <= half["peak"] <= 1.01 * expected
 
 
 def test_out_of_memory_in_a_unit_is_said_on_all_ranks(

@@ -431,7 +431,7 @@ def gathered_types(model: Any) -> set[torch.dtype]:
     """The types that a sharded model's parameters are gathered in."""
     sharded = getattr(model, "exchange", None)
     units = [sharded.root, *sharded.units] if isinstance(sharded, Sharded) else []
-    return {flat.dtype for unit in units for flat in unit.flats}
+    return {slot.whole.dtype for unit in units for slot in unit.slots}
 
 
 def save(trainer: Any) -> dict[str, torch.Tensor]:

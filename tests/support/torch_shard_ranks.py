@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,8 +14,10 @@ import torch
 from safetensors import safe_open
 
 from evener.torch.shards import checkpoint as checkpoint_module
+from evener.torch.shards.make import shard
 from evener.torch.shards.unit import choose_units
 from evener.torch.shards.whole import count_gathered
+from evener.torch.sums.collectives import count_exchanges
 from tests.support.fewer_audits import audit_first_step
 from tests.support.torch_shard_programs import (
     CASES,
@@ -29,6 +32,7 @@ from tests.support.torch_shard_programs import (
     make_model,
     make_optimizer,
     make_split,
+    objective,
     start,
     step_once,
     train,
@@ -94,6 +98,44 @@ def train_in_half(world: int) -> dict[str, Any]:
         "peak": model.exchange.held.peak,
         "beside": beside,
     }
+
+
+def train_under_autocast(world: int) -> dict[str, Any]:
+    """Under an autocast to bfloat16: parameters of other values than one process has when blocks
+    compute, and the collectives of the second step.
+    """
+    split, model = make_split(HALF, SHARES[world]), make_model(HALF).float()
+    generator = torch.Generator().manual_seed(4)
+    with torch.no_grad():
+        for each in model.parameters():
+            each.normal_(generator=generator)
+    expected = {name: each.detach().clone() for name, each in model.named_parameters()}
+    model = shard(split, model, "all", None, PARTS[world], None, torch.bfloat16)
+    wrong: list[str] = []
+
+    def compare(name: str, block: Any, *_: Any) -> None:
+        for own, each in block.named_parameters(f"blocks.{name}"):
+            values = expected[own]
+            values = values.bfloat16() if ".up" in own or ".down" in own else values
+            if each.dtype != values.dtype or not torch.equal(each, values):
+                wrong.append(own)
+
+    hooks = [
+        block.register_forward_pre_hook(partial(compare, name))
+        for name, block in model.blocks.named_children()
+    ]
+    update, counts = torch.optim.SGD(model.parameters(), 0.1), list[int]()
+    for batch in islice(split.loader(data(), seed=2), 2):
+        before = sum(count_exchanges().values())
+        with torch.autocast("cpu", torch.bfloat16, cache_enabled=False):
+            loss = objective(HALF, model, *batch)
+        loss.backward()
+        counts.append(sum(count_exchanges().values()) - before)
+        update.step()
+        update.zero_grad()
+        for hook in hooks:
+            hook.remove()
+    return {"wrong": wrong, "collectives": counts[-1]}
 
 
 def load_broken(world: int, path: str) -> dict[str, tuple[str, bool]]:
@@ -184,6 +226,7 @@ def train_all(folder: Path, rank: int, world: int, names: Sequence[str], path: s
         trained["norm in half"] = clip_in_half(world)
         trained["late"] = train_with_late_copies(world)
         trained["half"] = train_in_half(world)
+        trained["autocast"] = train_under_autocast(world)
         trained["full disk"] = refuse(
             lambda split, model: split.save("/dev/full/there", split.shard(model)), world
         )

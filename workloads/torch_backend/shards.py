@@ -11,8 +11,8 @@ import torch
 import wrapt
 
 from evener.torch.packed import is_packed, pack_weights
-from evener.torch.shards.flat import ShardRank
 from evener.torch.shards.make import check_buffers, cut_model, move
+from evener.torch.shards.place import ShardRank
 from evener.torch.shards.unit import choose_units
 from evener.torch.shards.whole import count_gathered
 from evener.torch.step.wrapped import hook_forward

@@ -30,9 +30,10 @@ from ..messages import broadcast_message
 from ..private import unsaved_buffers
 from ..sums.collectives import own_collectives, spread
 from .adapters import export_adapters, find_names
-from .flat import Flat, Slot
+from .flat import Flat
 from .make import find
 from .sharded import Sharded
+from .slot import Slot
 
 INDEX = "model.safetensors.index.json"  # transformers' own file name
 ADAPTER_INDEX = "training.safetensors.index.json"  # for adapters; transformers ignores it

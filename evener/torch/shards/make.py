@@ -41,8 +41,9 @@ from ..step.wrapped import (
 )
 from ..sums.collectives import is_equal_everywhere, own_collectives
 from ..sums.exchange import EXCHANGES
-from .flat import ShardRank, byte_count
+from .place import ShardRank
 from .sharded import Sharded
+from .slot import byte_count
 from .unit import choose_units
 from .whole import count_gathered
 

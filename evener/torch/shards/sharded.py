@@ -17,12 +17,14 @@ import torch
 import torch.distributed as dist
 
 from ...errors import RequestError
+from ..members import Members
 from ..packed import is_packed, list_statistics
 from ..private import backward_number, call_after_backward
 from ..rows.structure import each_tensor, tensors_in
 from ..sums.collectives import own_collectives, spread
-from .flat import ShardRank, Slot, byte_count
 from .follow import Follower
+from .place import ShardRank
+from .slot import Slot, byte_count
 from .unit import Ledger, Unit, find_parameters
 from .whole import WholeParameters, choose_whole
 
@@ -99,13 +101,12 @@ class Sharded:
         self._batch: Any = None  # batch of the last forward pass
         self._passing: Any = None  # batch of the backward pass
         self._sending: Unit | None = None
-        self._flags: Any = (
-            None  # flags of the parameters that any rank used, during their all-reduce
-        )
+        self._flags: Any = None  # flags of the parameters that any rank used, in their all-reduce
+        # flags of the parameters that this rank used last, and the same on the device
+        self._known_flags: tuple[tuple[bool, ...], Any] = ((), None)
+        self._members = Members(model)
         self._computes = False  # True while the model's forward pass is running
-        self._outside: list[
-            Unit
-        ] = []  # units used in this pass outside their modules' forward passes
+        self._outside: list[Unit] = []  # used in this pass outside their forward passes
         self._follower: Follower | None = None  # set on a rank without rows
         self._hook()
         self._spread_buffers()
@@ -306,9 +307,10 @@ class Sharded:
         if self._task is None:
             self.arm(self._batch)
         unit.unsent = True
-        unit.gather()
+        if unit.reads_backward:
+            unit.gather()
         before = self._precedes.get(unit)
-        if before is not None and before is not self.root:
+        if before is not None and before is not self.root and before.reads_backward:
             before.begin_gather()
 
     def end_backward(self, unit: Unit, is_over: bool = False) -> None:
@@ -409,7 +411,7 @@ class Sharded:
         """
         if self.place.single_rank:
             return fired
-        flags = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
+        flags = self._flag(fired)
         with own_collectives():
             self._flags = dist.all_reduce(flags, dist.ReduceOp.MAX, async_op=True), flags
         self._spread_buffers()
@@ -418,14 +420,26 @@ class Sharded:
         self._flags[0].wait()
         return [bool(each) for each in flags.tolist()]
 
+    def _flag(self, fired: list[bool]) -> torch.Tensor:
+        """Return the flags as a tensor on the device.
+
+        Flags that were sent before are copied there: the host would wait for a copy of its own.
+        """
+        known = tuple(fired)
+        if known != self._known_flags[0]:
+            made = torch.tensor(fired, dtype=torch.uint8, device=self.place.device)
+            self._known_flags = known, made
+        return self._known_flags[1].clone()
+
     def _spread_buffers(self) -> None:
         """Copy the buffers of the first rank that has rows to every rank.
 
         The buffers are listed again each time, because the model may have replaced some of them.
         """
-        if not self.place.single_rank:
+        buffers = {id(buffer): buffer for _, buffer in self._members.buffers()}
+        if buffers and not self.place.single_rank:
             with own_collectives():
-                spread(list(self.root.module.buffers()), source=self.place.first)
+                spread(list(buffers.values()), source=self.place.first)
 
     def reset(self) -> None:
         """Drop the gathered units and the gradients of a pass that raised an error."""
@@ -495,12 +509,17 @@ class UnitHooks:
     def take(self, flat: Any, slot: Any) -> Callable[[Any], None]:
         """Return the hook of a whole parameter, called when its gradient is computed."""
 
-        def hook(_: Any) -> None:
-            sharded = self._sharded
-            sharded.accumulated(self._unit)
-            flat.take(slot, sharded.weight if sharded.keeps else 1.0)
+        unit, sharded = self._unit, self._sharded
 
-        return hook
+        def note(_: Any) -> None:  # the unit's gradients are taken together, when it is complete
+            if not unit.unsent:
+                sharded.accumulated(unit)
+
+        def take(_: Any) -> None:
+            sharded.accumulated(unit)
+            flat.take(slot, sharded.weight)
+
+        return take if sharded.keeps else note
 
     def __deepcopy__(self, _: Any) -> NoReturn:
         raise RequestError(

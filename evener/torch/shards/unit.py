@@ -11,7 +11,9 @@ from torch.nn import Module, ModuleDict, ModuleList
 
 from ...errors import RequestError
 from ..packed import explain_unusable, is_packed
-from .flat import Flat, ShardRank, Slot, byte_count
+from .flat import Flat
+from .place import ShardRank
+from .slot import Slot, byte_count
 
 PARTS = 8  # approximate number of units of a model without repeated blocks
 
@@ -155,26 +157,33 @@ def _check_kind(name: str, tensor: Any) -> None:
 
 
 def choose_dtype(slot: Slot, dtype: Any, casts: Any) -> Any:
-    """Return the dtype in which a parameter is gathered, or None for the parameter's own dtype.
+    """Return the dtype in which a parameter is gathered.
 
-    Returns `dtype` if specified. Otherwise the float32 parameters of linear layers are gathered in
+    That is `dtype` if specified. Otherwise the float32 parameters of linear layers are gathered in
     `casts`, because an autocast casts them to that dtype whenever the layers compute. The results
-    are the same, gathering needs half the bytes, and the backward pass needs no cast copies.
+    are the same, gathering needs half the bytes, and the backward pass needs no cast copies. All
+    others keep their own dtype.
     """
     tensor = slot.tensor
     if is_packed(tensor) or not tensor.is_floating_point():
-        return None
+        return tensor.dtype
     if dtype is not None:
         return dtype
     is_linear = all(type(module) is torch.nn.Linear for module, _ in slot.owners)
-    return casts if is_linear and tensor.dtype == torch.float32 else None
+    casted = casts is not None and is_linear and tensor.dtype == torch.float32
+    return casts if casted else tensor.dtype
+
+
+def _is_lookup(module: Any) -> bool:
+    """True for an embedding, whose backward pass doesn't read its parameters."""
+    return type(module) is torch.nn.Embedding and module.max_norm is None
 
 
 class Unit:
     """A module whose parameters are stored in flats.
 
-    All parameters in a flat have the same dtype, and are all trained or all frozen. `name` is ""
-    for the model itself.
+    All parameters in a flat are stored in the same dtype, and are all trained or all frozen. `name`
+    is "" for the model itself.
     """
 
     def __init__(
@@ -191,12 +200,11 @@ class Unit:
         kinds: dict[Any, list[Slot]] = {}
         for each in parameters:
             tensor = each.tensor
-            computed = choose_dtype(each, dtype, casts)
-            kind = (tensor.dtype, tensor.requires_grad, is_packed(tensor), computed)
+            each.computes = choose_dtype(each, dtype, casts)
+            kind = (tensor.dtype, tensor.requires_grad, is_packed(tensor))
             kinds.setdefault(kind, []).append(each)
-        self.flats = [
-            Flat(place, each, computed, held) for (_, _, _, computed), each in kinds.items()
-        ]
+        self.flats = [Flat(place, each, held) for each in kinds.values()]
+        self.reads_backward = not _is_lookup(module)
         self.slots = [slot for flat in self.flats for slot in flat.slots]
         self.trained = [flat for flat in self.flats if flat.trainable]
         self.gathered = False
@@ -248,7 +256,7 @@ class Unit:
         for slot in self.slots:
             slot.point_to(slot.piece)
         for flat in self.flats:
-            if flat.whole.untyped_storage().size():
+            if flat.gathered.has_memory:
                 flat.free()
 
     def send(self, weight: float) -> None:

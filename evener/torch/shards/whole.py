@@ -9,7 +9,7 @@ them.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -17,7 +17,8 @@ import torch.distributed as dist
 from ...errors import RequestError
 from ..packed import list_statistics
 from ..sums.collectives import own_collectives, spread
-from .flat import ShardRank, Slot, byte_count
+from .place import ShardRank
+from .slot import Slot, byte_count
 from .unit import choose_dtype, find_parameters
 
 STATE_COPIES = 4  # copies of a trained parameter: itself, its gradient, two for the optimizer
@@ -27,25 +28,40 @@ MOST_PART = 0.25  # maximum fraction of the model's bytes for such parameters on
 def count_gathered(model: Any, units: Mapping[str, Any], dtype: Any, casts: Any = None) -> int:
     """Return the maximum bytes that a rank holds besides its part of the state and activations.
 
-    That is the sum of the parameters in no unit, the two largest units, the gradients of both
-    before their reduction, the unsharded parameters with their gradients and optimizer state, and
-    the statistics of packed weights.
+    That is the model's own parameters and the two largest units whole, gradients of the model's
+    own parameters and of one unit in the dtype in which they were computed and in a buffer in their
+    shards' dtype, the unsharded parameters with their gradients and optimizer state, and the
+    statistics of packed weights.
     """
     parameters = find_parameters(model, units)
     whole = choose_whole(parameters)
-    sizes = []
-    for own in parameters.values():
-        size = 0
-        for slot in own:
-            if slot in whole:
-                continue
-            computes = choose_dtype(slot, dtype, casts) or slot.tensor.dtype
-            size += slot.numel * computes.itemsize
-            size += byte_count(slot.tensor) if slot.tensor.requires_grad else 0
-        sizes.append(size)
+    root, *rest = (_measure(own, whole, dtype, casts) for own in parameters.values())
+    largest = sorted((each.gathered for each in rest), reverse=True)[:2]
+    reduced = max((each.gradients + each.buffer for each in rest), default=0)
     beside = STATE_COPIES * sum(byte_count(slot.tensor) for slot in whole)
     beside += sum(map(byte_count, list_statistics(model.parameters())))
-    return int(sizes[0] + sum(sorted(sizes[1:])[-2:]) + beside)
+    return root.gathered + root.gradients + max(root.buffer, sum(largest) + reduced) + beside
+
+
+class UnitBytes(NamedTuple):
+    """The bytes of a unit: its whole parameters, their gradients, and the gradients' buffer."""
+
+    gathered: int
+    gradients: int
+    buffer: int
+
+
+def _measure(own: Sequence[Slot], whole: Sequence[Slot], dtype: Any, casts: Any) -> UnitBytes:
+    gathered = gradients = buffer = 0
+    for slot in own:
+        if slot in whole:
+            continue
+        size = slot.numel * choose_dtype(slot, dtype, casts).itemsize
+        gathered += size
+        if slot.tensor.requires_grad:
+            gradients += size
+            buffer += byte_count(slot.tensor)
+    return UnitBytes(gathered, gradients, buffer)
 
 
 def choose_whole(parameters: Mapping[str, Sequence[Slot]]) -> list[Slot]:

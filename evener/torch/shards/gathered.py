@@ -1,0 +1,131 @@
+"""The memory in which a unit's whole parameters are gathered, in one collective for all dtypes."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import groupby
+from typing import Any
+
+import torch
+
+from .place import Parts, ShardRank
+from .slot import Slot
+
+
+def sort_slots(slots: Sequence[Slot]) -> list[Slot]:
+    """Return parameters in the order in which a flat holds them: the widest dtypes first.
+
+    So each dtype begins at a multiple of its size in bytes.
+    """
+    return sorted(slots, key=lambda slot: (-slot.computes.itemsize, str(slot.computes)))
+
+
+class Segment:
+    """Neighbouring parameters of a flat that are gathered in one dtype.
+
+    `start` and `stop` are its range in the flat's elements, and `byte` is its first byte in the
+    gathered memory.
+    """
+
+    def __init__(self, dtype: torch.dtype, start: int, stop: int, byte: int) -> None:
+        self.dtype, self.start, self.stop, self.byte = dtype, start, stop, byte
+
+    def byte_of(self, element: int) -> int:
+        """Return the first byte of one of the flat's elements; `stop` gives the segment's end."""
+        return self.byte + (element - self.start) * int(self.dtype.itemsize)
+
+
+class Gathered:
+    """The whole parameters of a flat, in one block of bytes that is allocated while it is used.
+
+    `slots` are in the order of `sort_slots`. `ranges` are the ranks' ranges of the flat's elements,
+    and `shard` has this rank's elements. Whatever the dtypes, each rank's part of the block is one
+    range of bytes. `size` is the block's size in bytes. The block has memory at first, and until
+    `free` is called.
+    """
+
+    def __init__(
+        self,
+        place: ShardRank,
+        slots: Sequence[Slot],
+        ranges: Sequence[tuple[int, int]],
+        shard: torch.Tensor,
+    ) -> None:
+        self._segments = _make_segments(slots, ranges[-1][1])
+        self.size = self._byte_of(ranges[-1][1])
+        block = torch.empty(self.size, dtype=torch.uint8, device=place.device)
+        self._storage = block.untyped_storage()
+        self._typed = [
+            block[each.byte : each.byte_of(each.stop)].view(each.dtype) for each in self._segments
+        ]
+        self._is_alone = place.single_rank
+        byte_ranges = [(self._byte_of(start), self._byte_of(stop)) for start, stop in ranges]
+        # .data has its own version counter, so autograd accepts tensors that it saved in the
+        # forward pass, even after the copies that gloo makes on a GPU during a wait
+        self._parts = Parts(block.data, byte_ranges, place.rank, place.on_nccl)
+        self._copies = self._pair_with(shard, *ranges[place.rank])
+
+    def view_of(self, slot: Slot) -> torch.Tensor:
+        """Return a parameter's whole tensor in the block, which must have memory."""
+        for segment, typed in zip(self._segments, self._typed, strict=True):
+            if segment.dtype == slot.computes:
+                first = slot.start - segment.start
+                return typed[first : first + slot.numel].view(slot.shape)
+        raise KeyError(slot.computes)
+
+    def gather(self) -> list[Any]:
+        """Allocate the block and start to gather it; return the handles to wait for."""
+        self._storage.resize_(self.size)
+        with torch.no_grad():
+            for target, source in self._copies:
+                target.copy_(source)
+        return [] if self._is_alone else self._parts.gather()
+
+    def free(self) -> None:
+        """Free the block's memory."""
+        self._storage.resize_(0)
+
+    @property
+    def has_memory(self) -> bool:
+        """True while the block is allocated."""
+        return bool(self._storage.size())
+
+    def _byte_of(self, element: int) -> int:
+        segment = next((each for each in self._segments if element < each.stop), None)
+        return (segment or self._segments[-1]).byte_of(element)
+
+    def _pair_with(
+        self, shard: torch.Tensor, start: int, stop: int
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Return the pairs of (target, source) that copy this rank's elements to the block.
+
+        A rank that is measured alone fills each segment with copies of its elements.
+        """
+        pairs = []
+        for segment, typed in zip(self._segments, self._typed, strict=True):
+            low, high = max(start, segment.start), min(stop, segment.stop)
+            own = shard[low - start : high - start] if low < high else shard
+            if self._is_alone:
+                pairs += _repeat(typed.data, own)
+            elif low < high:
+                pairs.append((typed.data[low - segment.start : high - segment.start], own))
+        return pairs
+
+
+def _make_segments(slots: Sequence[Slot], elements: int) -> list[Segment]:
+    """Return the segments of a flat; the last one includes the padding up to `elements`."""
+    made: list[Segment] = []
+    byte = 0
+    for dtype, same in groupby(slots, lambda slot: slot.computes):
+        listed = list(same)
+        made.append(Segment(dtype, listed[0].start, listed[-1].start + listed[-1].numel, byte))
+        byte = made[-1].byte_of(made[-1].stop)
+    made[-1].stop = elements
+    return made
+
+
+def _repeat(target: torch.Tensor, own: torch.Tensor) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Return the pairs of (target, source) that fill a tensor with copies of `own`."""
+    times, rest = divmod(target.numel(), own.numel())
+    lines = target[: times * own.numel()].view(times, own.numel())
+    return [(lines, own.expand(times, own.numel())), (target[times * own.numel() :], own[:rest])]

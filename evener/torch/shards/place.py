@@ -1,0 +1,87 @@
+"""How a flat tensor is divided among ranks, and the collectives over such uneven parts."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+import torch
+import torch.distributed as dist
+
+from ...shares.whole_rows import apportion, bounds
+from ..private import backend_name
+from ..sums.collectives import own_collectives
+
+
+class ShardRank(msgspec.Struct, frozen=True):
+    """A rank's device, and how the model is divided among the ranks.
+
+    `parts` are the relative sizes of the state that each rank holds. With `single_rank`, the rank
+    is measured without other ranks: it fills gathered parameters with copies of its own shard, and
+    reduces its gradients with no other rank. `first` is the first rank that computes rows.
+    """
+
+    rank: int
+    parts: tuple[float, ...]
+    device: Any
+    single_rank: bool = False
+    first: int = 0
+
+    @property
+    def on_nccl(self) -> bool:
+        """True if NCCL is the backend for collectives on this device."""
+        return not self.single_rank and backend_name(dist.group.WORLD, self.device) == "nccl"
+
+
+def cut(elements: int, parts: Sequence[float]) -> tuple[tuple[int, int], ...]:
+    """Return each rank's (start, stop) range of a flat, in proportion to `parts`.
+
+    The flat may be padded, so that each rank holds at least one element.
+    """
+    ranks = len(parts)
+    return bounds(apportion(-(-max(elements, 1) // ranks) * ranks, parts))
+
+
+class Parts:
+    """The ranks' parts of one tensor, of any sizes, and the collectives over them.
+
+    `ranges` are the (start, stop) range of each rank's part.
+    """
+
+    def __init__(
+        self, whole: torch.Tensor, ranges: Sequence[tuple[int, int]], rank: int, on_nccl: bool
+    ) -> None:
+        self._whole, self._rank, self._on_nccl = whole, rank, on_nccl
+        self._parts = [whole[start:stop] for start, stop in ranges]
+        self._is_even = len({len(part) for part in self._parts}) == 1
+        self.own = self._parts[rank]
+
+    def gather(self) -> list[Any]:
+        """Start to fill the tensor with each rank's own part; return the handles to wait for."""
+        with own_collectives():
+            if not self._on_nccl:
+                return [
+                    dist.broadcast(part, rank, async_op=True)
+                    for rank, part in enumerate(self._parts)
+                    if len(part)
+                ]
+            if self._is_even:
+                return [dist.all_gather_into_tensor(self._whole, self.own, async_op=True)]
+            return [dist.all_gather(self._parts, self.own, async_op=True)]
+
+    def reduce(self) -> list[Any]:
+        """Start to sum the ranks' tensors; each rank receives the sum of its own part.
+
+        Returns the handles to wait for.
+        """
+        with own_collectives():
+            if not self._on_nccl:
+                return [
+                    dist.reduce(part, rank, async_op=True)
+                    for rank, part in enumerate(self._parts)
+                    if len(part)
+                ]
+            if self._is_even:
+                return [dist.reduce_scatter_tensor(self.own, self._whole, async_op=True)]
+            return [dist.reduce_scatter(self.own, self._parts, async_op=True)]
