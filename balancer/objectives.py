@@ -119,6 +119,6 @@ def find_objective(name: str) -> Objective:
     return OBJECTIVES[name]
 
 
-def that_trade_speed() -> str:
+def name_speed_trading() -> str:
     """Return the names of the objectives that accept a maximum slowdown, for a message."""
     return " or ".join(name for name, one in OBJECTIVES.items() if one.trades_speed)

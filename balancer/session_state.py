@@ -83,10 +83,12 @@ def advance(state: SessionState, event: Event) -> SessionState:
     if isinstance(event, Started):
         return replace(state, **msgspec.structs.asdict(event))  # its fields are those of the state
     if isinstance(event, ProbeStarted):
-        running = _with(state, ProbeProgress(event.probe, "starting", None, None, event.at_seconds))
+        running = _replace_report(
+            state, ProbeProgress(event.probe, "starting", None, None, event.at_seconds)
+        )
         return replace(state, running=running, paused=False, at_seconds=at_seconds)
     if isinstance(event, ProbeProgress):
-        return replace(state, running=_with(state, event), at_seconds=at_seconds)
+        return replace(state, running=_replace_report(state, event), at_seconds=at_seconds)
     if isinstance(event, Observed):
         return _observed(state, event, at_seconds)
     if isinstance(event, Paused):
@@ -94,7 +96,7 @@ def advance(state: SessionState, event: Event) -> SessionState:
     return replace(state, running=(), paused=False, finished=event, at_seconds=at_seconds)
 
 
-def _with(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
+def _replace_report(state: SessionState, newest: ProbeProgress) -> tuple[ProbeProgress, ...]:
     """Return the running probes, with `newest` in place of its probe's earlier report."""
     return tuple(({each.probe: each for each in state.running} | {newest.probe: newest}).values())
 
@@ -255,7 +257,7 @@ def _is_other(seen: Timed, best: Result | None) -> bool:
 
     The best layout on one device doesn't become another layout with another batch.
     """
-    return best is None or not _same_way(seen.probe.layout, best.layout)
+    return best is None or not _is_same_layout(seen.probe.layout, best.layout)
 
 
 def _is_even_on_all(seen: Timed) -> bool:
@@ -263,14 +265,16 @@ def _is_even_on_all(seen: Timed) -> bool:
     return is_even(layout) and all(layout.shares)
 
 
-def _same_way(one: Layout, other: Layout) -> bool:
+def _is_same_layout(one: Layout, other: Layout) -> bool:
     """True if both layouts are equal, or are the same device with different batches."""
     return one.shares == other.shares or (one.traits.alone and one.active == other.active)
 
 
 def plan_rate(plan: Plan, labels: tuple[str, ...]) -> RatedLayout:
     """Return the plan as a row for comparison with its rivals."""
-    return _rival("plan", "the plan", figure_of(plan.throughput), plan.layout.batches, labels)
+    return _rival(
+        "plan", "the plan", throughput_interval(plan.throughput), plan.layout.batches, labels
+    )
 
 
 def plan_rivals(
@@ -297,7 +301,7 @@ def plan_rivals(
     solos = alone_at_batch(plan) if at_batch else best_alone(plan)
     return (
         *(_plan_rival(plan, each, labels) for each in shown),
-        *_sum([figure_of(each.throughput) for each in solos.values()]),
+        *_sum([throughput_interval(each.throughput) for each in solos.values()]),
     )
 
 
@@ -328,13 +332,13 @@ def _without_own_device(plan: Plan, solos: Iterable[Evidence]) -> list[Evidence]
 
 
 def _is_comparable(plan: Plan, each: Evidence) -> bool:
-    own, other = figure_of(plan.throughput), figure_of(each.throughput)
+    own, other = throughput_interval(plan.throughput), throughput_interval(each.throughput)
     return is_comparable(own, plan.layout.batches, other, each.layout.batches)
 
 
 def _plan_rival(plan: Plan, each: Evidence, labels: tuple[str, ...]) -> RatedLayout:
     batches = each.layout.batches
-    rival = _rival(each.kind, each.name, figure_of(each.throughput), batches, labels)
+    rival = _rival(each.kind, each.name, throughput_interval(each.throughput), batches, labels)
     if each.kind in ("best_device", "one_device"):
         (position,) = _positions(each.layout)
         name = f"{labels[position]} alone"
@@ -420,7 +424,7 @@ def _fastest(measurements: list[Timed]) -> Timed | None:
     return max(measurements, key=lambda each: each.samples_per_second, default=None)
 
 
-def figure_of(throughput: Throughput) -> Interval:
+def throughput_interval(throughput: Throughput) -> Interval:
     """Return the samples/s of a plan's file with their interval."""
     return Interval(throughput.samples_per_second, throughput.low, throughput.high)
 

@@ -170,7 +170,7 @@ def _runs(
     alone: tuple[float | None, ...] = ()
     for turn in range(repeat):
         probe = Probe(layout, stage, length.seconds, turn, True, length.steps)
-        seen = _require(_measure(prober, probe, stop), devices)
+        seen = _require_timed(_measure(prober, probe, stop), devices)
         if seen is None:
             return
         samples += seen.steps * layout.global_batch
@@ -203,7 +203,7 @@ def _measure(prober: Prober, probe: Probe, stop: threading.Event) -> Observation
     return next(iter(prober.measure((probe,), lambda _: None, stop)), None)
 
 
-def _require(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
+def _require_timed(seen: Observation | None, devices: Sequence[Device]) -> Timed | None:
     """Return the measurement, or None if it was stopped.
 
     Raises NoLayoutError if the batch doesn't fit or the training failed.
@@ -313,15 +313,15 @@ def dry_run(resolved: Job, report: Report, stop: threading.Event) -> DryRunResul
     Return None if `stop` is set before both batches have run. Raises NoLayoutError if the workload
     fails, or runs no step within the budget.
     """
-    alone = _keep_first(resolved)
+    alone = _limit_to_first_device(resolved)
     with _locked_prober(alone) as prober:
-        timed = _step(alone, prober, report, stop, find_largest_model(resolved))
+        timed = _measure_first_batches(alone, prober, report, stop, find_largest_model(resolved))
     if len(timed) < BATCHES and stop.is_set():
         return None
     return _predict_sizes(resolved, timed)
 
 
-def _keep_first(job: Job) -> Job:
+def _limit_to_first_device(job: Job) -> Job:
     """Return the job for its first device alone.
 
     A fixed global batch becomes an upper limit: the share of one device in an even split.
@@ -338,7 +338,7 @@ def _keep_first(job: Job) -> Job:
     return msgspec.structs.replace(job, request=request, devices=job.devices[:1], machine=machine)
 
 
-def _step(
+def _measure_first_batches(
     alone: Job,
     prober: Prober,
     report: Report,

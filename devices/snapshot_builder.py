@@ -96,7 +96,7 @@ class SnapshotBuilder:
         there = [
             (device, each)
             for device in devices
-            for each in _on(device, seen.get(device.id, ()), rates)
+            for each in _list_processes_on(device, seen.get(device.id, ()), rates)
         ]
         looks = {pid: self._book.look(pid) for pid in {each.pid for _, each in there}}
         rows = []
@@ -109,7 +109,7 @@ class SnapshotBuilder:
         return tuple(_with_rate(sample, rates) for sample in samples), tuple(rows)
 
 
-def _on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
+def _list_processes_on(device: Device, seen: Sequence[DeviceUse], rates: Rates) -> list[DeviceUse]:
     """Return the processes on one device: first the driver's, then others with reports of their
     own.
     """
@@ -186,14 +186,17 @@ class TrainingRates:
         rates: Rates = {}
         now = time.time()
         here = {device.id for device in devices}
-        placed = [_place(training, devices, pids) for training in self._trainings]
+        placed = [_with_local_ids(training, devices, pids) for training in self._trainings]
         for training in placed:
             age = training.late_seconds(now)
             for live in training.devices:
                 if live.id in here:
                     earlier, _ = rates.get((training.pid, live.id), (0.0, 0.0))
                     rates[training.pid, live.id] = (earlier + live.samples_per_second, age)
-        self.reports = (*placed, *(_place(training, devices, {}) for training in self._ended))
+        self.reports = (
+            *placed,
+            *(_with_local_ids(training, devices, {}) for training in self._ended),
+        )
         return rates
 
     def _refresh(self) -> None:
@@ -230,7 +233,7 @@ def rate_reading(parts: Sequence[tuple[float, float]]) -> Reading:
     return Reading(state, sum(rate for rate, _ in used), max(age for _, age in used))
 
 
-def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
+def _with_device_id(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
     """Return a training run's device with the id of its index on this machine.
 
     A device that already has an id is returned unchanged.
@@ -240,7 +243,7 @@ def _name(live: LiveDevice, by_index: Mapping[int, Device]) -> LiveDevice:
     return msgspec.structs.replace(live, id=by_index[live.index].id)
 
 
-def _place(
+def _with_local_ids(
     training: Training, devices: Sequence[Device], pids: Mapping[str, Sequence[int]]
 ) -> Training:
     """Return the training run with its devices identified by this machine's ids.
@@ -260,7 +263,7 @@ def _place(
     if not bare:
         return training
     by_index = _number_devices(bare, seen, devices)
-    named = [_name(live, by_index) for live in training.devices]
+    named = [_with_device_id(live, by_index) for live in training.devices]
     return msgspec.structs.replace(training, devices=tuple(named))
 
 

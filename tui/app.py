@@ -32,7 +32,7 @@ SPELLED_KEYS = ("space", "tab", "esc", "enter", "home", "end")
 MakeScreen = Callable[[], Screen[None]]
 
 
-def _made_by(name: str) -> MakeScreen:
+def _screen_maker(name: str) -> MakeScreen:
     """Return a function that makes a screen, and imports its module only then."""
     return lambda: getattr(import_module(f"evener.tui.screens.{name}"), f"{name.title()}Screen")()
 
@@ -72,7 +72,7 @@ class EvenerApp(BaseApp):
         _settings_provider,
     }
     CSS_PATH = "app.tcss"
-    MODES: ClassVar[dict[str, str | MakeScreen]] = {name: _made_by(name) for name in SCREENS}
+    MODES: ClassVar[dict[str, str | MakeScreen]] = {name: _screen_maker(name) for name in SCREENS}
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding("1", "show('monitor')", "Monitor", show=False),
         Binding("2", "show('balance')", "Balance", show=False),
@@ -198,9 +198,9 @@ class EvenerApp(BaseApp):
         from .screens.welcome import WelcomeDialog
 
         if not isinstance(self.screen, ModalScreen):
-            self.push_screen(WelcomeDialog(), self._begin_with)
+            self.push_screen(WelcomeDialog(), self._open_choice)
 
-    def _begin_with(self, key: str | None) -> None:
+    def _open_choice(self, key: str | None) -> None:
         """Open what the user chose on the welcome screen."""
         if key == "b":
             self.action_show("balance")

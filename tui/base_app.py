@@ -286,7 +286,7 @@ class BaseApp(App[int]):
             return
         self.settings = settings
         if self.settings_file is not None:
-            with self.saying_faults():
+            with self.showing_errors():
                 save_settings(self.settings_file, settings)
 
     def apply_settings(self) -> None:
@@ -319,7 +319,7 @@ class BaseApp(App[int]):
         elif not self.searches:
             state = first_state(devices, request.workload or "", kept=kept)
             self._before = self.balance
-            self._follow(lambda: self._session_maker(request, **resumed), state, devices)
+            self._replace_session(lambda: self._session_maker(request, **resumed), state, devices)
 
     def replay(self, record: JournalContents, speed: float = 8.0) -> None:
         """Replay the events of a run, `speed` times as fast, unless a search is running."""
@@ -331,9 +331,9 @@ class BaseApp(App[int]):
         header = record.header
         self._before = None
         state = first_state(header.devices, header.workload, header.run)
-        self._follow(lambda: EventReplay(recorded_events(record), speed=speed), state)
+        self._replace_session(lambda: EventReplay(recorded_events(record), speed=speed), state)
 
-    def _follow(
+    def _replace_session(
         self,
         make: Callable[[], EventThread],
         state: SessionState,
@@ -467,7 +467,7 @@ class BaseApp(App[int]):
         self.keep(interval_seconds=seconds)
 
     @contextmanager
-    def saying_faults(self) -> Iterator[None]:
+    def showing_errors(self) -> Iterator[None]:
         """Show an EvenerError as a message. The rest of the block is skipped."""
         try:
             yield

@@ -132,7 +132,7 @@ class BlockTimer:
         if self._is_too_slow():
             return 0
         if not self._steps:
-            return self._sized(self._windows[-1]) if self._windows else 1
+            return self._count_block_steps(self._windows[-1]) if self._windows else 1
         return 0 if self._over() and not self._start_again() else self._block_steps()
 
     def _is_too_slow(self) -> bool:
@@ -151,7 +151,7 @@ class BlockTimer:
         if len(self._windows) == 1 and block.step_seconds > self._seconds and not self._whole:
             self._blocks.append(block)
         elif self._steady():
-            self._steps = self._sized(block)
+            self._steps = self._count_block_steps(block)
             if self._steps_asked:
                 self._steps = max(1, min(self._steps, self._steps_asked // BLOCKS_PER_PROBE))
 
@@ -160,19 +160,21 @@ class BlockTimer:
 
         Return None before the second timed block.
         """
-        clean = self._clean()
+        clean = self._list_undisturbed()
         return interval_of(clean) if len(clean) > 1 else None
 
     def result(self) -> StepTiming | None:
         """Return the step's time; None if nothing was timed after the warm-up."""
-        clean = self._clean()
+        clean = self._list_undisturbed()
         if not clean:
             return None
         step = interval_of(clean, self._first_seconds)
         steps = self._done() if self._whole else sum(block.steps for block in clean)
-        return StepTiming(step, steps, _own(clean), self._warnings(clean, step), mean_parts(clean))
+        return StepTiming(
+            step, steps, _mean_own_seconds(clean), self._warnings(clean, step), mean_parts(clean)
+        )
 
-    def _sized(self, last: Block) -> int:
+    def _count_block_steps(self, last: Block) -> int:
         """Return the number of steps that fill a block, based on the last block.
 
         It is at most 16 times the last block's number of steps, because the time of a short block
@@ -250,14 +252,14 @@ class BlockTimer:
             return part >= 1
         if part >= 1 or len(blocks) >= MOST_BLOCKS:
             return True
-        clean = self._clean()
+        clean = self._list_undisturbed()
         if len(clean) < ENOUGH_BLOCKS or len(clean) < len(blocks) / 2:
             return False
         return relative_half_width(interval_of(clean)) <= TIGHT or (
             part >= TOO_IMPRECISE_FROM and _stays_too_imprecise(clean, part)
         )
 
-    def _clean(self) -> list[Block]:
+    def _list_undisturbed(self) -> list[Block]:
         """Return the blocks without disturbance by other processes and without new allocations.
 
         If fewer than `FEWEST_BLOCKS` are left, return all blocks.
@@ -362,7 +364,7 @@ def _stays_too_imprecise(blocks: Sequence[Block], part: float) -> bool:
     return NORMAL_95 * gap * sqrt(part / len(blocks)) > TOO_IMPRECISE
 
 
-def _own(blocks: Sequence[Block]) -> tuple[float | None, ...]:
+def _mean_own_seconds(blocks: Sequence[Block]) -> tuple[float | None, ...]:
     """Return each device's compute time (own work) per step, over all blocks.
 
     A device's time is None if it is unknown in any block.

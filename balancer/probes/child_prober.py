@@ -234,7 +234,7 @@ class ChildProber:
                 group.end()
             raise
         self._running.discard(probe)
-        self._keep(key, group, seen, measurement.busy_cores, stop)
+        self._keep_children(key, group, seen, measurement.busy_cores, stop)
         return seen
 
     def _keep_recovered(self, key: Layout, group: ChildGroup, error: GroupError) -> bool:
@@ -278,7 +278,7 @@ class ChildProber:
             return None
         return group
 
-    def _keep(
+    def _keep_children(
         self,
         key: Layout,
         group: ChildGroup,

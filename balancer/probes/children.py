@@ -187,23 +187,23 @@ class Child(RunningChild):
         while part := _read(stream):
             *lines, rest = (rest + part).split(b"\n")
             for text in lines:
-                self._put(parse_reply(text))
+                self._put_message(parse_reply(text))
             if len(rest) > LONGEST_LINE_BYTES:
-                self._put(InvalidReply("a line without an end"))
+                self._put_message(InvalidReply("a line without an end"))
                 rest = b""
         stream.close()
         has_ended = self._ended.wait(WAIT_SECONDS)
         self._stderr_reader.join(DRAIN_SECONDS)
         killed = _kernel_kills() > self._kills_before
         end = msgspec.structs.replace(self._exit, kernel_killed=killed, output=self.stderr_tail)
-        self._put(end if has_ended else InvalidReply("it closed its output"))
+        self._put_message(end if has_ended else InvalidReply("it closed its output"))
 
     def _read_stderr(self, stream: BinaryIO) -> None:
         while part := _read(stream):
             self._stderr = (self._stderr + part)[-STDERR_BYTES:]
         stream.close()
 
-    def _put(self, message: Message) -> None:
+    def _put_message(self, message: Message) -> None:
         """Put a message into the inbox. Drop it if the inbox stays full for `WAIT_SECONDS`."""
         with suppress(queue.Full):
             self._inbox.put((self.rank, message), timeout=WAIT_SECONDS)

@@ -355,14 +355,14 @@ class RemoteHost:
             except Exception as error:
                 if isinstance(error, ActorLostError) and self._recover(generation):
                     continue
-                self._lose(error)
+                self._mark_lost(error)
                 return
             for key, message in messages:
                 child = self._children.get(key)
                 if child is not None:
                     child.receive(message)
 
-    def _lose(self, error: Exception) -> None:
+    def _mark_lost(self, error: Exception) -> None:
         """Record that the host is lost, and report this to the group of each of its children."""
         if not isinstance(error, HostLostError):
             error = HostLostError(self._name, f"failed: {error}")

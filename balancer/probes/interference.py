@@ -112,11 +112,11 @@ class InterferenceMonitor:
         clean device. Positions for which they are unknown are left out.
         """
         found: dict[int, int] = {}
-        for position in self._own(positions):
-            short = self._settled_short(position, own, position in clean)
+        for position in self._list_own_positions(positions):
+            short = self._find_persistent_short(position, own, position in clean)
             if short is None:
                 continue
-            found[position] = self._round(position, short) if short else 0
+            found[position] = self._round_up(position, short) if short else 0
         return found
 
     def find_neighbours(
@@ -144,7 +144,7 @@ class InterferenceMonitor:
             )
         return found
 
-    def _round(self, position: int, short: int) -> int:
+    def _round_up(self, position: int, short: int) -> int:
         """Return the bytes to report, in multiples of `STEP`.
 
         The last reported value is repeated unless the bytes exceed it, so that small changes aren't
@@ -164,7 +164,7 @@ class InterferenceMonitor:
         for watch in watches:
             watch.answer(until)
 
-    def _own(self, positions: Iterable[int]) -> list[int]:
+    def _list_own_positions(self, positions: Iterable[int]) -> list[int]:
         """Return the positions of devices on this host, without duplicates."""
         return [
             position
@@ -174,7 +174,7 @@ class InterferenceMonitor:
 
     def _find_watches(self, positions: Iterable[int]) -> dict[int, VitalsWatch]:
         """Return the watches by position, without devices that report nothing."""
-        own = self._own(positions)
+        own = self._list_own_positions(positions)
         found = {}
         for position in own:
             if position not in self._watches:
@@ -210,7 +210,9 @@ class InterferenceMonitor:
                     RankFailure(ranks[position], "device", detail, gpu=ranks[position])
                 )
 
-    def _settled_short(self, position: int, own: Collection[int], clean: bool) -> int | None:
+    def _find_persistent_short(
+        self, position: int, own: Collection[int], clean: bool
+    ) -> int | None:
         """Return the missing bytes; None if unknown.
 
         An increase over the last report must persist through several readings, because the process

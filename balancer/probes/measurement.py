@@ -176,7 +176,7 @@ class Measurement:
         timing = self._time_blocks(first, stop)
         if self._closer and self._probe.layout.processes == 1:
             with suppress(GroupError, StoppedError):  # the step's own measurement is still valid
-                self._look_closer(timing, stop)
+                self._measure_limits(timing, stop)
         return Timed(
             probe=self._probe,
             step_seconds=timing.step.value,
@@ -202,7 +202,7 @@ class Measurement:
             link_path=self._group.link_path,
         )
 
-    def _look_closer(self, timing: StepTiming, stop: threading.Event) -> None:
+    def _measure_limits(self, timing: StepTiming, stop: threading.Event) -> None:
         """Measure the step's time without input and, on GPUs, without a slow host.
 
         The step is timed on a kept batch if input takes a noticeable part of the step
@@ -340,7 +340,7 @@ class Measurement:
         """Return the block of the whole group, which lasts as long as its slowest rank's block."""
         if self._probe.layout.processes > 1:
             return self._make_pack_block(ran)
-        ran = self._as_usual(ran)
+        ran = self._scale_to_mean_tokens(ran)
         wall = max(reply.wall_seconds for reply in ran)
         self._memory_bytes = tuple(size for reply in ran for size in reply.memory_bytes)
         parts = tuple(self._describe_parts(reply) for reply in ran)
@@ -358,7 +358,7 @@ class Measurement:
         known.
         """
         if any(reply.waited_seconds is not None for reply in ran):
-            return tuple(_less(wall, reply.waited_seconds) for reply in ran)
+            return tuple(_subtract_waiting(wall, reply.waited_seconds) for reply in ran)
         if not self._ranks.own_cores or self._ranks.one_process:
             return ()
         computed = zip(ran, self._ranks.busy_cores, strict=True)
@@ -384,7 +384,7 @@ class Measurement:
             taken_by=ran.taken_by,
         )
 
-    def _as_usual(self, ran: Sequence[Ran]) -> Sequence[Ran]:
+    def _scale_to_mean_tokens(self, ran: Sequence[Ran]) -> Sequence[Ran]:
         """Return the replies with their times scaled to the data's mean number of tokens.
 
         They are then the times of the same number of steps with that mean, because the random text
@@ -460,7 +460,7 @@ class Measurement:
         )
 
 
-def _less(wall: float, waited: float | None) -> float | None:
+def _subtract_waiting(wall: float, waited: float | None) -> float | None:
     return None if waited is None else max(0.0, wall - waited)
 
 

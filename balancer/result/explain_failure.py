@@ -21,7 +21,7 @@ from ..search.observations import SHARDED
 from ..types import Belief, Failed, ModelState, Observation, OutOfMemory, Timed
 from ..verdict import Unfinished
 from .judge import SearchEnd
-from .measurements import PHASES, cut_place, find_taken_bytes
+from .measurements import PHASES, find_taken_bytes, strip_location
 from .sentences import write_unfinished
 from .state_memory import find_state_memory, write_adapters
 
@@ -78,7 +78,7 @@ def _fails_everywhere(seen: Sequence[Observation]) -> bool:
     The cause is then neither a single device nor its memory.
     """
     raised = [one for one in seen if isinstance(one, Failed) and one.cause == "raised"]
-    errors = {cut_place(one.detail) for one in raised}
+    errors = {strip_location(one.detail) for one in raised}
     return len(raised) == len(seen) and len(errors) == 1
 
 
@@ -206,7 +206,7 @@ def find_failures(seen: Sequence[Observation], devices: Sequence[Device]) -> lis
     smallest = _find_smallest(seen)
     positions = sorted(smallest)
     failed = {i: one for i, one in smallest.items() if isinstance(one, Failed)}
-    reasons = {_why(one, devices[i]) for i, one in failed.items()}
+    reasons = {_describe_reason(one, devices[i]) for i, one in failed.items()}
     if len(smallest) > 1 and len(failed) == len(smallest) and len(reasons) == 1:
         labels = join_words([devices[i].label for i in positions])
         return [f"{labels} failed{_join_phase(reasons.pop())}"]
@@ -231,7 +231,7 @@ def _describe(position: int, seen: Failed | OutOfMemory, device: Device) -> str:
     samples = f"{write_share(layout.shares[position], layout.pass_rows[position])} samples"
     if isinstance(seen, OutOfMemory):
         return f"{device.label} ran out of memory with {samples}"
-    return f"{device.label} failed with {samples}{_join_phase(_why(seen, device))}"
+    return f"{device.label} failed with {samples}{_join_phase(_describe_reason(seen, device))}"
 
 
 def _join_phase(why: str) -> str:
@@ -240,7 +240,7 @@ def _join_phase(why: str) -> str:
     return f" while {phase}: {rest}" if colon and phase in PHASES else f", {why}"
 
 
-def _why(seen: Failed, device: Device) -> str:
+def _describe_reason(seen: Failed, device: Device) -> str:
     return seen.detail.removeprefix(f"{device.label}, ").rstrip(".")
 
 

@@ -97,7 +97,7 @@ def judge(record: JournalContents, report: SearchReport, end: SearchEnd) -> Verd
     limits = find_training_limits(report, seen, devices)
     verdict = Verdict(
         chosen=_describe_chosen(report, labels),
-        rate=_describe_figure(report, chosen.layout, figure),
+        rate=_describe_rate(report, chosen.layout, figure),
         equal_shares=_has_equal_shares(chosen.layout),
         simulated=record.header.job.simulated,
         rivals=named,
@@ -179,7 +179,7 @@ def find_kind(family: Family, layout: Layout) -> LayoutKind:
     return "equal_shares" if family.equal_shares else "other_shares"
 
 
-def _describe_figure(report: SearchReport, layout: Layout, figure: Interval) -> MeasuredRate:
+def _describe_rate(report: SearchReport, layout: Layout, figure: Interval) -> MeasuredRate:
     """Return the samples/s of a layout, and its tokens/s if rows have lengths."""
     plain = MeasuredRate(figure.value, figure.low, figure.high, is_known(figure))
     if not report.mean_length:
@@ -382,7 +382,7 @@ def _describe_rival(
         devices=tuple(labels[i] for i in layout.active),
         batches=tuple(layout.shares[i] for i in layout.active),
         global_batch=layout.global_batch,
-        rate=_describe_figure(report, layout, one.throughput),
+        rate=_describe_rate(report, layout, one.throughput),
         gain=gain,
         tie=one.tie,
         unclear=one.unclear,

@@ -145,7 +145,7 @@ def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
                 ran[i] = max(ran[i], rows[i])
         elif isinstance(one, Failed) and one.cause == "raised":
             largest = max(one.devices or one.probe.layout.active, key=lambda i: rows[i])
-            fewest = failed[cut_place(one.detail)]
+            fewest = failed[strip_location(one.detail)]
             fewest[largest] = min(fewest.get(largest, rows[largest]), rows[largest])
     for error, fewest in failed.items():
         most = max((ran[i] for i in fewest), default=0)
@@ -157,7 +157,7 @@ def find_code_limit(seen: Iterable[Observation]) -> CodeLimit | None:
 PHASES = ("building", "preparing", "warming up", "measuring")
 
 
-def cut_place(detail: str) -> str:
+def strip_location(detail: str) -> str:
     """Return the error from a failure's detail, without the device, the phase and the file.
 
     A detail is, for example, `GPU:0, warming up: train.py:12: ValueError: why (traceback in FILE)`.
@@ -169,7 +169,7 @@ def cut_place(detail: str) -> str:
 
 
 # ratio of speeds; devices of the same product differ by less, unless something is wrong
-TWIN_TIMES = 1.25
+UNEQUAL_RATIO = 1.25
 
 
 def find_unequal_devices(
@@ -190,7 +190,7 @@ def find_unequal_devices(
         for slow, other in enumerate(devices):
             slower = best.get((slow, batch), 0.0)
             alike = (devices[fast].name, devices[fast].limit) == (other.name, other.limit)
-            if not slower or not alike or speed < TWIN_TIMES * slower:
+            if not slower or not alike or speed < UNEQUAL_RATIO * slower:
                 continue
             times = speed / slower
             if found is None or times > found.ratio:

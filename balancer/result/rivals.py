@@ -160,7 +160,7 @@ def compare(
         return ComparedLayout(rival, figure, 0.0, compared=False)
     gain, tie = own.value / figure.value - 1, overlap(own, figure)
     if in_turn is None or in_turn.against is None:
-        return ComparedLayout(rival, figure, gain, tie, difference=_divide(own, figure))
+        return ComparedLayout(rival, figure, gain, tie, difference=_compare_rates(own, figure))
     found = _reverse_gap(in_turn.against)
     if in_turn.tie or found.low <= 0 <= found.high:
         return ComparedLayout(rival, figure, gain, True, in_turn.unclear, difference=found)
@@ -169,7 +169,7 @@ def compare(
     return ComparedLayout(rival, figure, gain, paired=paired, difference=found)
 
 
-def _divide(own: Interval, other: Interval) -> RateGap:
+def _compare_rates(own: Interval, other: Interval) -> RateGap:
     """Return the gap between two rates with its interval. They tie if the interval contains 0."""
     low = own.low / other.high - 1
     high = own.high / max(other.low, LEAST_RATE) - 1

@@ -92,7 +92,7 @@ def write_verdict(verdict: Verdict) -> VerdictText:
     with_knobs = f", with {join_words(knobs)}" if knobs else ""
     return VerdictText(
         f"{mark}{verdict.chosen.description}{with_knobs}",
-        _write_figure(verdict),
+        _write_plan_rate(verdict),
         ", ".join(_write_gains(verdict)),
         f"{mark}{_write_advice(verdict)}" if verdict.recommendation is not None else "",
         tuple(line for write in REMARKS for line in write(verdict)),
@@ -173,7 +173,7 @@ def write_error(figure: MeasuredRate) -> str:
     return f"± {half_width(figure.samples_per_second, figure.low, figure.high)}"
 
 
-def _write_figure(verdict: Verdict) -> str:
+def _write_plan_rate(verdict: Verdict) -> str:
     figure = verdict.rate
     speed = f"{rate(figure.samples_per_second)} samples/s"
     if not figure.known:
@@ -288,7 +288,7 @@ def _write_gain(verdict: Verdict, rival: Rival, over: str) -> str:
         return _write_tie(rival, over)
     in_turn = f" ({ALTERNATELY})" if rival.paired else ""
     error = _write_gain_error(verdict, rival)
-    if error and rival.difference is not None and _half(rival.difference) >= abs(rival.gain):
+    if error and rival.difference is not None and _half_width(rival.difference) >= abs(rival.gain):
         return _write_rough_gain(rival.difference, over)
     size_of_gain = percent(abs(rival.gain), 0 if abs(rival.gain) >= 0.01 else 1)
     if rival.gain < 0:
@@ -311,7 +311,7 @@ def _write_gain_error(verdict: Verdict, rival: Rival) -> str:
     figures = (_interval(verdict.rate), _interval(rival.rate))
     if rival.difference is None or not (is_rough(*figures) or _is_doubtful(verdict)):
         return ""
-    half = _half(rival.difference)
+    half = _half_width(rival.difference)
     return f" ± {percent(half, 0 if half >= 0.01 else 1)}" if half >= EXACT else ""
 
 
@@ -319,7 +319,7 @@ def _is_doubtful(verdict: Verdict) -> bool:
     return verdict.recommendation is not None and verdict.recommendation.action == "measure_again"
 
 
-def _half(difference: RateGap) -> float:
+def _half_width(difference: RateGap) -> float:
     """Return half of the interval's width.
 
     If the upper half is larger, return it instead, because the lower half ends at -1.
@@ -334,10 +334,10 @@ def _write_tie(rival: Rival, over: str) -> str:
         return f"as fast as {over}"
     why = _write_why_equal(gap)
     if abs(gap.value) < EXACT:
-        return f"as fast as {over} ± {write_half(_half(gap))} ({why})"
+        return f"as fast as {over} ± {write_half(_half_width(gap))} ({why})"
     size_of_gap = percent(abs(gap.value), 1)
     word = "faster" if gap.value > 0 else "slower"
-    return f"{size_of_gap} {word} than {over} ± {write_half(_half(gap))} ({why})"
+    return f"{size_of_gap} {word} than {over} ± {write_half(_half_width(gap))} ({why})"
 
 
 def _write_why_equal(gap: RateGap) -> str:
@@ -538,7 +538,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
                 whole = f" = {one.global_batch} samples"
             yield (
                 f"{one.name} is left out: the fastest split with it ({one.detail}{whole}) reached "
-                f"{rate(one.samples_per_second)} samples/s, {_write_less(one.loss)}."
+                f"{rate(one.samples_per_second)} samples/s, {_write_loss(one.loss)}."
             )
     untried = [one.name for one in verdict.left_out if one.reason == "not_tried"]
     if untried and verdict.stopped in ("interrupted", "cut_off"):
@@ -551,7 +551,7 @@ def _describe_idle_devices(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _write_less(loss: float) -> str:
+def _write_loss(loss: float) -> str:
     """Return a loss relative to the plan as text: 3.1 % less."""
     if abs(loss) < EXACT:
         return "no more than the plan"
@@ -572,30 +572,30 @@ def _describe_faster(verdict: Verdict) -> Iterator[str]:
     if larger:
         found = [
             f"{one.global_batch} samples a step ({_write_batches(one)}) reach "
-            f"{_write_more(verdict, one)}"
+            f"{_write_faster(verdict, one)}"
             for one in larger
         ]
         part = percent(verdict.tolerance)
         slow = f"at most {part} slower than the fastest (--tolerance {part})"
         why = f"the plan is the smallest batch that is {slow}"
-        if any(_more(verdict, one) > verdict.tolerance for one in larger):
+        if any(_relative_gain(verdict, one) > verdict.tolerance for one in larger):
             why = f"when it was chosen, the plan was the smallest batch that is {slow}"
         yield f"With a larger batch: {', '.join(found)}; {why}."
     for one in [one for one in faster if one.why_not != "tolerance"][:MOST_NAMED]:
         name = one.name[:1].upper() + one.name[1:]
-        yield f"{name} reached {_write_more(verdict, one)}{_write_why_not(one)}."
+        yield f"{name} reached {_write_faster(verdict, one)}{_write_why_not(one)}."
 
 
-def _write_more(verdict: Verdict, one: Rival) -> str:
+def _write_faster(verdict: Verdict, one: Rival) -> str:
     """Return a faster layout's samples/s and its gain over the plan as text."""
     speed = rate(one.rate.samples_per_second)
-    words = f"{speed} samples/s, {percent(_more(verdict, one), 1)} more"
+    words = f"{speed} samples/s, {percent(_relative_gain(verdict, one), 1)} more"
     gap = one.difference
     if gap is None or not one.tie:
         return words
     # the gap of the rival over the plan; `difference` is of the plan over the rival
     value, low = 1 / (1 + gap.value) - 1, 1 / (1 + gap.high) - 1
-    error = f"± {write_half(max(value - low, _half(gap)))}"
+    error = f"± {write_half(max(value - low, _half_width(gap)))}"
     close = "too close to call" if gap.low <= 0 <= gap.high else f"under {percent(TIE)}"
     if not gap.alternately:
         return f"{words} {error} ({close})"
@@ -603,7 +603,7 @@ def _write_more(verdict: Verdict, one: Rival) -> str:
     return f"{words} ({ALTERNATELY} {more} {error}: {close})"
 
 
-def _more(verdict: Verdict, one: Rival) -> float:
+def _relative_gain(verdict: Verdict, one: Rival) -> float:
     """Return a faster layout's samples/s divided by the plan's, minus 1."""
     return printed_gain(one.rate.samples_per_second, verdict.rate.samples_per_second)
 
@@ -667,7 +667,7 @@ def _describe_knobs(verdict: Verdict) -> Iterator[str]:
         if one.tie:
             yield f"{what} makes no difference."
         elif one.knobs:
-            yield f"{what} loses {_percent_lost(one.gain)}{in_turn}."
+            yield f"{what} loses {_write_percent_lost(one.gain)}{in_turn}."
         elif one.batches == verdict.chosen.batches:
             yield f"{what} gives {percent(one.gain, 0 if one.gain >= 0.02 else 1)}{in_turn}."
 
@@ -712,7 +712,7 @@ def _write_rate(figure: MeasuredRate) -> str:
 WORKERS = {f"workers{count}": str(count) for count in (0, 2, 4, 8)}
 
 
-def _percent_lost(gain: float) -> str:
+def _write_percent_lost(gain: float) -> str:
     """Return the loss of a rival over which the plan has this gain, in percent."""
     loss = 1 - 1 / (1 + gain)
     return percent(loss, 0 if loss >= 0.02 else 1)
@@ -741,7 +741,7 @@ def _describe_losses(verdict: Verdict, others: Sequence[Rival]) -> Iterator[str]
         in_turn = f", {ALTERNATELY}" if one.paired else ""
         at = f" at {one.global_batch} samples" if one.global_batch != _batch(verdict) else ""
         name = one.name[:1].upper() + one.name[1:]
-        yield f"{name}{at} loses {_percent_lost(one.gain)}{in_turn}."
+        yield f"{name}{at} loses {_write_percent_lost(one.gain)}{in_turn}."
 
 
 def _batch(verdict: Verdict) -> int:
@@ -784,11 +784,11 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
         return
     if found.noise_scale is not None and found.worth is not None:
         value, low, high = found.worth
-        worth = f"about {_span(percent(value), percent(low), percent(high))}"
+        worth = f"about {_write_range(percent(value), percent(low), percent(high))}"
         if high > 1 - 1e-9:
             worth = f"at least {percent(low)}"
         if found.extra_samples is not None and found.relative_speed is not None:
-            more = _span(*map(factor, found.extra_samples))
+            more = _write_range(*map(factor, found.extra_samples))
             yield (
                 f"{found.global_batch} samples: about {factor(found.relative_speed)} x the "
                 f"samples/s of {found.own_batch}, and about {more} x the samples for the same loss."
@@ -808,7 +808,7 @@ def _describe_learning(verdict: Verdict) -> Iterator[str]:
         )
 
 
-def _span(middle: str, low: str, high: str) -> str:
+def _write_range(middle: str, low: str, high: str) -> str:
     """Return a value with its lower and upper bound in brackets, if they differ."""
     return middle if low == high else f"{middle} ({low} - {high})"
 

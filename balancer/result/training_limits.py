@@ -219,7 +219,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
     )
     waits_s = measured.launching_s()
     if waits_s > 0:
-        spared_s = _spare_by_twice(measured.step_s, waits_s)
+        spared_s = _seconds_saved_by_doubling(measured.step_s, waits_s)
         yield StepPart(
             kind=LimitKind.HOST_LAUNCHES,
             seconds=waits_s,
@@ -229,7 +229,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
         )
 
 
-def _spare_by_twice(step_s: float, waits_s: float) -> float:
+def _seconds_saved_by_doubling(step_s: float, waits_s: float) -> float:
     """Return the seconds per step that doubling the batch saves, for the same rows.
 
     The device waits `waits_s` for its host. With twice the batch, the host's time stays the same
@@ -247,7 +247,7 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
     layout = measured.layout
     if len(layout.active) < 2 or not layout.traits.together:
         return
-    rests = [_wait_share(measured, i, devices[i].on_cpu) for i in layout.active]
+    rests = [_waiting_fraction(measured, i, devices[i].on_cpu) for i in layout.active]
     known = [rest for rest in rests if rest is not None]
     if len(known) < len(rests):
         return
@@ -287,7 +287,7 @@ def find_link(
     return None
 
 
-def _wait_share(measured: _Measured, position: int, on_cpu: bool) -> float | None:
+def _waiting_fraction(measured: _Measured, position: int, on_cpu: bool) -> float | None:
     """Return the fraction of a step that a device waits for other devices or the all-reduce.
 
     On a CPU, compute time (own work) is CPU time, so waiting for rows and for a core is subtracted
@@ -334,7 +334,7 @@ def _find_memory(
         known = _list_passes(seen, position)
         if passes < 2 or len(known) < 2:
             continue
-        find = _spare_on_cpu if devices[position].on_cpu else _spare_on_gpu
+        find = _seconds_saved_on_cpu if devices[position].on_cpu else _seconds_saved_on_gpu
         least, expected, most = find(known, passes)
         yield StepPart(
             kind=LimitKind.MEMORY,
@@ -358,7 +358,9 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
     return sorted(fastest.items())[-2:]
 
 
-def _spare_on_cpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[float, float, float]:
+def _seconds_saved_on_cpu(
+    known: Sequence[tuple[int, float]], passes: int
+) -> tuple[float, float, float]:
     """Return the seconds that a single pass saves: at least, expected and at most.
 
     On a CPU, each row takes equally long, so a single pass saves the fixed time of the other
@@ -370,7 +372,9 @@ def _spare_on_cpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[floa
     return (1 - FIXED_ERROR) * spared_s, spared_s, (1 + FIXED_ERROR) * spared_s
 
 
-def _spare_on_gpu(known: Sequence[tuple[int, float]], passes: int) -> tuple[float, float, float]:
+def _seconds_saved_on_gpu(
+    known: Sequence[tuple[int, float]], passes: int
+) -> tuple[float, float, float]:
     """Return the seconds that a single pass saves: at least, expected and at most.
 
     Few rows leave multiprocessors of a GPU idle. Twice the rows took 1.17 times as long from 4 to 8

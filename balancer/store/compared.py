@@ -33,7 +33,8 @@ from ..statistics import student
 WARM_PART = 0.1  # fraction of a training's windows that is left out, because the machine warms up
 MOST_BLOCKS = 12
 FEWEST_WINDOWS = 5  # windows that must be left without the warm-up
-MOST_ALIKE = 0.8  # a higher correlation of consecutive blocks can't be estimated from so few blocks
+# a higher correlation of consecutive blocks can't be estimated from so few blocks
+MOST_CORRELATION = 0.8
 LEAST_ERROR = 1e-3  # relative: clocks are no more precise
 # relative half-width of a 95 % interval: the speed of an undisturbed training differs from one
 # start to the next, because its memory is elsewhere and the machine's clocks differ
@@ -188,12 +189,12 @@ def _mean(
     windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float], least: float = 1e-12
 ) -> _Mean:
     """Return the mean of a metric over a training, from blocks of windows of equal duration."""
-    blocks = [_join(block, figure) for block in _cut(windows)]
+    blocks = [_weighted_mean(block, figure) for block in _group_into_blocks(windows)]
     value = max(fmean(blocks), least)
     if len(blocks) < 2:
         return _Mean(value, value)
     spread = variance(blocks)
-    alike = _find_likeness(blocks)
+    alike = _find_correlation(blocks)
     inflated = spread * (1 + alike) / (1 - alike) / len(blocks)
     return _Mean(value, student(len(blocks) - 1) * math.sqrt(inflated))
 
@@ -249,7 +250,7 @@ def _per_sample(part: Callable[[StepsEntry], float]) -> Callable[[StepsEntry], f
     return read
 
 
-def _cut(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
+def _group_into_blocks(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
     """Group the windows into blocks of about the same duration."""
     whole_s = sum(each.seconds for each in windows)
     count = min(MOST_BLOCKS, len(windows))
@@ -262,14 +263,14 @@ def _cut(windows: Sequence[StepsEntry]) -> list[list[StepsEntry]]:
     return [block for block in blocks if block]
 
 
-def _join(windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float]) -> float:
+def _weighted_mean(windows: Sequence[StepsEntry], figure: Callable[[StepsEntry], float]) -> float:
     """Return the mean of a metric over windows, weighted by their duration."""
     seconds = sum(each.seconds for each in windows)
     return sum(figure(each) * each.seconds for each in windows) / seconds
 
 
-def _find_likeness(blocks: Sequence[float]) -> float:
-    """Return the correlation of consecutive blocks, at most `MOST_ALIKE` and at least 0."""
+def _find_correlation(blocks: Sequence[float]) -> float:
+    """Return the correlation of consecutive blocks, at most `MOST_CORRELATION` and at least 0."""
     middle = fmean(blocks)
     around = [each - middle for each in blocks]
     whole = sum(each * each for each in around)
@@ -279,7 +280,7 @@ def _find_likeness(blocks: Sequence[float]) -> float:
     # the estimate from few blocks is too low, by about 1 / n plus four times itself / n
     count = len(blocks)
     found = in_a_row / whole
-    return min(max(0.0, found + (1 + 4 * max(found, 0.0)) / count), MOST_ALIKE)
+    return min(max(0.0, found + (1 + 4 * max(found, 0.0)) / count), MOST_CORRELATION)
 
 
 def _compare_phases(

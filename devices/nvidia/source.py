@@ -182,7 +182,7 @@ class NvmlSource:
                 sample = slot.reader.sample(now)
                 processes = slot.reader.processes.read(now)
             except GpuGoneError as gone:
-                self._lose(slot, str(gone), now)
+                self._mark_lost(slot, str(gone), now)
             except DriverGoneError as gone:
                 self._lose_driver(now, str(gone))
             else:
@@ -201,7 +201,7 @@ class NvmlSource:
         except self._nvml.NVMLError as error:
             slot.note = GONE_WORDS.get(error_code(error), slot.note)
 
-    def _lose(self, slot: _Slot, words: str, now: float) -> None:
+    def _mark_lost(self, slot: _Slot, words: str, now: float) -> None:
         _drop(slot)
         slot.note = words
         slot.retry_at = now + RETRY_GPU_SECONDS

@@ -116,30 +116,30 @@ class BalanceScreen(RunActions, PanelScreen):
         if self.evener.replays and action in NOT_IN_REPLAYS:
             return False
         if action in ("pause", "stop"):
-            return self._goes_on and parameters != (self.evener.balance.paused,)
+            return self._is_measuring and parameters != (self.evener.balance.paused,)
         if action in ("new", "go_on"):
-            return self._begins_again(action)
+            return self._can_begin_again(action)
         if action in ("read_all", "export", "report", "train_here"):
-            return self._leads_on(action)
+            return self._has_usable_result(action)
         if action == "traceback":
             run = self.evener.balance.run
             return bool(run or self.evener.balance.seen) and errors_file(run) is not None
         return True
 
     @property
-    def _goes_on(self) -> bool:
+    def _is_measuring(self) -> bool:
         """True while a search is measuring."""
         state = self.evener.balance
         return state.active and state.finished is None
 
-    def _begins_again(self, action: str) -> bool:
+    def _can_begin_again(self, action: str) -> bool:
         """True if the form can be shown, or the run can be resumed."""
         state = self.evener.balance
         if self.evener.replays:
             return True
         return state.ended and (action == "new" or bool(state.run))
 
-    def _leads_on(self, action: str) -> bool:
+    def _has_usable_result(self, action: str) -> bool:
         """True if a result can be read or written, or a training can use it."""
         finished = self.evener.balance.finished
         if finished is None:

@@ -218,7 +218,7 @@ class BalanceForm(UsesApp, Vertical):
         super().__init__(id=id)
         self._complaint = ""
         self._models: list[Model] = []
-        self._picked = False  # whether the user has chosen the model
+        self._user_chose_model = False  # whether the user has chosen the model
 
     def compose(self) -> ComposeResult:
         """Make the fields, their options, the explanation of the focused field and buttons.
@@ -303,7 +303,9 @@ class BalanceForm(UsesApp, Vertical):
         nor a past run has one.
         """
         panel = self.query_one("#pick-workload", Ticks)
-        before = self._models[min(panel.ticked)] if self._picked and panel.ticked else None
+        before = (
+            self._models[min(panel.ticked)] if self._user_chose_model and panel.ticked else None
+        )
         self._models = list_models(found, last, time.time())
         names = [model.name for model in self._models]
         devices = self.evener.trainable
@@ -402,7 +404,7 @@ class BalanceForm(UsesApp, Vertical):
         if event.input.id == "own" and event.value.strip() and self.model.name:
             names = [model.name for model in self._models]
             self.query_one("#pick-workload", Ticks).tick_only(names.index(""))
-            self._picked = True
+            self._user_chose_model = True
             self.show_rows()
 
     def on_input_submitted(self) -> None:
@@ -429,9 +431,9 @@ class BalanceForm(UsesApp, Vertical):
 
         read = self._read_or_complain()
         if read is not None:
-            self.app.push_screen(DryRunDialog(read[0]), self._tried)
+            self.app.push_screen(DryRunDialog(read[0]), self._after_dry_run)
 
-    def _tried(self, starts: bool | None) -> None:
+    def _after_dry_run(self, starts: bool | None) -> None:
         """Start the search if the user chose that in the dry run's dialog."""
         if starts:
             self.action_send()
@@ -484,7 +486,7 @@ class BalanceForm(UsesApp, Vertical):
         """Update the form, because the chosen model may have changed."""
         focused = self.screen.focused
         if focused is not None and focused.id == "pick-workload":
-            self._picked = True
+            self._user_chose_model = True
         self.show_rows()
 
     @on(DescendantFocus)

@@ -235,7 +235,7 @@ def choose_signal(app: BaseApp, chosen: Sequence[ProcessSample]) -> None:
 
     def send(name: str) -> None:
         for row in once:
-            with app.saying_faults():
+            with app.showing_errors():
                 send_signal(row, name)
                 app.say(f"SIG{name} was sent to process {row.pid}.")
 

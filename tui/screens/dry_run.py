@@ -50,7 +50,7 @@ class DryRunDialog(Dialog[bool]):
     def on_mount(self) -> None:
         """Start the measurement."""
         self.query_one("#begin").display = False
-        self._say("The model is being built, and takes a few steps on one device.")
+        self._show_text("The model is being built, and takes a few steps on one device.")
         self.run_worker(self._try())
 
     def on_unmount(self) -> None:
@@ -61,7 +61,7 @@ class DryRunDialog(Dialog[bool]):
         try:
             result = await asyncio.to_thread(self._measure)
         except EvenerError as fault:
-            self._say(str(fault), "bad")
+            self._show_text(str(fault), "bad")
             return
         if result is None:
             return
@@ -80,9 +80,9 @@ class DryRunDialog(Dialog[bool]):
         """Show the phase; called from the measuring thread."""
         if not self._stop.is_set():
             words = f"{progress.phase}, {duration(progress.at_seconds)}"
-            self.app.call_later(self._say, f"The model on one device: {words}.")
+            self.app.call_later(self._show_text, f"The model on one device: {words}.")
 
-    def _say(self, text: str, tone: Tone = "text") -> None:
+    def _show_text(self, text: str, tone: Tone = "text") -> None:
         if self.is_mounted:
             self.query_one(Text).show([*text_lines(text, self.text_width, 12, tone, 0), line()])
 

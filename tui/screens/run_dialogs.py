@@ -127,7 +127,7 @@ class RunActions(UsesApp):
             if done:
                 self.app.switch_mode("balance")
 
-        with self.evener.saying_faults():
+        with self.evener.showing_errors():
             self.app.push_screen(ContinueDialog(runs.load_run(self.chosen_run)), show)
 
     def action_report(self) -> None:
@@ -155,7 +155,7 @@ class SaveDialog(FieldDialog):
     ) -> None:
         hint = f"Enter writes the file: {' or '.join(endings)}."
         super().__init__(f"Write the {what}", Input(name, name, id="path", compact=True), hint)
-        self._what = what
+        self._document = what
         self._endings = endings
         self._save = save
         self._next_step = next_step
@@ -191,7 +191,7 @@ class SaveDialog(FieldDialog):
             self.show_message(str(fault), bad=True)
             return False
         then = self._next_step(str(path))
-        self.evener.say(f"The {self._what} was written to {path}{then and f'; {then}'}.")
+        self.evener.say(f"The {self._document} was written to {path}{then and f'; {then}'}.")
         return True
 
 

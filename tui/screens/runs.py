@@ -124,7 +124,7 @@ class RunsScreen(RunActions, SortedScreen):
 
     async def action_reload(self) -> None:
         """Read the list again."""
-        with self.evener.saying_faults():
+        with self.evener.showing_errors():
             found = await asyncio.to_thread(runs.list_runs)
             self._plans.clear()
             self.query_one(RunPanel).set_data(found)
@@ -241,7 +241,7 @@ class RunsScreen(RunActions, SortedScreen):
     def action_read_all(self) -> None:
         """Show all results of the run under the cursor, or the whole journal of a training."""
         name = self.chosen_run
-        with self.evener.saying_faults():
+        with self.evener.showing_errors():
             training = runs.load_training(name)
             if training is not None:
                 texts = list(training_report(training))
@@ -261,13 +261,13 @@ class RunsScreen(RunActions, SortedScreen):
         it.
         """
         name = self.chosen_run
-        with self.evener.saying_faults():
+        with self.evener.showing_errors():
             plan = self._load(name).require_plan()
             ask_to_train(self.evener, plan, name)
 
     def action_export(self) -> None:
         """Ask for a path, and write the plan of the run under the cursor to it."""
-        with self.evener.saying_faults():
+        with self.evener.showing_errors():
             name = self.chosen_run
             found = runs.load_run(name)
             dialog = plan_dialog(self.evener, found.require_plan(), name, found.end)
@@ -278,7 +278,7 @@ class RunsScreen(RunActions, SortedScreen):
         name = self.chosen_run
         if not name:
             return
-        with self.evener.saying_faults():
+        with self.evener.showing_errors():
             self.evener.replay(read_run(name))
             self.app.switch_mode("balance")
 
@@ -295,6 +295,6 @@ class RunsScreen(RunActions, SortedScreen):
 
     async def _delete(self, names: Iterable[str]) -> None:
         for name in names:
-            with self.evener.saying_faults():
+            with self.evener.showing_errors():
                 runs.delete_run(name)
         await self.action_reload()

@@ -75,7 +75,7 @@ class TrainingsScreen(SnapshotScreen):
 
     def _show_chosen(self, snapshot: Snapshot) -> None:
         row = self.query_one(TrainingPanel).chosen
-        self._place(row, snapshot)
+        self._place_training_panels(row, snapshot)
         self._show_log()
         self.query_one(RankPanel).set_data(row)
         for name in ("#causes", "#last-steps", "#shares", "#training-graphs"):
@@ -83,7 +83,7 @@ class TrainingsScreen(SnapshotScreen):
             shown = row is not None and panel.display
             panel.show(self._draw(name, row, snapshot, panel) if row is not None and shown else ())
 
-    def _place(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
+    def _place_training_panels(self, row: TrainingRow | None, snapshot: Snapshot) -> None:
         """Set the height of each panel."""
         frame = self.fit_frames()
         size = self.evener.size

@@ -320,7 +320,7 @@ def metric_families(snapshot: Snapshot) -> Iterator[Metric]:
     # Prometheus rejects a response with duplicate series: of two reports with one name, the newer
     # counts
     named = {
-        _name(each, hostname): each
+        _training_labels(each, hostname): each
         for each in sorted(snapshot.reports, key=lambda each: each.updated_at)
     }
     yield from _training_families(named)
@@ -409,7 +409,7 @@ def _share_families(
     trainings: Mapping[Labels, Training], devices: Mapping[str, Device]
 ) -> Iterator[Metric]:
     named = {
-        (*labels, *_place(live, devices)): live
+        (*labels, *_uuid_and_name(live, devices)): live
         for labels, training in trainings.items()
         for live in training.devices
     }
@@ -440,18 +440,18 @@ def _describe(device: Device, hostname: str) -> Labels:
     return (
         str(device.index),
         clean(device.id),
-        _short(device),
+        _short_name(device),
         clean(device.name),
         clean(device.host) or hostname,
     )
 
 
-def _short(device: Device) -> str:
+def _short_name(device: Device) -> str:
     """Return a device's short name: nvidia0, like dcgm-exporter; cpu0, sim0."""
     return f"{find_backend(device.kind).maker.lower() or device.kind}{device.index}"
 
 
-def _name(training: Training, hostname: str) -> Labels:
+def _training_labels(training: Training, hostname: str) -> Labels:
     """Return a training's labels: id, workload, rank and host.
 
     A missing id is replaced by the process ID.
@@ -461,11 +461,11 @@ def _name(training: Training, hostname: str) -> Labels:
     return clean(training.training or training.pid), clean(training.workload), rank, host
 
 
-def _place(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
+def _uuid_and_name(live: LiveDevice, devices: Mapping[str, Device]) -> tuple[str, str]:
     """Return a device's UUID and short name.
 
     For an unknown device, the short name is its index, or empty.
     """
     device = devices.get(live.id)
     index = str(live.index) if live.index >= 0 else ""
-    return clean(live.id), index if device is None else _short(device)
+    return clean(live.id), index if device is None else _short_name(device)

@@ -29,10 +29,10 @@ from evener.balancer.session_state import (
     RatedLayout,
     SessionState,
     alone_at_batch,
-    figure_of,
     plan_rate,
     plan_rivals,
     seconds_left,
+    throughput_interval,
 )
 from evener.balancer.statistics import is_known
 from evener.balancer.types import Failed, Interval, Layout, Observation, OutOfMemory, Timed
@@ -304,7 +304,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
     alone = alone_at_batch(plan)
     rows = [("device", "name", "share", "ratio", "in the plan", "", "alone")]
     combined = plan.throughput.samples_per_second
-    known = is_known(figure_of(plan.throughput))
+    known = is_known(throughput_interval(plan.throughput))
     single = len(plan.layout.active) == 1
     for position, (share, label) in enumerate(zip(plan.layout.share, labels, strict=True)):
         solo = alone.get(position)
@@ -316,7 +316,7 @@ def share_table(plan: Plan, labels: Sequence[str], width: int | None = None) -> 
                 f"{share.ratio:.3f}",
                 rate(share.ratio * combined) if share.batch and known else "-",
                 "",
-                _alone(solo),
+                _write_alone(solo),
             )
         )
     total = plan.layout.global_batch
@@ -383,13 +383,13 @@ def _write_energy(figure: Throughput) -> str:
     return f"{efficiency} samples/J at {total} W: {active} W, and {idle} W in idle devices"
 
 
-def _alone(solo: Evidence | None) -> str:
+def _write_alone(solo: Evidence | None) -> str:
     if solo is None:
         return "-"
     (share,) = solo.layout.active
     figure = solo.throughput
     speed = rate(figure.samples_per_second)
-    if not is_known(figure_of(figure)):
+    if not is_known(throughput_interval(figure)):
         speed = f"{speed} ± {half_width(figure.samples_per_second, figure.low, figure.high)}"
     return f"{speed} at {write_share(share.batch, share.micro)}"
 

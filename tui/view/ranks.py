@@ -242,8 +242,8 @@ def _are_all_at_one(rows: Sequence[RankRow], holding: Sequence[RankRow]) -> bool
 def _describe_all(rows: Sequence[RankRow], missing: int) -> Cause:
     last = max(rows, key=lambda row: row.silent_s)
     seen = " seen here" if missing else ""
-    text = f"All ranks{seen} have been {_at(last)}."
-    return Cause(_kind(last), text, seconds=last.silent_s)
+    text = f"All ranks{seen} have been {_describe_silence(last)}."
+    return Cause(_silence_kind(last), text, seconds=last.silent_s)
 
 
 def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cause:
@@ -257,13 +257,13 @@ def _describe_silent(row: RankRow, name: str, waits: bool, unknown: bool) -> Cau
         text = f"{silent}: stopped, or gone; the others wait for it."
         return Cause(SILENT, text, name, row.silent_s, others_wait=True)
     if unknown and row.doing == "sum":
-        text = f"{name} has been {_at(row)}; where the others are isn't known yet."
-        return Cause(_kind(row), text, name, row.silent_s, others_wait=None)
-    text = f"{name} has been {_at(row)}{_waiting_for_it(waits)}."
-    return Cause(_kind(row), text, name, row.silent_s, others_wait=waits)
+        text = f"{name} has been {_describe_silence(row)}; where the others are isn't known yet."
+        return Cause(_silence_kind(row), text, name, row.silent_s, others_wait=None)
+    text = f"{name} has been {_describe_silence(row)}{_waiting_for_it(waits)}."
+    return Cause(_silence_kind(row), text, name, row.silent_s, others_wait=waits)
 
 
-def _at(row: RankRow) -> str:
+def _describe_silence(row: RankRow) -> str:
     """Return what a silent rank is doing, and for how long."""
     perhaps = ", perhaps in an evaluation or a checkpoint" if row.doing == "between steps" else ""
     return f"{DOING[row.doing]} for {duration(row.silent_s)}{perhaps}"
@@ -273,7 +273,7 @@ def _waiting_for_it(others: bool) -> str:
     return "; the others wait for it" if others else ""
 
 
-def _kind(row: RankRow) -> str:
+def _silence_kind(row: RankRow) -> str:
     """Return the kind of cause for what a silent rank is doing."""
     kinds: dict[Doing, str] = {"input": LimitKind.INPUT, "between steps": LimitKind.BETWEEN}
     return kinds.get(row.doing, SILENT)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from evener.balancer.number_format import duration, percent, rate
-from evener.balancer.session_state import figure_of
+from evener.balancer.session_state import throughput_interval
 from evener.balancer.statistics import is_known
 from evener.balancer.store.runs import StoredRun
 from evener.plan.file import Plan
@@ -61,7 +61,7 @@ def _write_settings(run: StoredRun) -> str:
 
 
 def _compare_plans(before: Plan, after: Plan) -> Iterator[ComparedFact]:
-    figures = [figure_of(plan.throughput) for plan in (before, after)]
+    figures = [throughput_interval(plan.throughput) for plan in (before, after)]
     speeds = [figure.value for figure in figures]
     change = _signed(speeds[1] / speeds[0] - 1) if speeds[0] > 0 else ""
     tone: Tone = "good" if speeds[1] >= speeds[0] else "warn"

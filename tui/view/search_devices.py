@@ -59,7 +59,7 @@ def _name(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     )
 
 
-def _goes_on(row: SearchDeviceRow) -> bool:
+def _shows_probes(row: SearchDeviceRow) -> bool:
     """True while the search runs, and after it failed.
 
     A finished search has no running probe, so its columns are hidden.
@@ -68,7 +68,7 @@ def _goes_on(row: SearchDeviceRow) -> bool:
 
 
 def _is_sampled(row: SearchDeviceRow) -> bool:
-    return row.sample is not None and _goes_on(row)
+    return row.sample is not None and _shows_probes(row)
 
 
 def _doing(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
@@ -131,7 +131,7 @@ def _interval(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     return (Span(text if cells(text) <= width else rounder, settled),)
 
 
-def _alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
+def _draw_best_alone(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw a device's best solo throughput.
 
     If there is room, draw a bar that is scaled to the fastest device.
@@ -160,7 +160,7 @@ def _alone_spans(state: SessionState, device: int) -> tuple[Span, ...]:
     return Span(rate(solo.samples_per_second), "strong"), Span(f" at {share}", "dim")
 
 
-def _fits(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
+def _draw_largest_batch(row: SearchDeviceRow, width: int) -> tuple[Span, ...]:
     """Draw the largest batch that fits in memory, and the smallest that ran out of memory.
 
     The largest has a ~ if it is predicted. Neither is ever truncated. If the chosen layout splits
@@ -202,15 +202,17 @@ def _memory_forms(largest: str, wall: int | None) -> list[tuple[Span, ...]]:
 SEARCH_DEVICES: Grid[SearchDeviceRow] = Grid(
     (
         Column("device", ("device",), (8, 8, 15, 22), _name, "left", most=34),
-        Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69, there=_goes_on),
+        Column("doing", ("doing",), (8, 18, 26), _doing, "left", needs=69, there=_shows_probes),
         _sampled("util", (4, 6, 14)),
         _sampled("temperature", (3, 5), 45),
         _sampled("memory", (7, 11, 20), 100),
-        Column("batch", ("batch",), (6,), _batch, needs=41, there=_goes_on),
-        Column("speed", ("samples/s", "smp/s"), (7, 9), _speed, there=_goes_on),
-        Column("interval", ("interval", "known"), (7, 8), _interval, needs=77, there=_goes_on),
-        Column("alone", ("best alone", "alone"), (ALONE_CELLS,), _alone, needs=60, most=80),
-        Column("fits", ("largest batch", "largest"), (11, 18, 24), _fits, "left"),
+        Column("batch", ("batch",), (6,), _batch, needs=41, there=_shows_probes),
+        Column("speed", ("samples/s", "smp/s"), (7, 9), _speed, there=_shows_probes),
+        Column("interval", ("interval", "known"), (7, 8), _interval, needs=77, there=_shows_probes),
+        Column(
+            "alone", ("best alone", "alone"), (ALONE_CELLS,), _draw_best_alone, needs=60, most=80
+        ),
+        Column("fits", ("largest batch", "largest"), (11, 18, 24), _draw_largest_batch, "left"),
     )
 )
 

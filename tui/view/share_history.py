@@ -37,7 +37,7 @@ def share_lines(
     if room < LEAST_LANE + figure_cells:
         return ()
     last = room - figure_cells  # the newest share's number is written behind the last change
-    ends = [min(last, _place(each, known, at_seconds, room)) for each in known]
+    ends = [min(last, _cell_of_change(each, known, at_seconds, room)) for each in known]
     lines = [
         Line((Span(f" {label:<{label_cells}}", "dim"), *lane))
         for label, lane in zip(labels, _draw_lanes(shown, known, ends, room), strict=True)
@@ -69,7 +69,9 @@ def _number_changes(ends: Sequence[int], room: int) -> str:
     return "".join(marks)
 
 
-def _place(change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int) -> int:
+def _cell_of_change(
+    change: ShareChange, every: Sequence[ShareChange], at_seconds: float, room: int
+) -> int:
     """Return the cell in which a change happened."""
     first = every[0].at
     whole = max(at_seconds - first, 1e-9) / (1 - MARGIN)

@@ -63,10 +63,10 @@ def part_bar(step: RankStep, longest_s: float, width: int) -> tuple[Span, ...]:
 
     Compute time (own work) has at least one cell, unless it is 0.
     """
-    return _stack(tuple(step), longest_s, width)
+    return _stack_parts(tuple(step), longest_s, width)
 
 
-def _stack(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
+def _stack_parts(seconds: Sequence[float], longest_s: float, width: int) -> tuple[Span, ...]:
     """Return the parts one after the other, each with its number of cells, without empty parts."""
     if longest_s <= 0 or width <= 0:
         return (Span(" " * max(0, width)),)
@@ -92,11 +92,11 @@ def _count_cells(seconds: Sequence[float], longest_s: float, width: int) -> list
         drawn = max(drawn, end)
     own = PARTS.index(OWN_WORK)
     if seconds[own] > 0 and not counts[own]:
-        _give_one(counts, own, width)
+        _widen_to_one_cell(counts, own, width)
     return counts
 
 
-def _give_one(counts: list[int], place: int, width: int) -> None:
+def _widen_to_one_cell(counts: list[int], place: int, width: int) -> None:
     """Give a part one cell, taken from the widest part if no cell is free."""
     if sum(counts) >= width:
         counts[max(range(len(counts)), key=counts.__getitem__)] -= 1
@@ -170,7 +170,7 @@ def _draw_lane(
         end = min(width, round(width * min(1.0, at_s / span_s)))
         room, drawn = end - drawn, end
         gap = int(room >= LEAST_WITH_GAP)
-        spans += _stack(_parts(step, exchange_s), _seconds(step), room - gap)
+        spans += _stack_parts(_parts(step, exchange_s), _seconds(step), room - gap)
         spans.append(Span(" " * gap))
     return [*spans, Span(" " * (width - drawn))]
 

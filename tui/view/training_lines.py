@@ -99,7 +99,7 @@ def _input(row: TrainingRow, _width: int) -> tuple[Span, ...]:
     )
 
 
-def _held_up(row: TrainingRow, width: int) -> tuple[Span, ...]:
+def _draw_causes(row: TrainingRow, width: int) -> tuple[Span, ...]:
     """Draw the causes as text if they fit, and else each kind of cause once.
 
     For an ended training, draw how long ago it ended.
@@ -135,7 +135,7 @@ def _speed(number: float) -> tuple[Span, ...]:
     return (Span(rate(number), "speed") if number else Span(Mark.NONE, "dim"),)
 
 
-def _greyed(column: Column[Any]) -> Column[Any]:
+def _dimmed_if_ended(column: Column[Any]) -> Column[Any]:
     """Return the column with dim cells in the rows of ended trainings."""
 
     def draw(row: Any, width: int) -> tuple[Span, ...]:
@@ -169,9 +169,11 @@ _COLUMNS: tuple[Column[TrainingRow], ...] = (
     Column("time", ("step time, spread", "step time", "time"), (7, 13, 18), _step_time),
     Column("input", ("input",), (5, 6), _input),
     # the blank in front keeps two words of the heading apart
-    Column("causes", (" held up by", " held by"), (10, 16), _indent(_held_up), "left", most=1000),
+    Column(
+        "causes", (" held up by", " held by"), (10, 16), _indent(_draw_causes), "left", most=1000
+    ),
 )
-TRAININGS: Grid[TrainingRow] = Grid(tuple(map(_greyed, _COLUMNS)), NO_TRAINING)
+TRAININGS: Grid[TrainingRow] = Grid(tuple(map(_dimmed_if_ended, _COLUMNS)), NO_TRAINING)
 
 
 def _share(row: RankRow, width: int) -> tuple[Span, ...]:
@@ -272,7 +274,7 @@ def rank_grid(ranks: Sequence[RankRow]) -> Grid[RankRow]:
             most=1000,
         ),
     )
-    return Grid(tuple(map(_greyed, columns)))
+    return Grid(tuple(map(_dimmed_if_ended, columns)))
 
 
 def training_lines(row: TrainingRow, at_seconds: float, width: int) -> tuple[Line, ...]:

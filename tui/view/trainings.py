@@ -91,7 +91,7 @@ class EndedTrainings:
         """
         running = {row.key for row in rows}
         ended = [
-            self._end(row, seen_at, at_seconds)
+            self._make_ended(row, seen_at, at_seconds)
             for key, (row, seen_at) in self._last.items()
             if key not in running and at_seconds - seen_at < KEPT_SECONDS
         ]
@@ -100,7 +100,7 @@ class EndedTrainings:
         self._last = last | {row.key: (row, at_seconds) for row in rows}
         return (*rows, *reversed(kept))
 
-    def _end(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
+    def _make_ended(self, row: TrainingRow, seen_at: float, at_seconds: float) -> TrainingRow:
         """Return an ended training with its last metrics.
 
         Of its causes it keeps only unequal work, which other shares would have fixed.
@@ -133,7 +133,7 @@ def join_trainings(snapshot: Snapshot) -> tuple[TrainingRow, ...]:
 def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snapshot) -> TrainingRow:
     reports = sorted(reports, key=lambda each: (each.rank, each.pid))
     newest = max(reports, key=lambda each: each.updated_at)
-    missing = max(0, _most(reports, "world") - len({each.rank for each in reports}))
+    missing = max(0, _largest_value(reports, "world") - len({each.rank for each in reports}))
     placed = [
         (report, place)
         for report in reports
@@ -152,19 +152,19 @@ def _join(reports: Sequence[Training], samples: SamplesByDevice, snapshot: Snaps
         tokens_per_second=0.0,
         watts=_watts(places),
         samples_per_joule=0.0,
-        plan_samples_per_second=_most(reports, "plan_samples_per_second"),
+        plan_samples_per_second=_largest_value(reports, "plan_samples_per_second"),
         of_plan=0.0,
-        step_s=_most(reports, "step_s"),
-        step_spread=_most(reports, "step_spread"),
-        input_s=_most(reports, "input_s"),
-        between_s=_most(reports, "between_s"),
+        step_s=_largest_value(reports, "step_s"),
+        step_spread=_largest_value(reports, "step_spread"),
+        input_s=_largest_value(reports, "input_s"),
+        between_s=_largest_value(reports, "between_s"),
         causes=find_causes(places, judged, snapshot.processes, missing),
         advice=judged.advice,
         changes=max((each.changes for each in reports), key=len),
         retreats=tuple(each.retreat for each in reports if each.retreat),
         noise=newest.noise,
         limits=judged.limits,
-        starved=_most(reports, "starved"),
+        starved=_largest_value(reports, "starved"),
         pending=newest.pending,
         run=newest.run,
     )
@@ -205,7 +205,7 @@ def _add_totals(row: TrainingRow) -> TrainingRow:
     )
 
 
-def _most(reports: Sequence[Training], name: str) -> Any:
+def _largest_value(reports: Sequence[Training], name: str) -> Any:
     """Return the largest value of the field `name` in the reports of all ranks."""
     return max(getattr(each, name) for each in reports)
 
