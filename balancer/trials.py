@@ -239,7 +239,9 @@ def _measure_alone(
 
 
 class DryRunDevice(msgspec.Struct, frozen=True):
-    """A device's memory, and the most rows that should fit in it in one pass; None if unknown."""
+    """A device's memory, and the maximum rows that should fit in it in one pass; None if
+    unknown.
+    """
 
     label: str
     name: str
@@ -255,7 +257,7 @@ class LargestSizes(msgspec.Struct, frozen=True):
 
 
 class LargestModel(LargestSizes, frozen=True, kw_only=True):
-    """The most parameters that AdamW can train in float32, and the most with adapters.
+    """The maximum number of parameters that AdamW can train in float32, and with adapters.
 
     `lora` and `qlora` are the sizes of a frozen model on whose layers adapters are trained.
     """
@@ -454,8 +456,9 @@ def _predict_sizes(resolved: Job, timed: Sequence[Timed]) -> DryRunResult:
 
 
 def find_largest_model(job: Job) -> LargestModel | None:
-    """Return the most parameters that fit whole on each device, and in shards over all devices.
+    """Return the maximum number of parameters that the devices' memory allows.
 
+    It is given for a model that each device holds whole, and for one sharded over all devices.
     Return None if the workload can't be sharded or the memory is unknown.
     """
     sizes = [size for size in job.problem.memory_bytes if size is not None]

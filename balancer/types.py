@@ -91,7 +91,7 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def pass_rows(self) -> tuple[int, ...]:
-        """The most rows per pass on each device, which its memory must hold."""
+        """The maximum rows per pass on each device, which its memory must hold."""
         return self.micro or self.shares
 
     @cached_property

@@ -68,7 +68,7 @@ def _check_limit(device: Device) -> None:
 
 
 def _all_memory(device: Device) -> int | None:
-    """Return the most memory that a device can ever have; None if unknown.
+    """Return the total memory that a device can ever have; None if unknown.
 
     For a CPU slice this is the machine's memory, because slices share it and more may be free
     later.

@@ -199,7 +199,7 @@ def find_unequal_devices(
 
 
 def find_taken_bytes(seen: Iterable[Observation]) -> dict[int, int]:
-    """Return the most bytes of each device that other processes held, by the device's position."""
+    """Return the maximum bytes of each device that other processes held, by position."""
     most: dict[int, int] = {}
     for one in seen:
         for i, size in enumerate(() if isinstance(one, Failed) else one.short_bytes):

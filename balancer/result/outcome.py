@@ -224,7 +224,7 @@ def _write_layout(
 def _predict_memory(
     layout: Layout, position: int, turns: Sequence[Timed], state: ModelState | None
 ) -> tuple[int, int]:
-    """Return a device's expected bytes in a sharded training, and the most bytes it used.
+    """Return a device's expected bytes in a sharded training, and the peak bytes that it used.
 
     Unknown values are 0.
     """

@@ -113,7 +113,7 @@ class DeviceModel:
 
     @cached_property
     def requested_rows(self) -> int:
-        """The most rows of one pass that the request allows."""
+        """The maximum number of rows of one pass that the request allows."""
         problem = self._problem
         limits = (problem.largest_share, problem.global_batch, problem.max_global_batch)
         given = [limit for limit in limits if limit is not None]
@@ -210,7 +210,7 @@ class DeviceModel:
 
     @cached_property
     def pass_rows(self) -> int:
-        """The most rows of each of several passes; 0 if passes can't be used.
+        """The maximum number of rows of each of several passes; 0 if passes can't be used.
 
         It is the largest trusted number of rows, or a smaller one if that was clearly faster.
         """

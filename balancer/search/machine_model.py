@@ -137,7 +137,7 @@ class MachineModel:
         return (costs[0], tuple(within))
 
     def _unhidden_seconds(self, ranks: int, link: KnownLink) -> float:
-        """Return the least seconds by which an exchange over a link prolongs a step of `ranks`.
+        """Return by how many seconds an exchange over a link at least prolongs a step of `ranks`.
 
         The step is divided evenly, and the slowest device hides the exchange for longest. A free
         batch is as large as fits.

@@ -306,7 +306,7 @@ class Observations:
         return [one for one in self.in_stage(*EXPLORATION) if one.probe.layout.shares[position]]
 
     def largest_alone(self, position: int) -> float:
-        """Return the most rows per pass with which the device ran alone in exploration.
+        """Return the maximum rows per pass with which the device ran alone in exploration.
 
         Return 0.5 if it never ran alone.
         """

@@ -133,7 +133,7 @@ class Packing:
 
     @cached_property
     def _most_trainings(self) -> int:
-        """The most trainings that can fit."""
+        """The maximum number of trainings that can fit."""
         least = self._problem.global_batch or self._problem.multiple_of
         for size in range(MOST_PROCESSES, 1, -1):
             if self._largest_batch_for(size) >= least:
@@ -186,6 +186,9 @@ def next_size(tried: Rates, most: int = MOST_PROCESSES) -> int | None:
 
 
 def best_size(tried: Rates, tolerance: float = TIE) -> int | None:
-    """Return the fewest trainings within the tolerance of the best rate; None if none ran."""
+    """Return the smallest number of trainings within the tolerance of the best rate.
+
+    Return None if no number ran.
+    """
     least = max(tried.values(), default=0.0) * (1 - tolerance)
     return min((size for size, rate in tried.items() if rate and rate >= least), default=None)

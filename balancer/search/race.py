@@ -260,7 +260,7 @@ class Race:
 
     @property
     def turn_seconds(self) -> float:
-        """The least duration of a turn of every candidate and of the winner's knobs, in seconds.
+        """The minimum duration of a turn of every candidate and of the winner's knobs, in seconds.
 
         A larger pack is measured only if this time remains afterwards.
         """
@@ -269,7 +269,7 @@ class Race:
 
     @cached_property
     def _knobs_seconds(self) -> float:
-        """The least duration of one turn of the winner with each knob, in seconds."""
+        """The minimum duration of one turn of the winner with each knob, in seconds."""
         return sum(self._budget.least_seconds(one.layout) for one in self._knob_rivals)
 
 

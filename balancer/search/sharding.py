@@ -387,7 +387,9 @@ class StateRoom:
         return found
 
     def _most_rows(self, position: int) -> float:
-        """Return the most rows beside which a device can still hold the least part of the state."""
+        """Return the maximum number of rows with which a device can still hold its minimum of
+        state.
+        """
         need = self._row_demands[position]
         left = self._limits[position] - need.base_bytes - LEAST_PART * self._held
         return left / need.row_bytes if need.row_bytes else float(UNBOUNDED)

@@ -259,12 +259,12 @@ class TextModel(MachineModel):
 
     @cached_property
     def token_limits(self) -> tuple[int, ...]:
-        """The most padded tokens of one pass on each device; 0 if no limit is known."""
+        """The maximum padded tokens of one pass on each device; 0 if no limit is known."""
         return tuple(self._token_limit(self.memory(i)) for i in range(self.problem.devices))
 
     @staticmethod
     def _token_limit(memory: Memory) -> int:
-        """Return the most padded tokens of one pass, according to a device's memory.
+        """Return the maximum padded tokens of one pass, according to a device's memory.
 
         Return 0 if no limit is known.
         """

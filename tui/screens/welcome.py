@@ -83,7 +83,7 @@ class StartChoices(Lines):
 
 
 class WelcomeDialog(Dialog[str]):
-    """Asks where to begin; its result is the key of the chosen way, or None."""
+    """Asks where to begin. Its result is the key of the chosen way, or None."""
 
     BINDINGS: ClassVar[list[BindingType]] = [
         Binding(key, f"dismiss('{key}')", show=False) for key in ("b", "w", "d")

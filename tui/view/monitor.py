@@ -84,7 +84,7 @@ def top_line(screens: Mapping[str, str], shown: str, right: Sequence[str], width
 def status_texts(snapshot: Snapshot, clock: str) -> tuple[str, ...]:
     """Return texts on a snapshot, the longest first.
 
-    They have its host, driver and time; its host and time; only its time.
+    The first has its host, driver and time, the second its host and time, the third only its time.
     """
     maker = name_maker(sample.device for sample in snapshot.devices)
     driver = f"{maker} {plain(snapshot.driver, 20)}".lstrip() if snapshot.driver else ""

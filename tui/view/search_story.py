@@ -106,9 +106,9 @@ def story_lines(state: SessionState, width: int) -> tuple[Line, ...]:
 
 
 def _pause_words(state: SessionState) -> str:
-    """Return that the search is paused.
+    """Return the text for a paused search.
 
-    As long as a probe runs, return which devices must finish it first.
+    As long as a probe runs, the text has the devices that must finish it first.
     """
     if not state.running:
         return "Paused: nothing is measured until you resume. The budget stands still."

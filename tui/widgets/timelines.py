@@ -27,7 +27,7 @@ class TimelinePanel(Lines):
 
     @property
     def span(self) -> float:
-        """The least seconds that are shown: the available span nearest to the setting."""
+        """The minimum number of seconds shown: the available span nearest to the setting."""
         return nearest_span(self.evener.settings.graph_seconds)
 
     @property
