@@ -124,6 +124,7 @@ class GpuReader:
         }
         self.first_joules: float | None = None  # the energy counter when the sampler started
         self._probe_fields = Fields(nvml, handle, [*HELD_FIELDS, POWER_CAP, ENERGY])
+        self._throttled_before = False  # by the reasons of the monitor's last reading
         self._mask = 0
         self._mask_at = time.monotonic()
         self._held = self._capped = 0.0
@@ -366,8 +367,9 @@ class GpuReader:
 
         The percentage is the one of the longest reason. Reasons below 0.5 % are left out.
 
-        Without a percentage (not yet known, or not supported by this chip), the reasons are the
-        current ones.
+        If the percentage isn't known yet, the reasons are the current ones. For chips without the
+        counters it is estimated: a reason in one of two successive readings counts for half of the
+        time between them, and a reason in both for all of it.
         """
         fields = self._throttle_fields.read(now)
         rates = {field: self._counters[field].rate(fields[field], now) for field in THROTTLING}
@@ -384,11 +386,18 @@ class GpuReader:
         rate = first_value(*rates.values())
         if rate.value is not None or rate.state is State.DENIED:
             return rate, ()
-        return rate, self._reasons_now(now)
+        reasons = self._reasons_now(now)
+        if rate.state is not State.UNSUPPORTED or reasons is None:
+            return rate, reasons or ()
+        before, self._throttled_before = self._throttled_before, bool(reasons)
+        return value(50.0 * (before + bool(reasons))), reasons
 
-    def _reasons_now(self, now: float) -> tuple[str, ...]:
-        """Return the reasons for which the clocks are lowered at this moment."""
-        mask = int(self._metrics["reasons"].read_one(now).current or 0)
+    def _reasons_now(self, now: float) -> tuple[str, ...] | None:
+        """Return the reasons for which the clocks are lowered at this moment; None if unknown."""
+        current = self._metrics["reasons"].read_one(now).current
+        if current is None:
+            return None
+        mask = int(current)
         return tuple(words for bit, words in EVENT_REASONS.items() if mask & bit)
 
     def _traffic(self, activity: Mapping[int, Reading], now: float) -> dict[str, Any]:

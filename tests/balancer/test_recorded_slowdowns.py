@@ -1,5 +1,7 @@
-"""Heat and a power cap are named from a driver's recorded answers, as a search and a training read
-them: two H200, of which the second computes matrix products at its power cap from tick 12 to 24.
+"""Heat and a power cap are named from a driver's answers, as a search and a training read them.
+
+Those at a power cap are recorded: two H200, of which the second computes matrix products from tick
+12 to 24. Those under heat are made, as NVML documents them: see tests/support/heat_tape.py.
 """
 
 from __future__ import annotations
@@ -7,6 +9,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -29,37 +32,40 @@ from evener.live.reporter import Training
 from evener.training.limits import LimitKind, TrainingLimit
 from evener.training.step_limits import TrainingAnalysis
 from evener.tui.view.ranks import find_causes, place_ranks
+from tests.support.heat_tape import SOFTWARE_MHZ, make_hot
 from tests.support.nvml_tape import NvmlPlayer
 
 TAPE = Path(__file__).parents[1] / "recorded" / "h200x2-nvml.tape"
-POWER_CAP, HEAT = "74", "269"  # the driver's counters of throttled time
 BEFORE = 12.1  # the second GPU's clock is still its highest
 BEGIN, END = 16.1, 20.1  # the recorder asked for the counters every four seconds
-LOST = 1 - 1440 / 1980  # by the clocks of tick 20, for all of the time
+POWER_MHZ, HIGHEST_MHZ = 1440, 1980  # at tick 20
 STEPS = 40
 STEP_S = (END - BEGIN) / STEPS
 LAYOUT = solo(1, 0, 64)
 
 
+Change = Callable[[list[dict[str, Any]]], list[dict[str, Any]]]
+
+
 @pytest.fixture
 def tape(tmp_path: Path) -> Callable[..., NvmlPlayer]:
-    """The tape; with what the driver said of one counter as if of another, or another highest
-    clock.
-    """
+    """The recorded tape, changed."""
 
-    def make(counter: str = POWER_CAP, highest_mhz: int = 1980) -> NvmlPlayer:
+    def make(change: Change = list) -> NvmlPlayer:
         header, *rows = map(json.loads, TAPE.read_text().splitlines())
-        names = {POWER_CAP: counter, counter: POWER_CAP}
-        for row in rows:
-            if row["call"] == "field":
-                row["of"] = names.get(row["of"], row["of"])
-            if row["call"] == "nvmlDeviceGetMaxClockInfo":
-                row["answers"] = [[at, highest_mhz] for at, _ in row["answers"]]
         path = tmp_path / "tape"
-        path.write_text("\n".join(map(json.dumps, (header, *rows))))
+        path.write_text("\n".join(map(json.dumps, (header, *change(rows)))))
         return NvmlPlayer(path)
 
     return make
+
+
+def with_higher_clock(rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """As of GeForce cards, whose driver names a clock above all that they reach."""
+    for row in rows:
+        if row["call"] == "nvmlDeviceGetMaxClockInfo":
+            row["answers"] = [[at, 2500] for at, _ in row["answers"]]
+    return rows
 
 
 def name_in_search(player: NvmlPlayer, monkeypatch: pytest.MonkeyPatch) -> list[TrainingLimit]:
@@ -119,24 +125,25 @@ def name_in_training(player: NvmlPlayer) -> list[str]:
 
 
 @pytest.mark.parametrize(
-    ("counter", "kind"), [(POWER_CAP, LimitKind.POWER), (HEAT, LimitKind.HEAT)]
+    ("change", "kind", "mhz"),
+    [
+        (list, LimitKind.POWER, POWER_MHZ),
+        (with_higher_clock, LimitKind.POWER, POWER_MHZ),
+        (make_hot, LimitKind.HEAT, SOFTWARE_MHZ[-1]),
+        (partial(make_hot, counters=False), LimitKind.HEAT, SOFTWARE_MHZ[-1]),
+        (partial(make_hot, by_hardware=True), LimitKind.HEAT, HIGHEST_MHZ // 2),
+    ],
+    ids=["power cap", "GeForce", "heat", "heat, no counters", "heat, halved clocks"],
 )
-def test_what_slowed_a_gpu_on_a_tape_is_named(
-    counter: str,
+def test_what_slowed_a_gpu_is_named(
+    change: Change,
     kind: LimitKind,
+    mhz: int,
     tape: Callable[..., NvmlPlayer],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    (limit,) = name_in_search(tape(counter), monkeypatch)
+    (limit,) = name_in_search(tape(change), monkeypatch)
     assert (limit.kind, limit.by) == (kind, "GPU:1")
-    assert limit.share == pytest.approx(LOST, rel=0.1)
-    assert limit.gain_low < 1980 / 1440 - 1 < limit.gain_high
-    assert name_in_training(tape(counter)) == [kind.value]
-
-
-def test_a_clock_that_the_device_never_reaches_is_not_what_it_lost(
-    tape: Callable[..., NvmlPlayer], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """As of GeForce cards, whose driver names a clock above all that they reach."""
-    (limit,) = name_in_search(tape(highest_mhz=2500), monkeypatch)
-    assert limit.share == pytest.approx(LOST, rel=0.1)
+    assert limit.share == pytest.approx(1 - mhz / HIGHEST_MHZ, rel=0.1)
+    assert limit.gain_low < HIGHEST_MHZ / mhz - 1 < limit.gain_high
+    assert name_in_training(tape(change)) == [kind.value]
