@@ -284,21 +284,24 @@ class StepAudit:
         shares = cut.sizes(whole)
         if any(few > own for few, own in zip(cut.sizes(rows), shares, strict=True)):
             rows = whole
-        edges = [int(edge) for edge in cut.bounds(rows)]
-        sizes = cut.sizes(rows)
         start = 0 if is_own else int(sum(shares[:rank]))
-        own = cut_rows(data, start, start + sizes[rank])
+        own = cut_rows(data, start, start + cut.sizes(rows)[rank])
         leaves = [leaf for leaf in tf.nest.flatten(own) if leaf is not None]
         if not all(isinstance(leaf, tf.Tensor) and _is_number(leaf) for leaf in leaves):
             self._warn_once("Rows that aren't plain numbers can't be gathered from processes")
             return None
-        sent = [pad_rows(leaf[: sizes[rank]], edges[rank], rows) for leaf in leaves]
-        summed = self._group.sum_now([_as_number(leaf) for leaf in sent])
-        whole_leaves = iter(
-            tf.reshape(tf.cast(each, leaf.dtype), [rows, *leaf.shape[1:]])
-            for each, leaf in zip(summed, leaves, strict=True)
-        )
-        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(whole_leaves), own)
+        gathered = iter(self._gather_leaves(leaves, rows))
+        return tf.nest.map_structure(lambda leaf: None if leaf is None else next(gathered), own)
+
+    def _gather_leaves(self, leaves: list[Any], rows: int) -> list[Any]:
+        """Return the `rows` rows of each tensor, of which every process gives its share's."""
+        cut, rank = self._engine.cut, self._group.rank
+        start, size = int(cut.bounds(rows)[rank]), cut.sizes(rows)[rank]
+        sent = [_as_number(pad_rows(leaf[:size], start, rows)) for leaf in leaves]
+        found = []
+        for leaf, summed in zip(leaves, self._group.sum_now(sent), strict=True):
+            found.append(tf.reshape(tf.cast(summed, leaf.dtype), [rows, *leaf.shape[1:]]))
+        return found
 
     def _trace_tests(self, rows: Tensors) -> Steps | None:
         """Trace Keras' own test step and the engine's; None if they can't be audited."""

@@ -67,7 +67,7 @@ from .passes import (
     kinds_of_states,
 )
 from .rebalancing import GroupRebalancer, WorkTimes
-from .sparse_gradients import SharedSlices, fill_gradients, without_filler
+from .sparse_gradients import SharedGradients, fill_gradients, without_filler
 from .surviving_step import SurvivingStep, describe_memory, is_out_of_memory
 
 
@@ -411,46 +411,46 @@ class Workers:
         `changes` are (value before the step, change by own rows) for each state in
         `result.updates`. Returns the sums of the tensors `sent` for the metrics, and the loss.
         """
-        loss = result.loss
-        kind = loss.dtype
         gradients = result.gradients
         if tf.executing_eagerly():
             gradients = fill_gradients(self.model, self.group, gradients)
-        reached = {i: each for i, each in enumerate(gradients) if each is not None}
-        sparse = {i: each for i, each in reached.items() if isinstance(each, tf.IndexedSlices)}
-        dense = {i: each for i, each in reached.items() if i not in sparse}
+        shared = SharedGradients(gradients)
         added = [each for _, each in changes]
-        values = [each.values for each in sparse.values()]
-        ready = self.times.now([*dense.values(), *values, *added, loss])
-        slices = SharedSlices(self.group, list(sparse.values()))
-        work = self.times.spread(ready - began, kind)
-        labels = self.times.spread(0 if digest is None else digest.labels, kind)
-        inputs = self.times.spread(0 if digest is None else digest.inputs, kind)
-        ordered = [
-            *sent,
-            loss,
-            *added,
-            *slices.own,
-            *reversed(dense.values()),
-        ]  # a backward pass computes the last layer's first
-        last = tf.concat(
-            [work, labels, inputs], 0
-        )  # summed separately, because it waits for a clock
-        *sums, last = self.group.sum([*ordered, last], apart=1)
+        ready = self.times.now([*shared.values, *added, result.loss])
+        tensors = [*sent, result.loss, *added, *shared.prepare(self.group)]
+        sums = iter(self._sum_and_note(tensors, own, digest, (began, ready), result.loss.dtype))
+        summed = list(islice(sums, len(sent)))
+        loss = next(sums)
+        for update, (start, _) in zip(result.updates, changes, strict=True):
+            update.state.assign(start + next(sums))
+        apply_gradients(self.model, shared.join(list(sums)))
+        return summed, loss
+
+    def _sum_and_note(
+        self,
+        tensors: list[Any],
+        own: OwnRows,
+        digest: BatchDigests | None,
+        times: tuple[Any, Any],
+        kind: Any,
+    ) -> list[Any]:
+        """Return the tensors summed over the processes.
+
+        Also records all processes' compute times and digests, which are summed as type `kind`.
+        `times` are when this process's step began, and when its tensors were ready.
+        """
+        began, ready = times
+        labels = 0 if digest is None else digest.labels
+        inputs = 0 if digest is None else digest.inputs
+        figures = [self.times.spread(each, kind) for each in (ready - began, labels, inputs)]
+        last = tf.concat(figures, 0)  # summed separately, because it waits for a clock
+        sums: list[Any]
+        *sums, last = self.group.sum([*tensors, last], apart=1)
         work, labels, inputs = tf.split(last, 3)
-        self.times.note(own.rows, work, self.times.now(sums or [last]) - ready)
+        self.times.note(own.rows, work, self.times.now(sums) - ready)
         if digest is not None:
             self._note_data(digest, labels, inputs)
-        left = iter(sums)
-        summed = [next(left) for _ in sent]
-        loss = next(left)
-        for update, (start, _) in zip(result.updates, changes, strict=True):
-            update.state.assign(start + next(left))
-        joined = slices.join([next(left) for _ in slices.own])
-        reached = dict(zip(sparse, joined, strict=True))
-        reached |= zip(reversed(dense), left, strict=True)
-        apply_gradients(self.model, [reached.get(place) for place in range(len(gradients))])
-        return summed, loss
+        return sums
 
     def _note_data(self, digest: BatchDigests, labels: Any, inputs: Any) -> None:
         """Record a rank whose batch differs from rank 0's, according to the digests of all."""

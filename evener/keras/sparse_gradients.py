@@ -127,3 +127,38 @@ class SharedSlices:
                 self._gradients, self._totals, pairs, strict=True
             )
         ]
+
+
+class SharedGradients:
+    """The dense and sparse gradients of a process's rows, to be summed over its group.
+
+    `gradients` has one for each trainable weight, or None. `values` are their tensors. Every
+    process must call `prepare` at the same point of the step.
+    """
+
+    def __init__(self, gradients: Sequence[Any]) -> None:
+        self._count = len(gradients)
+        reached = {place: each for place, each in enumerate(gradients) if each is not None}
+        self._sparse = {
+            place: each for place, each in reached.items() if isinstance(each, tf.IndexedSlices)
+        }
+        self._dense = {place: each for place, each in reached.items() if place not in self._sparse}
+        slices = [each.values for each in self._sparse.values()]
+        self.values = [*self._dense.values(), *slices]
+        self._slices: Any = None
+
+    def prepare(self, group: Any) -> list[Any]:
+        """Return the tensors that the group has to sum.
+
+        The dense gradients come from the last layer to the first, as a backward pass computes them.
+        """
+        self._slices = SharedSlices(group, list(self._sparse.values()))
+        return [*self._slices.own, *reversed(self._dense.values())]
+
+    def join(self, sums: Sequence[Any]) -> list[Any]:
+        """Return the whole batch's gradients from the sums of the tensors of `prepare`."""
+        end = len(self._slices.own)
+        joined = self._slices.join(sums[:end])
+        whole = dict(zip(self._sparse, joined, strict=True))
+        whole |= zip(reversed(self._dense), sums[end:], strict=True)
+        return [whole.get(place) for place in range(self._count)]

@@ -300,25 +300,25 @@ class Split:
                 else tf_devices.name_devices(devices or ())
             )
             return chosen, _cut_by_ratios(chosen, ratios), global_batch
-        active = self.plan.layout.active
-        size = self.plan.layout.global_batch
+        return self._divide_by_plan(self.plan, global_batch)
+
+    def _divide_by_plan(
+        self, plan: Plan, global_batch: int | None
+    ) -> tuple[tuple[str, ...], Cut, int]:
+        """Return devices, cut and global batch of a plan; in a group, in the order of the ranks."""
+        active = plan.layout.active
+        size = plan.layout.global_batch
         if global_batch is not None:
             size = check_global_batch(global_batch, len(active))
-        shares, micros = (
-            [each for each in figures if each]
-            for figures in (self.plan.shares(size), self.plan.micros(size))
-        )
-        if self.group is not None:
-            check_fit(
-                self.plan, devices=None, world=self.group.size, workload_digest=None, strict=False
-            )
-            order = order_by_device(active, self.group)
-            shares, micros = ([sizes[place] for place in order] for sizes in (shares, micros))
-            active = self.rank_shares = tuple(active[place] for place in order)
-        cut = Cut(shares, micros=() if micros == shares else micros)
+        shares = [each for each in plan.shares(size) if each]
+        micros = [each for each in plan.micros(size) if each]
         if self.group is None:
-            return tf_devices.name_plan_devices(self.plan), cut, size
-        return tuple(share.device for share in active), cut, size
+            return tf_devices.name_plan_devices(plan), _cut_in_passes(shares, micros), size
+        check_fit(plan, devices=None, world=self.group.size, workload_digest=None, strict=False)
+        order = order_by_device(active, self.group)
+        self.rank_shares = tuple(active[place] for place in order)
+        cut = _cut_in_passes([shares[n] for n in order], [micros[n] for n in order])
+        return tuple(share.device for share in self.rank_shares), cut, size
 
     def _check_against_plan(self, model: Any) -> None:
         """Warn about each difference between this training and the plan's measured training.
@@ -418,6 +418,11 @@ def _choose_engine(
     if plan is not None and plan.layout.engine == "multiworker":
         return "towers", ONE_PROCESS
     return "towers", "One process, and exact for all but BatchNormalization."
+
+
+def _cut_in_passes(shares: list[int], micros: list[int]) -> Cut:
+    """Return the cut by these shares; without passes if each pass has a whole share."""
+    return Cut(shares, micros=() if micros == shares else micros)
 
 
 def _cut_by_ratios(devices: Sequence[str], ratios: Sequence[float] | None) -> Cut:
