@@ -133,7 +133,7 @@ def write_rows(layout: Layout) -> str:
 
     If there are many devices, return only the sum.
     """
-    shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.active]
+    shares = [(layout.shares[i], layout.pass_rows[i]) for i in layout.computing]
     return join_shares(shares) if len(shares) <= MOST_NAMED else str(layout.global_batch)
 
 
@@ -298,7 +298,10 @@ class ShardFamily(Family):
         """
         parts = write_ratios(layout, layout.state) if layout.state else ""
         where = write_devices(layout, labels)
-        return f"{write_rows(layout)} on {where}, the model in shards {parts}".rstrip()
+        if layout.computing == layout.active:
+            return f"{write_rows(layout)} on {where}, the model in shards {parts}".rstrip()
+        rows = write_devices(Layout(layout.kind, layout.shares), labels)
+        return f"{write_rows(layout)} on {rows}, the model in shards {parts} on {where}"
 
 
 def pack_on(

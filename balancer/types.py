@@ -86,7 +86,17 @@ class Layout(msgspec.Struct, frozen=True, dict=True):
 
     @cached_property
     def active(self) -> tuple[int, ...]:
-        """Positions of the devices that compute."""
+        """Positions of the devices that take part.
+
+        They compute rows, or only hold a part of a sharded model's state.
+        """
+        held = self.state or (0.0,) * len(self.shares)
+        both = enumerate(zip(self.shares, held, strict=True))
+        return tuple(i for i, (share, part) in both if share or part)
+
+    @cached_property
+    def computing(self) -> tuple[int, ...]:
+        """Positions of the devices that compute rows."""
         return tuple(i for i, share in enumerate(self.shares) if share)
 
     @cached_property

@@ -168,8 +168,8 @@ class _SimulatedProbe:
             return self._timed(step, (None,) * len(layout.shares), ())
         step, parts = self._physics()
         short = tuple(
-            machine.short_bytes(i, self._start) if share else 0
-            for i, share in enumerate(layout.shares)
+            machine.short_bytes(i, self._start) if i in layout.active else 0
+            for i in range(len(layout.shares))
         )
         needed = [size or 0 for size in self._memory()]
         full = tuple(i for i, size in enumerate(needed) if size > self._usable_bytes(i) - short[i])
@@ -223,10 +223,11 @@ class _SimulatedProbe:
         processes = layout.processes
         if processes > 1:
             return machine.pack_seconds(position, share, processes, crowd)
-        passes = (
-            max(map(layout.passes, layout.active)) if layout.state else layout.passes(position)
-        )  # all devices synchronize in each
-        return machine.device_seconds(position, share, crowd, min(share, passes))
+        if not layout.state:
+            return machine.device_seconds(position, share, crowd, layout.passes(position))
+        # all devices meet in each pass: one with fewer rows than passes computes filler rows
+        passes = max(map(layout.passes, layout.active))
+        return machine.device_seconds(position, max(share, passes), crowd, passes)
 
     def _timed(
         self, step: float, parts: tuple[float | None, ...], short_bytes: tuple[int, ...]
@@ -325,8 +326,10 @@ class _SimulatedProbe:
         if layout.traits.sharded:
             parts = layout.state or (MEASURED_PART,) * len(layout.shares)
             pairs = enumerate(zip(layout.pass_rows, parts, strict=True))
-            return tuple(
-                self._machine.part_bytes(i, rows, part, layout.in_passes) if rows else None
+            return tuple(  # a device without rows computes a filler row at first
+                self._machine.part_bytes(i, max(1, rows), part, layout.in_passes)
+                if i in layout.active
+                else None
                 for i, (rows, part) in pairs
             )
         return tuple(

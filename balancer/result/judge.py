@@ -150,7 +150,7 @@ def _describe_chosen(report: SearchReport, labels: Sequence[str]) -> Chosen:
     layout = report.chosen.layout
     family = find_own_family(layout)
     ratios = find_ratios(layout, report.mean_length)
-    gap = work_gap(report.turns_of(layout)) if len(layout.active) > 1 else None
+    gap = work_gap(report.turns_of(layout)) if len(layout.computing) > 1 else None
     return Chosen(
         family=family.name,
         kind=find_kind(family, layout),
@@ -249,12 +249,12 @@ def work_gap(seen: Sequence[Timed]) -> float | None:
 
 
 def _own_seconds(seen: Sequence[Timed]) -> list[list[float]] | None:
-    """Return the compute time of each active device, for each measurement.
+    """Return the compute time of each device with rows, for each measurement.
 
     Return None if any of these times is unknown.
     """
-    own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.active] for one in seen]
-    missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.active)
+    own = [[one.device_seconds[i] or 0.0 for i in one.probe.layout.computing] for one in seen]
+    missing = any(one.device_seconds[i] is None for one in seen for i in one.probe.layout.computing)
     return None if missing or not own else own
 
 

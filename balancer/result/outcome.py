@@ -228,7 +228,7 @@ def _predict_memory(
 
     Unknown values are 0.
     """
-    if not (layout.traits.sharded and state and layout.shares[position]):
+    if not (layout.traits.sharded and state and position in layout.active):
         return 0, 0
     held = (
         round((layout.state[position] if layout.state else 0.0) * state.state_bytes)

@@ -59,7 +59,7 @@ def name_all(found: Sequence[Candidate], devices: int) -> tuple[str, ...]:
 
 def list_samples(layout: Layout) -> str:
     """Return the samples of each active device as text, with its passes: 820 + 568."""
-    return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.active])
+    return join_shares([(layout.shares[i], layout.pass_rows[i]) for i in layout.computing])
 
 
 COARSE = 0.02  # relative error above which a gain is given in whole percents

@@ -112,7 +112,7 @@ class _Measured:
 
     def largest_s(self, name: str) -> float | None:
         """Return the longest time in seconds that a part takes on any device; None if unknown."""
-        shares = [self.share(position, name) for position in self.layout.active]
+        shares = [self.share(position, name) for position in self.layout.computing]
         known = [share for share in shares if share is not None]
         return max(known) * self.step_s if known else None
 
@@ -151,8 +151,8 @@ class _Measured:
 
     def list_last(self) -> list[int]:
         """Return the devices that the other devices wait for, according to their compute time."""
-        longest = max((self.own_s(i) for i in self.layout.active), default=0.0)
-        return [i for i in self.layout.active if self.own_s(i) >= LONGEST * longest]
+        longest = max((self.own_s(i) for i in self.layout.computing), default=0.0)
+        return [i for i in self.layout.computing if self.own_s(i) >= LONGEST * longest]
 
     def launching_s(self) -> float:
         """Return the seconds per step that a GPU waits for its host to launch kernels."""
@@ -206,7 +206,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
     starved = measured.largest_s("starved_seconds") or 0.0
     named = [
         part
-        for position in measured.layout.active
+        for position in measured.layout.computing
         for _, part in measured.parts_of(position)
         if part.taken_by
     ]
@@ -245,9 +245,9 @@ def _find_exchange(measured: _Measured, devices: Sequence[Device]) -> Iterator[S
     It is the waiting time of the slowest device, which waits for no other device.
     """
     layout = measured.layout
-    if len(layout.active) < 2 or not layout.traits.together:
+    if len(layout.computing) < 2 or not layout.traits.together:
         return
-    rests = [_waiting_fraction(measured, i, devices[i].on_cpu) for i in layout.active]
+    rests = [_waiting_fraction(measured, i, devices[i].on_cpu) for i in layout.computing]
     known = [rest for rest in rests if rest is not None]
     if len(known) < len(rests):
         return
@@ -420,12 +420,12 @@ def _find_equal_split(report: SearchReport) -> list[TrainingLimit]:
     """
     chosen = report.chosen
     layout = chosen.layout
-    rows = [layout.shares[i] for i in layout.active]
+    rows = [layout.shares[i] for i in layout.computing]
     if len(rows) < 2 or not layout.traits.by_shares or max(rows) - min(rows) <= 1:
         return []
     for one in report.results:
         same = one.layout.active == layout.active and one.layout.global_batch == sum(rows)
-        equal = [one.layout.shares[i] for i in one.layout.active]
+        equal = [one.layout.shares[i] for i in one.layout.computing]
         if not same or max(equal) - min(equal) > 1 or one.layout.knobs != layout.knobs:
             continue
         step_s, even_s = sum(rows) / chosen.throughput.value, sum(rows) / one.throughput.value

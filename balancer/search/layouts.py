@@ -113,6 +113,8 @@ def divide(layout: Layout, full: tuple[int, ...]) -> Layout | None:
     """
     rows = list(layout.pass_rows)
     for i in full or layout.active:
+        if not layout.shares[i]:  # it only holds state, so it needs no passes
+            continue
         rows[i] = int(rows[i] * RETREAT)
         if not rows[i]:
             return None
@@ -140,7 +142,7 @@ def is_no_larger(one: Layout, other: Layout) -> bool:
     """
     if not (one.by_rows and other.by_rows):
         return one == other
-    if (one.placement, one.knobs) != (other.placement, other.knobs):
+    if (one.placement, one.knobs, one.state) != (other.placement, other.knobs, other.state):
         return False
     if one.processes > other.processes:
         return False

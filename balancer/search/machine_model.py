@@ -202,7 +202,7 @@ class MachineModel:
 
         Return 0 if a curve is unknown.
         """
-        devices = [self.devices[i] for i in layout.active]
+        devices = [self.devices[i] for i in layout.computing]
         times = []
         for device in devices:
             curve = device.split_curve if len(devices) > 1 else device.solo_curve

@@ -59,7 +59,7 @@ class RowPolicy:
         Return None if no device ran alone.
         """
         seconds = []
-        for position in layout.active:
+        for position in layout.computing:
             curve = self.machine.devices[position].solo_curve
             if curve:
                 seconds.append(curve.seconds(layout.shares[position]))

@@ -7,6 +7,9 @@ that these rows leave free. From then on, the parts of the state stay the same. 
 in other trainings, within the memory that is left, and measurements of whole steps show what
 gathering costs.
 
+A slow or small device may hold a part of the state and compute no rows, if its rows would only
+keep the others waiting. The best such training is measured too if it should be faster.
+
 Headroom remains free on each device, because an allocator can't use all of its memory: free blocks
 may be too small for a request. In the first pass of a step, gradients don't exist yet when
 activations are at their peak, so only a training in several passes needs memory for both.
@@ -14,6 +17,7 @@ activations are at their peak, so only a training in several passes needs memory
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from functools import cached_property
 
@@ -36,11 +40,12 @@ from ..types import (
 )
 from .budget import Budget
 from .explore import explore
-from .layouts import BALANCE
+from .layouts import BALANCE, NO_CURVE, RETREATS
 from .machine_model import MachineModel
 from .model.evidence import FEWEST_SIZES, DeviceEvidence, read_device
 from .model.memory import UNBOUNDED
 from .observations import Observations
+from .ranking import LEAST_GAIN
 from .rows import RowPolicy
 from .time_left import TimeLeft
 
@@ -54,6 +59,8 @@ LEAST_PART = 1e-3  # of the state: a device whose rows leave less memory than th
 # least growth of a step's time with its rows, relative to growth in proportion: step times that
 # seem level say little about larger batches
 LEAST_GROWTH = 0.05
+# fraction of a measured training's samples/s: another one that should reach less isn't measured
+FAR_SLOWER = 0.5
 
 
 class RowDemand(msgspec.Struct, frozen=True):
@@ -82,12 +89,25 @@ class StateDivision(msgspec.Struct, frozen=True):
 
     `in_passes` is True if rows are computed in several passes, so that gradients of earlier passes
     exist when activations are at their peak. `limits` are the bytes of each device without its
-    headroom; None if its memory is unknown.
+    headroom; None if its memory is unknown. `rows` are the rows of one pass on each device for
+    which the state was divided.
     """
 
     parts: tuple[float, ...]
     in_passes: bool = False
     limits: tuple[int | None, ...] = ()
+    rows: tuple[float, ...] = ()
+
+
+class Proposal(msgspec.Struct, frozen=True):
+    """A sharded layout, and the seconds that its rows should take in a step."""
+
+    layout: Layout
+    seconds: float
+
+    def rate(self, more_seconds: float = 0.0) -> float:
+        """Return the samples/s of a step that takes `more_seconds` longer than its rows."""
+        return self.layout.global_batch / (self.seconds + more_seconds)
 
 
 class Sharding:
@@ -99,27 +119,41 @@ class Sharding:
     def __init__(self, problem: Problem, seen: Sequence[Observation]) -> None:
         self._problem = msgspec.structs.replace(problem, lengths=(), all_together=True)
         self._seen, self._state = seen, problem.state or ModelState(0, 0)
+        # whole steps in which some devices had no rows
+        self._held = [one for one in seen if _some_hold_only(one.probe.layout)]
+        if problem.budget_seconds is not None:
+            left = problem.budget_seconds - sum(one.elapsed_seconds for one in self._held)
+            self._problem = msgspec.structs.replace(self._problem, budget_seconds=max(0.0, left))
 
     def next_probes(self) -> tuple[Probe, ...]:
         """Return the next probes of devices alone or, if none is needed, a probe of a whole step.
 
         Return nothing if no measurement is worth its time.
         """
-        if self.parts is None:
-            return ()
         policy = self.policy
         budget = Budget(policy.problem, BALANCE, policy.seen)
-        probes = explore(policy, budget, with_splits=True)
+        probes = () if self.parts is None else explore(policy, budget, with_splits=True)
         whole = any(probe.layout.traits.together for probe in probes)
+        if whole or not probes:
+            held = self._probe_without_rows(budget)
+            if held:
+                return (held,)
+            probes = tuple(probe for probe in probes if not self._surely_loses(probe.layout))
         return () if whole and not self.parts else tuple(map(self._with_shards, probes))
 
     def layouts(self) -> list[Layout]:
         """Return the sharded layouts that are worth racing."""
         found = self.policy.best_splits() if self.parts else []
-        return [self._shard(one) for one in found if one.traits.together]
+        held = [one.probe.layout for one in self._held if isinstance(one, Timed)]
+        return [*(self._shard(one) for one in found if one.traits.together), *held]
 
     def curves(self, layout: Layout) -> tuple[tuple[Knots, int], ...]:
-        """Return each device's curve, and the rows of one pass that surely fit."""
+        """Return each device's curve, and the rows of one pass that surely fit.
+
+        They are empty if some devices have no rows: such shares don't change in a training.
+        """
+        if _some_hold_only(layout):
+            return NO_CURVE * len(layout.shares)
         return self.policy.curves(layout_of(layout.shares, layout.micro))
 
     # ------------------------------------------------------------------ parts of the state
@@ -139,21 +173,38 @@ class Sharding:
         The division has no parts while they are unknown.
         """
         problem = self._problem
-        needs = self._row_demands
-        if problem.state is None or len(needs) < problem.devices:
+        if not self._needs_are_known:
             return StateDivision((), limits=problem.memory_bytes)
-        beside = problem.state.beside_bytes
-        limits = [max(1, size - beside) for size in problem.memory_bytes if size is not None]
+        limits = self._limits
         if len(limits) < problem.devices:
             equal = (1 / problem.devices,) * problem.devices
             return StateDivision(equal, problem.global_batch is not None, problem.memory_bytes)
-        failures = self._failures
+        return self._divide(limits)
+
+    @property
+    def _needs_are_known(self) -> bool:
+        return self._problem.state is not None and len(self._row_demands) == self._problem.devices
+
+    @property
+    def _limits(self) -> list[int]:
+        """The bytes of each device that an allocator can use; shorter if some are unknown."""
+        beside = self._state.beside_bytes
+        return [max(1, size - beside) for size in self._problem.memory_bytes if size is not None]
+
+    def _divide(
+        self, limits: Sequence[int], without_rows: frozenset[int] = frozenset()
+    ) -> StateDivision | None:
+        """Return the division that leaves each device as much headroom as its failures demand.
+
+        Headroom gets smaller if the state doesn't fit otherwise. Return None if it never fits.
+        """
+        failures, needs, problem = self._failures, self._row_demands, self._problem
         for fewer in range(max(failures) + FEWEST_HALVINGS + 1):
             left = tuple(
                 int(limit * (1 - HEADROOM * 2.0 ** max(times - fewer, -FEWEST_HALVINGS)))
                 for limit, times in zip(limits, failures, strict=True)
             )
-            found = divide_state(left, needs, problem)
+            found = divide_state(left, needs, problem, without_rows)
             if found is not None:
                 return msgspec.structs.replace(found, limits=left)
         return None
@@ -197,6 +248,81 @@ class Sharding:
         base = min(used, gathered) if memory.line is None else memory.line[0]
         return RowDemand(base, max(0.0, used - base) / batch, *_fit_time(device))
 
+    # ------------------------------------------------------------------ devices without rows
+
+    @cached_property
+    def without_rows(self) -> Proposal | None:
+        """The training with the highest expected samples/s of those with devices without rows.
+
+        None if there is none that fits, or if the devices' memory is unknown.
+        """
+        limits = self._limits
+        if not self._needs_are_known or len(limits) < self._problem.devices:
+            return None
+        found = []
+        for holders in self._sets_of_holders():
+            division = self._divide(limits, holders)
+            proposal = division and propose(division, self._row_demands, self._problem)
+            if proposal:
+                found.append(proposal)
+        return max(found, key=lambda one: one.rate(), default=None)
+
+    def _sets_of_holders(self) -> list[frozenset[int]]:
+        """Return the sets of devices that may only hold state.
+
+        They are the one to all but one devices with the slowest step of a row, or the least memory.
+        """
+        positions = range(self._problem.devices)
+        slowest = sorted(positions, key=lambda i: -self._row_demands[i].seconds(1))
+        smallest = sorted(positions, key=lambda i: self._limits[i])
+        counts = range(1, self._problem.devices)
+        return [frozenset(order[:count]) for order in (slowest, smallest) for count in counts]
+
+    def _probe_without_rows(self, budget: Budget) -> Probe | None:
+        """Return a probe of the training with devices without rows, if it may be the fastest."""
+        wanted = self.without_rows
+        if wanted is None or len(self._held) >= RETREATS or not self._may_win(wanted):
+            return None
+        if any(one.probe.layout == wanted.layout for one in self._held):
+            return None
+        if not budget.affords(wanted.layout, Stage.RACE, wanted.seconds):
+            return None
+        seconds = budget.probe_seconds(wanted.layout, Stage.SHARD, step_seconds=wanted.seconds)
+        return Probe(wanted.layout, Stage.SHARD, seconds)
+
+    def _may_win(self, wanted: Proposal) -> bool:
+        """True if the proposal should be faster than the sharded trainings that ran.
+
+        Its step takes as much longer than its rows as theirs. Before any ran, it is compared with
+        what is expected if all devices have rows.
+        """
+        ran = [one for one in self._seen if isinstance(one, Timed) and one.probe.layout.state]
+        if ran:
+            more = min(self._beyond_rows(one) for one in ran)
+            best = max(one.samples_per_second for one in ran)
+            return wanted.rate(more) > (1 + LEAST_GAIN) * best
+        division = self._division
+        if division is None or not division.rows:
+            return division is None
+        everywhere = propose(division, self._row_demands, self._problem)
+        return everywhere is None or wanted.rate() > (1 + LEAST_GAIN) * everywhere.rate()
+
+    def _surely_loses(self, layout: Layout) -> bool:
+        """True if a step with rows on all devices should be far slower than one that ran.
+
+        In the one that ran, some devices had no rows.
+        """
+        rates = [one.samples_per_second for one in self._held if isinstance(one, Timed)]
+        if not rates or not layout.traits.together:
+            return False
+        expected = layout.global_batch / expect_seconds(layout, self._row_demands)
+        return expected < FAR_SLOWER * max(rates)
+
+    def _beyond_rows(self, one: Timed) -> float:
+        """Return how much longer a whole step took than its rows should, in seconds."""
+        layout = one.probe.layout
+        return max(0.0, one.step_seconds - expect_seconds(layout, self._row_demands))
+
     # ------------------------------------------------------------------ rows, as with whole models
 
     @cached_property
@@ -218,6 +344,8 @@ class Sharding:
         )
         known = Observations(problem)
         for one in self._seen:
+            if _some_hold_only(one.probe.layout):
+                continue
             if not isinstance(one, OutOfMemory) or one.probe.layout.state in ((), self.parts):
                 known.add(self._check_fit_beside_state(self._without_shards(one), left))
         return RowPolicy(MachineModel(problem, known, TimeLeft(problem, BALANCE, known)))
@@ -308,20 +436,68 @@ def _fit_time(device: DeviceEvidence) -> tuple[float, float]:
 
 
 def divide_state(
-    limits: Sequence[float], needs: Sequence[RowDemand], problem: Problem
+    limits: Sequence[float],
+    needs: Sequence[RowDemand],
+    problem: Problem,
+    without_rows: frozenset[int] = frozenset(),
 ) -> StateDivision | None:
     """Return parts of the state that fill the memory left by a step's rows; None if it doesn't fit.
 
     A fixed batch is computed in one pass if it fits. A free batch is the batch with the highest
     expected samples/s among those that fit in one pass. `limits` are the devices' bytes. The state
-    has to fit together with at least one row on each device.
+    has to fit together with at least one row on each device. Devices at the positions
+    `without_rows` only hold a part of it, and compute one row that doesn't count in their first
+    passes.
     """
+    room = StateRoom(limits, needs, problem, without_rows=without_rows)
     if problem.global_batch is None:
-        return StateRoom(limits, needs, problem).divide()
-    at_once = StateRoom(limits, needs, problem).divide_for(problem.global_batch)
+        return room.divide()
+    at_once = room.divide_for(problem.global_batch)
     if at_once is not None or not problem.micro:
         return at_once
-    return StateRoom(limits, needs, problem, in_passes=True).divide()
+    return StateRoom(limits, needs, problem, in_passes=True, without_rows=without_rows).divide()
+
+
+def propose(
+    division: StateDivision, needs: Sequence[RowDemand], problem: Problem
+) -> Proposal | None:
+    """Return the layout of the rows for which the state was divided; None if it has no rows.
+
+    A fixed batch is distributed in proportion to these rows, in as few equal passes as they allow.
+    """
+    quantum, batch = problem.multiple_of, problem.global_batch
+    shares = [int(rows) // quantum * quantum for rows in division.rows]
+    if not any(shares):
+        return None
+    passes = 1
+    if batch is not None:
+        whole = sum(shares) if division.in_passes else sum(division.rows)
+        passes = max(1, math.ceil(batch / whole - LEAST_PART))
+        room = [rows * batch / whole for rows in (shares if division.in_passes else division.rows)]
+        shares = [int(rows) // quantum * quantum for rows in room]
+        while sum(shares) < batch:
+            # the device that is the farthest below its rows
+            shares[max(range(len(room)), key=lambda i: room[i] - shares[i])] += quantum
+    micro = tuple(-(-share // passes) for share in shares) if passes > 1 else ()
+    rows_alone = layout_of(tuple(shares), micro)
+    layout = msgspec.structs.replace(rows_alone, kind="shard", state=division.parts)
+    return Proposal(layout, expect_seconds(layout, needs))
+
+
+def expect_seconds(layout: Layout, needs: Sequence[RowDemand]) -> float:
+    """Return the seconds that a sharded layout's rows should take.
+
+    All devices have equally many passes, and wait for each other in each of them.
+    """
+    passes = max(map(layout.passes, layout.computing))
+    rows = [max(1.0, layout.shares[i] / passes) for i in layout.computing]
+    pairs = zip(layout.computing, rows, strict=True)
+    return passes * max(needs[i].seconds(own) for i, own in pairs)
+
+
+def _some_hold_only(layout: Layout) -> bool:
+    """True if a device of a sharded layout holds a part of the state and computes no rows."""
+    return layout.computing != layout.active
 
 
 class StateRoom:
@@ -333,8 +509,10 @@ class StateRoom:
         needs: Sequence[RowDemand],
         problem: Problem,
         in_passes: bool = False,
+        without_rows: frozenset[int] = frozenset(),
     ) -> None:
         assert problem.state is not None
+        self._computing = [i for i in range(len(needs)) if i not in without_rows]
         self._limits, self._row_demands, self._in_passes = limits, needs, in_passes
         self._fewest = problem.multiple_of
         self._most = float(problem.global_batch or problem.max_global_batch or UNBOUNDED)
@@ -348,7 +526,7 @@ class StateRoom:
         """Return the division for the rows with the most expected samples/s; None if none fit."""
         if not self._fits(self._rows_in(0.0)):
             return None
-        low, high = 0.0, max(need.seconds(self._most) for need in self._row_demands)
+        low, high = 0.0, max(self._row_demands[i].seconds(self._most) for i in self._computing)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             rows = self._rows_in(middle)
@@ -357,7 +535,7 @@ class StateRoom:
             else:
                 high = middle
         # samples/s rise with time unless some device is full: then they may fall
-        full = [need.seconds(self._most_rows(i)) for i, need in enumerate(self._row_demands)]
+        full = [self._row_demands[i].seconds(self._most_rows(i)) for i in self._computing]
         found = [low, *(seconds for seconds in full if 0 < seconds < low)]
         return self._parts(max(map(self._rows_in, found), key=self._rate))
 
@@ -366,7 +544,7 @@ class StateRoom:
 
         Rows are divided in proportion to the devices' speed.
         """
-        low, high = 0.0, max(need.seconds(batch) for need in self._row_demands)
+        low, high = 0.0, max(self._row_demands[i].seconds(batch) for i in self._computing)
         for _ in range(HALVINGS):
             middle = (low + high) / 2
             if sum(self._rows_in(middle)) < batch:
@@ -380,10 +558,10 @@ class StateRoom:
 
     def _rows_in(self, seconds: float) -> list[float]:
         """Return the rows that each device computes in `seconds`, at most as many as fit."""
-        found = []
-        for i, need in enumerate(self._row_demands):
-            rows = max(self._fewest, need.rows_in(seconds))
-            found.append(max(self._fewest, min(rows, self._most_rows(i))))
+        found = [0.0] * len(self._row_demands)
+        for i in self._computing:
+            rows = max(self._fewest, self._row_demands[i].rows_in(seconds))
+            found[i] = max(self._fewest, min(rows, self._most_rows(i)))
         return found
 
     def _most_rows(self, position: int) -> float:
@@ -398,7 +576,8 @@ class StateRoom:
         """Return the bytes of the state that each device can hold beside its rows."""
         found = []
         for limit, need, own in zip(self._limits, self._row_demands, rows, strict=True):
-            free = limit - need.base_bytes
+            # the filler row of a device without rows leaves no gradients room
+            free = limit - need.base_bytes - (0.0 if own else need.row_bytes)
             beside = (free - need.row_bytes * own) * self._state / self._held
             found.append(min(beside, free, limit * self._of_step))
         return found
@@ -409,8 +588,7 @@ class StateRoom:
 
     def _rate(self, rows: Sequence[float]) -> float:
         """Return the samples/s of a step, without the exchange of gradients."""
-        pairs = zip(self._row_demands, rows, strict=True)
-        return sum(rows) / max(need.seconds(own) for need, own in pairs)
+        return sum(rows) / max(self._row_demands[i].seconds(rows[i]) for i in self._computing)
 
     def _parts(self, rows: Sequence[float]) -> StateDivision:
         left = self._left(rows)
@@ -418,7 +596,7 @@ class StateRoom:
         parts = [max(least, round(size / sum(left), DIGITS)) for size in left]
         largest = parts.index(max(parts))
         parts[largest] = round(parts[largest] + 1 - sum(parts), DIGITS)
-        return StateDivision(tuple(parts), self._in_passes)
+        return StateDivision(tuple(parts), self._in_passes, rows=tuple(rows))
 
 
 def state_bytes_at_peak(state: ModelState, in_passes: bool) -> int:

@@ -4,6 +4,7 @@ and trains.
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -12,10 +13,12 @@ import pytest
 import torch
 
 from evener.balancer.events import Finished, Observed
+from evener.balancer.jobs import make_job
+from evener.balancer.probes.child_prober import make_prober
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
 from evener.balancer.session import Session
-from evener.balancer.types import Observation, OutOfMemory, Timed
+from evener.balancer.types import Layout, Observation, OutOfMemory, Probe, Stage, Timed
 from evener.errors import RequestError
 from evener.plan.file import Plan
 from evener.workloads.protocol import WorkerSetup
@@ -158,3 +161,28 @@ def test_unequal_memory_holds_more_than_equal_shards_and_nearly_all_that_it_coul
     assert found == same
     assert found["planned"] >= 1.6 * found["equal"]
     assert found["planned"] >= 0.9 * found["room"]
+
+
+@two_cores
+def test_a_device_without_rows_holds_its_part_while_the_other_steps(
+    shared_servers: None,
+) -> None:
+    """In one pass and in passes; its child computes one row at first, then none."""
+    workload = f"{shard_workload.__file__}:build"
+    request = Request(devices="cpu/2:0,cpu/2:1", workload=workload, framework="torch")
+    prober = make_prober(make_job(request))
+    found = list[Observation]()
+    try:
+        for turn, micro in enumerate(((), (2, 0))):
+            layout = Layout("shard", (8, 0), micro=micro, state=(0.25, 0.75))
+            probe = Probe(layout, Stage.SHARD, 0.5, turn)
+            found += prober.measure((probe,), lambda _: None, threading.Event())
+    finally:
+        prober.close()
+    for one in found:
+        assert isinstance(one, Timed), one
+        computes, holds = one.memory_bytes
+        assert computes is not None
+        assert holds is not None
+        assert holds > 2 * computes
+    assert len(found) == 2

@@ -66,6 +66,13 @@ class RecipeShards:
         move(recipe.optimizer, replaced, module)
         self._state, self._step = self._measure(recipe.optimizer, device)
         hook_forward(module, device, lambda *_: None)
+        self._computes = True
+
+    def compute_nothing(self) -> None:
+        """Only hold this rank's part from now on, and take part in the other ranks' collectives."""
+        if self._computes:
+            self._computes = False
+            self.sharded.compute_nothing()
 
     def describe(self) -> str:
         """Return seven numbers about the whole model's memory, separated by spaces.

@@ -169,7 +169,8 @@ class TorchWorkload(Workload, StepListener):
     def prepare(self, shares: Sequence[int], micro: Sequence[int] = ()) -> None:
         """Prepare batches for this rank's share.
 
-        A rank whose share is 0 leaves the group until a later call gives it a share above 0.
+        A rank whose share is 0 leaves the group until a later call gives it a share above 0. If the
+        model is sharded, the rank takes part with a filler row, whose gradients have weight 0.
         """
         self._micro = own_share(self.setup, micro or shares)
         if micro:
@@ -181,7 +182,11 @@ class TorchWorkload(Workload, StepListener):
             )
             check_normalization(self.recipe.module, "gradients", sum(map(bool, shares)), passes)
         if self._shards is not None:
-            self._equal_passes = max(map(count_passes, shares, micro or shares))
+            computing = [each for each in zip(shares, micro or shares, strict=True) if each[0]]
+            self._equal_passes = max(count_passes(*each) for each in computing)
+            if not self._micro:
+                self._micro = 1
+                self._shards.compute_nothing()
         on_host = self._micro < own_share(self.setup, shares) or self._equal_passes > 1
         self._prepare(shares, lambda data, sizes, rank: data.sampler(sizes, rank), on_host)
 
@@ -223,11 +228,13 @@ class TorchWorkload(Workload, StepListener):
             sizes = [shares[rank] for rank in self._members] if self._group else [own]
             rank = self._members.index(self.setup.rank) if self._group else 0
             batches.make(draw(batches.data, sizes, rank), on_host)
+        elif self._shards is not None:
+            batches.make(draw(batches.data, [1], 0), on_host)
 
     def step(self) -> None:
         """Run an optimizer step on the next batch, with gradients all-reduced over the ranks.
 
-        A rank without rows does nothing.
+        A rank without rows does nothing, unless it holds a part of a sharded model.
         """
         if self._batches is None or not self._batches.rows:
             return
@@ -465,7 +472,9 @@ class TorchWorkload(Workload, StepListener):
         if self._shards is not None:
             exchange = self._shards.sharded
         if exchange is not None and self._members:
-            exchange.weigh(gradient_weight(sizes, self._members.index(self.setup.rank)))
+            computes = self.setup.rank in self._members
+            own = self._members.index(self.setup.rank) if computes else 0
+            exchange.weigh(gradient_weight(sizes, own) if computes else 0.0)
 
     def _objective(self, inputs: Any, targets: Any) -> Any:
         outputs = call(self._model, inputs)

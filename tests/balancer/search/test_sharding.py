@@ -16,7 +16,13 @@ from hypothesis import strategies as st
 from evener.balancer.events import Finished, Observed
 from evener.balancer.request import Request
 from evener.balancer.run import open_run
-from evener.balancer.search.sharding import RowDemand, Sharding, divide_state, state_bytes_at_peak
+from evener.balancer.search.sharding import (
+    RowDemand,
+    Sharding,
+    divide_state,
+    propose,
+    state_bytes_at_peak,
+)
 from evener.balancer.session import Session
 from evener.balancer.types import (
     MEASURED_PART,
@@ -46,6 +52,7 @@ NEEDS = st.builds(
     st.floats(0, 50),
     st.floats(0, 0.5),
     st.none() | st.integers(1, 300),
+    st.sets(st.integers(0, 3)),
 )
 def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
     devices: list[tuple[float, RowDemand]],
@@ -53,15 +60,19 @@ def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
     step: float,
     gradients: float,
     batch: int | None,
+    without: set[int],
 ) -> None:
-    """Filled by the memory that rows leave: with a row each, no part is too large."""
+    """Filled by the memory that rows leave: with a row each, no part is too large. Devices without
+    rows compute one at first, which counts for nothing.
+    """
     limits, needs = [size * GIB for size, _ in devices], [need for _, need in devices]
     whole = int(state * GIB)
     sizes = ModelState(whole, GIB, int(step * GIB), gradient_bytes=int(gradients * whole))
     problem = Problem(
         len(limits), tuple(map(int, limits)), global_batch=batch, state=sizes, shards=True
     )
-    division = divide_state(limits, needs, problem)
+    holders = frozenset(without & set(range(len(limits) - 1)))
+    division = divide_state(limits, needs, problem, holders)
     left = sum(max(0.0, limit - need.base_bytes) for limit, need in zip(limits, needs, strict=True))
     if division is None:
         return
@@ -75,6 +86,15 @@ def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
         )
         assert own * whole + need.base_bytes <= limit
         assert own * (whole + step * GIB) <= limit * (1 + 1e-9)
+    assert {i for i, rows in enumerate(division.rows) if not rows} == holders
+    proposal = propose(division, needs, problem)
+    if proposal is None:  # less than a whole row on each device
+        return
+    layout = proposal.layout
+    assert layout.active == tuple(range(len(limits)))
+    assert not holders.intersection(layout.computing)
+    assert batch in (None, layout.global_batch)
+    assert proposal.rate(1.0) < proposal.rate()
 
 
 def test_more_memory_never_makes_it_not_fit() -> None:
@@ -153,6 +173,54 @@ def test_no_whole_step_of_a_llama_runs_out_of_memory_although_fragments_stay_fre
     rate = plan.throughput.samples_per_second
     least = 1.5 if gradients else 1.2
     assert rate >= least * FASTEST_ALONE, "gradients leave their memory to activations"
+
+
+SLOWER = "curve = [[1, 900.0], [12, 960.0], [48, 2500.0]]"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "batch", "least"),
+    [
+        ((24, 8), None, 1.05),  # the large card holds the model itself, with room for fewer rows
+        ((12, 9), None, 0.3),  # neither holds it: with rows on both, less than a tenth
+        ((12, 9), 64, 0.12),  # in passes: with rows on both, each would last 0.9 s
+    ],
+)
+def test_a_card_that_only_delays_holds_state_without_rows(
+    own_folder: Path,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    gpus: tuple[int, int],
+    batch: int | None,
+    least: float,
+) -> None:
+    """The second card takes 0.9 s for a row, for which the first takes 0.09 s."""
+    large, small = (LLAMA_TABLE.format(size, size * 1024) for size in gpus)
+    curve = next(line for line in small.splitlines() if line.startswith("curve"))
+    path = own_folder / "slow.toml"
+    path.write_text(LLAMA_SHARDS.format(4360) + large + small.replace(curve, SLOWER))
+    asked = ("--global-batch", str(batch)) if batch else ("--max-global-batch", "64")
+    words = ("-d", f"sim:{path}", *asked, "--budget", "120s")
+    code, said = balance(capsys, *words, "--export", "plan.toml")
+    assert code == 0, said
+    plan = load_plan("plan.toml")
+    first, second = plan.layout.share
+    assert second.batch == 0
+    assert second.state > 0.3
+    assert second.held_bytes
+    assert first.state + second.state == pytest.approx(1)
+    assert plan.throughput is not None
+    assert plan.throughput.samples_per_second >= least * FASTEST_ALONE
+    machine = load_machine(path)
+    for position, share in enumerate(plan.layout.share):
+        used = machine.part_bytes(position, max(1, share.micro), share.state, batch is not None)
+        assert used <= 0.97 * machine.usable_memory_bytes(position)
+    assert f"{first.batch}" in said
+    assert "on SIM:0, the model in shards" in said
+    monkeypatch.setattr(Sharding, "without_rows", None)
+    code, _ = balance(capsys, *words, "--export", "before.toml")
+    before = load_plan("before.toml").throughput if code == 0 else None
+    assert before is None or before.samples_per_second < plan.throughput.samples_per_second
 
 
 def balance(capsys: pytest.CaptureFixture[str], *words: str) -> tuple[int, str]:
