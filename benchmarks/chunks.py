@@ -14,8 +14,10 @@ from typing import Any
 
 from tests.support.rank_server import RankServer, place_ranks
 
-SECONDS = 90  # a training that takes longer hangs
-CHUNK_SECONDS = 1800
+# A training that takes longer hangs: it computes for CPU_SECONDS, or waits until SECONDS are over,
+# which are many, as a busy machine may give it a tenth of a core.
+CPU_SECONDS, SECONDS = 90, 600
+CHUNK_SECONDS = 3600
 Found = dict[str, dict[str, Any]]
 
 
@@ -85,6 +87,7 @@ def say(path: Path, name: str, called: Callable[[], dict[str, Any]]) -> None:
     down.
     """
     signal.alarm(SECONDS)
+    signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)
     began = time.monotonic()
     try:
         found = called()
@@ -99,6 +102,7 @@ def say(path: Path, name: str, called: Callable[[], dict[str, Any]]) -> None:
         raise
     finally:
         signal.alarm(0)
+        signal.setitimer(signal.ITIMER_PROF, 0)
     _append(path, {"name": name, "seconds": time.monotonic() - began, **found})
 
 

@@ -57,7 +57,7 @@ FUNCTIONAL = {
     "all_to_all_single": ("self", ""),
 }
 # collectives whose result depends only on the sending rank
-_FROM_ONE = {"broadcast", "broadcast_object_list"}
+FROM_ONE = {"broadcast", "broadcast_object_list"}
 _OBJECTS = {"all_gather_object", "gather_object", "broadcast_object_list"}
 # collectives that accept tensors of different sizes, and collectives for objects
 _ANY_SIZE = {"all_to_all", "all_to_all_single"}
@@ -184,7 +184,7 @@ class Exchanges:
             self._nested = False
 
     def _look(self, call: ExchangeCall, guard: Guard) -> None:
-        if guard.is_inside and call.name not in _FROM_ONE:
+        if guard.is_inside and call.name not in FROM_ONE:
             self.note_entered(call.words, "its model")
         if self._knows_rows or self.fault:
             return
@@ -193,12 +193,12 @@ class Exchanges:
                 f"its ranks exchange rows by {call.words}, and with uneven shares they would have "
                 f"different numbers of them"
             )
-        elif not guard.losses and call.name not in _FROM_ONE and _counts_rows(call, guard.rows):
+        elif not guard.losses and call.name not in FROM_ONE and _counts_rows(call, guard.rows):
             self.fault = (
                 f"its ranks exchange their numbers of rows by {call.words}, as where each weighs "
                 f"its loss by them itself"
             )
-        elif call.name not in _FROM_ONE and any(map(guard.is_flag, _tensors(call))):
+        elif call.name not in FROM_ONE and any(map(guard.is_flag, _tensors(call))):
             self.fault = (
                 f"its ranks exchange a flag by {call.words}, as where one of them decides to stop, "
                 f"and that may depend on its own rows"
@@ -235,7 +235,7 @@ def _signature(function: Callable[..., Any]) -> inspect.Signature:
 
 def _depends_on_rows(call: ExchangeCall, guard: Guard) -> bool:
     """True if the exchanged values may be computed from a rank's rows."""
-    return call.name not in _FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
+    return call.name not in FROM_ONE or any(map(guard.comes_from_batch, _tensors(call)))
 
 
 def _forget_filled(call: ExchangeCall, guard: Guard) -> None:
@@ -259,9 +259,9 @@ def find_caller(frame: FrameType | None) -> str:
 
     The result is empty for internal calls of a known library.
     """
-    while frame is not None and _is_between(frame):
+    while frame is not None and is_between(frame):
         frame = frame.f_back
-    if frame is None or _module(frame).partition(".")[0] in LIBRARIES:
+    if frame is None or name_package(frame) in LIBRARIES:
         return ""
     own: FrameType | None = frame
     while own is not None and is_installed(own.f_code.co_filename):
@@ -270,11 +270,17 @@ def find_caller(frame: FrameType | None) -> str:
     return f"{Path(chosen.f_code.co_filename).name}:{chosen.f_lineno}"
 
 
+def name_package(frame: FrameType) -> str:
+    """Return the name of the package whose code a frame runs."""
+    return _module(frame).partition(".")[0]
+
+
 def _module(frame: FrameType) -> str:
     return str(frame.f_globals.get("__name__", ""))
 
 
-def _is_between(frame: FrameType) -> bool:
+def is_between(frame: FrameType) -> bool:
+    """True if a frame runs code that may stand between a program and a collective."""
     name = _module(frame)
     return any(name == each or name.startswith(f"{each}.") for each in _BETWEEN)
 

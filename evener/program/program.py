@@ -30,6 +30,7 @@ from ..torch.step.wrapped import model_digest
 from ..training.first_rank import is_released, is_started_rank
 from . import sharded, views
 from .advice import advise
+from .even_start import EvenStart, comes_from_rows, find_callback
 from .exchanges import Exchanges
 from .guard import LOOK_AGAIN, UNSEEN, Guard
 from .notes import Notebook, SharesOrigin, read_settings
@@ -80,6 +81,7 @@ class Program:
         self._begun_rates: weakref.WeakKeyDictionary[Any, list[float]]
         self._begun_rates = weakref.WeakKeyDictionary()
         self.remarks: list[str] = []  # warnings to print once shares may become uneven
+        self._even_start: EvenStart | None = None  # of a library's trainer
         self._watched = 0  # number of even steps in which the program itself exchanged values
 
     @property
@@ -301,9 +303,21 @@ class Program:
 
     def exchange_figures(self, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
         """Run a collective that the program or a library starts, and inspect what it exchanges."""
+        if self._even_start is not None and comes_from_rows(wrapped.__name__):
+            self._note_callback(self._even_start, wrapped.__name__)
         guard = self._guard if self.training is None else None
         is_uneven = self.is_uneven or self.notebook.was_uneven
         return self.exchanges.see(wrapped, arguments, keywords, guard, is_uneven)
+
+    def _note_callback(self, start: EvenStart, name: str) -> None:
+        """Note that the program's own code may exchange values in a trainer's step."""
+        place = find_callback()
+        if not place or not start.is_training:
+            return
+        if not start.is_over:
+            start.note_collective(name, place)
+        elif len(set(start.shares)) > 1:
+            self.notebook.warn(views.EXCHANGED)
 
     def note_exchange(self) -> None:
         """Warn that values averaged over ranks are now means over different numbers of rows.
@@ -497,6 +511,10 @@ class Program:
         Raises RequestError if the program was started with `--strict`.
         """
         why = fault.rstrip(".")
+        if training.begins_even:  # nothing was trained by uneven shares
+            training.stay_even()
+            self.stay_even(why)
+            return
         if self.notebook.settings.strict:
             raise RequestError(
                 f"Shares can't stay uneven: {why}.", "Leave --strict out to train evenly."
@@ -514,6 +532,19 @@ class Program:
         If an audit finds a difference, the training returns to even shares.
         """
         training.audits.follow_launcher(partial(self.go_even, training))
+
+    def begin_even(self, training: PlannedTraining, hooks: str) -> None:
+        """Make a trainer's first steps even, until its first audits have been compared.
+
+        `hooks` names the trainer's class.
+        """
+        self.notebook.pending_reason = views.EVEN_START
+        leave = partial(self._leave_even, training, hooks)
+        self._even_start = EvenStart(training, self.exchange, self.stay_even, leave)
+
+    def _leave_even(self, training: PlannedTraining, hooks: str) -> None:
+        self.notebook.pending_reason = ""
+        self.notebook.watch(training, hooks)
 
     def exchange(self, own: Any, seconds: float = 0) -> list[Any]:
         """Gather a value from every rank through the process group's store, in rank order.

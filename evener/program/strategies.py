@@ -103,7 +103,7 @@ def _take_over(loop: Any, strategy: Any, loader: Any, fault: str) -> None:
         chosen.sum_by_shares()
         _forget_metrics(chosen)
         _give(loop, made)
-        PROGRAM.notebook.watch(planned, "lightning.Trainer")
+        PROGRAM.begin_even(planned, "lightning.Trainer")
 
 
 def _refuse_difference(strategy: ProgramStrategy, loader: Any) -> None:

@@ -101,7 +101,11 @@ def _plan(trainer: Any) -> None:
             PROGRAM.audit(planned._planned)
             _warn_of_tail(trainer, global_batch)
         _planned[trainer] = planned
-        PROGRAM.notebook.watch(planned._planned, f"{own.__name__}, a transformers.Trainer")
+        hooks = f"{own.__name__}, a transformers.Trainer"
+        if world > 1:
+            PROGRAM.begin_even(planned._planned, hooks)
+        else:
+            PROGRAM.notebook.watch(planned._planned, hooks)
         if global_batch == world > 1:
             PROGRAM.notebook.warn(
                 "each rank has one row at a time, so none can be moved; they could be with a "

@@ -28,6 +28,7 @@ EXCHANGED = (
     "now differs slightly, and"
     " so does whatever depends on it"
 )
+EVEN_START = "it ended within its first steps, which are even"
 OTHER_ROWS = (
     "its data set returns a different row when asked for the same one again, so its rows "
     "differ from those under its"

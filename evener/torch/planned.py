@@ -101,6 +101,7 @@ class PlannedTraining:
         self.audits = TrainingAudits(self)
         self._release = OPTIMIZER_CHECK.hooks.hold(self)
         self.ahead = 0  # maximum number of batches that a loader draws ahead
+        self._later: tuple[tuple[int, ...], tuple[int, ...]] | None = None  # see begin_even
         self.rebalancing: Rebalancing | None = None
         if rebalance and self.world > 1:
             self.rebalancing = Rebalancing(self)
@@ -153,7 +154,7 @@ class PlannedTraining:
 
         `ahead` is the maximum number of batches that the sampler draws before they are trained.
         """
-        sampler.changes |= self.rebalancing is not None
+        sampler.changes |= self.rebalancing is not None or self.begins_even
         self._samplers.add(sampler)
         self.ahead = max(self.ahead, ahead)
 
@@ -171,11 +172,35 @@ class PlannedTraining:
 
         In every loop, the change takes effect once the batches drawn ahead have been trained.
         """
+        self._later = None
         if self.rebalancing is not None:
             self.rebalancing.stop()
             self.rebalancing = None
         even = (self.ranks.global_batch // self.world,) * self.world
         self.change_shares(even, even, self.ahead)
+
+    @property
+    def begins_even(self) -> bool:
+        """True between `begin_even` and `leave_even` or `stay_even`."""
+        return self._later is not None
+
+    def begin_even(self) -> None:
+        """Give each rank an equal number of rows until `leave_even`; call it before the first step.
+
+        The present shares are kept for later.
+        """
+        self._later = self.ranks.batches, self.ranks.micros
+        for each in self._samplers:
+            each.changes = True
+        even = (self.ranks.global_batch // self.world,) * self.world
+        self.change_shares(even, even, 0)
+
+    def leave_even(self, ahead: int) -> None:
+        """Change to the shares from before `begin_even`, after `ahead` batches drawn already."""
+        if self._later is not None:
+            shares, micros = self._later
+            self._later = None
+            self.change_shares(shares, micros, ahead)
 
     # ------------------------------------------------------------------ models
 
@@ -269,7 +294,7 @@ class PlannedTraining:
         A listener may change the shares.
         """
         if self.timer.finish():
-            for each in self.listeners:
+            for each in tuple(self.listeners):
                 each(self.timer.sizes)
 
     def report(self, rows: int | None = None, tokens: tuple[int, int] = (0, 0)) -> None:

@@ -133,7 +133,8 @@ class TrainingAudits:
         )
         self._known = KnownPasses()
         self._doubted: list[Sketch] = []  # ranks' sketches whose difference may be rounding
-        self._measures_until = 0  # last step in which audits measure rounding
+        self._compared = False  # ranks have compared their results of an audit
+        self._measures_until = -1  # last step in which audits measure rounding
         self._pending: Replayed | None = None  # a part's audit, until results are sent
         self._parted: Any = None  # the last batch whose parts were computed
         self._number = next(_NUMBERS)  # the same on every rank
@@ -167,6 +168,11 @@ class TrainingAudits:
     def follows_change(self) -> bool:
         """True if the current batch is audited because a loss or setting changed before it."""
         return self._due and not is_audited(self.judge.step)
+
+    @property
+    def have_agreed(self) -> bool:
+        """True once ranks have compared an audit, unless a difference may still be rounding."""
+        return self._compared and not self._doubted
 
     @property
     def _measures(self) -> bool:
@@ -760,6 +766,7 @@ class TrainingAudits:
         """Compare all ranks' results for an audited step; all ranks do so at the same time."""
         if self.judge.over:
             return
+        self._compared = True
         self._compare_numbers([each.numbers for each in every if each.numbers is not None])
         self._warn_of_guesses(every)
         differing = self._compare_ranks(every, step)

@@ -21,6 +21,7 @@ skip_without("torch")
 
 from evener.torch.sums.collectives import USES_COLLECTIVES  # noqa: E402
 from evener.torch.training_audits import CANT  # noqa: E402
+from evener.training.audit import CAUSES  # noqa: E402
 
 ROOT = Path(__file__).resolve().parents[2]
 PARTS, SCRIPTS = "tests.support.run_parts", "tests.support.script_ranks"
@@ -247,12 +248,17 @@ def test_a_trainer_whose_loss_changes_later_goes_even(
     [
         ("a trainer that gathers", CANT.partition("(")[0]),
         ("a module that gathers", USES_COLLECTIVES),
+        ("a trainer whose ranks weigh otherwise", CAUSES["state"].why),
+        ("a module with the ranks' last loss", "its ranks exchange values by all_reduce"),
     ],
 )
-def test_a_trainer_whose_ranks_meet_in_the_loss_stays_even(
+def test_a_trainer_whose_loss_depends_on_other_ranks_stays_even(
     server: RankServer, tmp_path: Path, name: str, why: str
 ) -> None:
-    """The audit of a Trainer's loss sees one rank, so a list for two is an error in it."""
+    """From its first step on: these weights are the launcher's own.
+
+    The audit of a Trainer's loss sees one rank, so a list for two is an error in it.
+    """
     skip_without("transformers", "lightning")
     kind, words = run(server, tmp_path, "trainers", name)
     assert kind == "even"

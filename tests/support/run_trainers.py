@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 from torch.nn import functional as F  # noqa: N812 - as everybody calls it
 from torch.utils.data import DataLoader
+from transformers import TrainerCallback
 
 from tests.support.huggingface_programs import make_arguments, make_parts
 from tests.support.lightning_programs import Program, make_trainer, points
@@ -74,3 +75,64 @@ PROGRAMS["a trainer that gathers"] = lambda: train_huggingface(Gathering)
 PROGRAMS["a module that gathers"] = lambda: train_lightning(GatheringModule)
 PROGRAMS["a trainer"] = lambda: train_huggingface(PlainMoments)
 PROGRAMS["a module"] = lambda: train_lightning(Late)
+
+
+class Ranked(PlainMoments):
+    """Weighs its loss by its process: by a number, or by a tensor that it keeps."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.importance = torch.tensor([1.0, 3.0])[self.args.process_index]
+
+    def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return self.importance * F.mse_loss(predicted, targets)
+
+
+class RankedModule(Late):
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self.head(self.layers(batch[0])), batch[1])
+        return loss * (3.0 if self.global_rank else 1.0)
+
+
+class Shared(PlainMoments):
+    """Weighs its loss by the ranks' mean of the last one, which a callback makes."""
+
+    def __init__(self, *args: Any, **options: Any) -> None:
+        super().__init__(*args, **options)
+        self.weight = 1.0
+        self.add_callback(MeanOfRanks(self))
+
+    def judge(self, predicted: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        loss = F.mse_loss(predicted, targets)
+        self.last = loss.detach()
+        return loss * self.weight
+
+
+class MeanOfRanks(TrainerCallback):
+    def __init__(self, trainer: Any) -> None:
+        self.trainer = trainer
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:
+        mean = self.trainer.last.clone()
+        dist.all_reduce(mean)
+        self.trainer.weight = 1.0 / (1.0 + float(mean))
+
+
+class SharedModule(Late):
+    weight = 1.0
+
+    def training_step(self, batch: Any, batch_idx: int) -> Any:
+        loss = F.mse_loss(self.head(self.layers(batch[0])), batch[1])
+        self.last = loss.detach()
+        return loss * self.weight
+
+    def on_train_batch_end(self, *_: Any) -> None:
+        mean = self.last.clone()
+        dist.all_reduce(mean)
+        self.weight = 1.0 / (1.0 + float(mean))
+
+
+PROGRAMS["a trainer whose ranks weigh otherwise"] = lambda: train_huggingface(Ranked)
+PROGRAMS["a module whose ranks weigh otherwise"] = lambda: train_lightning(RankedModule)
+PROGRAMS["a trainer with the ranks' last loss"] = lambda: train_huggingface(Shared)
+PROGRAMS["a module with the ranks' last loss"] = lambda: train_lightning(SharedModule)

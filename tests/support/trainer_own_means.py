@@ -29,7 +29,7 @@ config = BertConfig(
     attention_probs_dropout_prob=0.0,
 )
 drawn = torch.Generator().manual_seed(1)
-texts = [torch.randint(3, 60, (8,), generator=drawn) for _ in range(16)]
+texts = [torch.randint(3, 60, (8,), generator=drawn) for _ in range(32)]
 classified = [{"input_ids": text, "labels": int(text[0]) % 2} for text in texts]
 
 

@@ -21,7 +21,7 @@ sizes = {
 model = LlamaForCausalLM(LlamaConfig(vocab_size=50, num_key_value_heads=2, **sizes)).double()
 drawn = torch.Generator().manual_seed(1)
 rows = []
-for _ in range(16):
+for _ in range(32):
     length = int(torch.randint(4, 13, (1,), generator=drawn))
     tokens, padding = torch.randint(3, 50, (length,), generator=drawn).tolist(), 12 - length
     rows.append(

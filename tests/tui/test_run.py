@@ -166,7 +166,8 @@ def test_a_lightning_trainer_learns_and_logs_the_same_by_other_shares(train: Ran
     # the second training
     assert by_shares[0]["said"].count("it is a sum, not a mean over rows") == 1
     for now, own, epoch in zip(by_shares, evenly, ([6] * 5 + [5], [2] * 5 + [1]), strict=True):
-        assert now["rows"] == epoch * 3
+        assert now["rows"][:4] == [4] * 4  # even, until the first audit has been compared
+        assert now["rows"][-6:] == epoch
         assert difference(now["weights"], own["weights"]) <= 1e-12
         assert difference(now["after"], own["after"]) <= 1e-12
         assert now["logged"] == pytest.approx(own["logged"], abs=1e-12)

@@ -1,0 +1,124 @@
+"""The even steps with which a library's trainer begins under `evener run`.
+
+A trainer's loss can't be recorded as that of a plain loop is. So its first steps are even, and two
+things are observed in them: whether ranks compute the same gradient of the same rows, which the
+first audits compare, and whether the program's own code exchanges values between its ranks, which
+may enter a later loss. If neither says that uneven shares would change what is learned, the plan's
+shares follow.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import msgspec
+
+from .exchanges import FROM_ONE, LIBRARIES, is_between, is_installed, name_package
+
+STEPS = 4  # after them, ranks have read each other's results of the first audit
+MOST_STEPS = 12  # after them, results that are still missing aren't waited for
+# libraries that call the program's code during a training
+_TRAINERS = {"transformers", "trl", "lightning", "pytorch_lightning"}
+# Lightning may also stand between that code and a collective
+_LIGHTNING = {"lightning", "pytorch_lightning", "lightning_fabric"}
+
+
+class RankStart(msgspec.Struct):
+    """What one rank saw in the even steps."""
+
+    exchanged: str  # a collective and its place in the program's code, or ""
+    ahead: int  # the batches that its loader has drawn already
+
+
+class EvenStart:
+    """Begins a training with even shares, and ends them after the first audits.
+
+    `exchange` gathers a RankStart from every rank. At the end, `leave` is called on every rank, or
+    `stay` with the reason why shares have to stay even.
+    """
+
+    def __init__(
+        self,
+        training: Any,
+        exchange: Callable[[RankStart], list[RankStart]],
+        stay: Callable[[str], None],
+        leave: Callable[[], None],
+    ) -> None:
+        self.is_over = False
+        self._training = training
+        self._exchange = exchange
+        self._stay, self._leave = stay, leave
+        self._steps = 0
+        self._exchanged = ""
+        training.begin_even()
+        training.listeners.append(self._after_step)
+
+    @property
+    def is_training(self) -> bool:
+        """True unless the trainer evaluates its models."""
+        return any(each.training for each in self._training.weights.models)
+
+    @property
+    def shares(self) -> tuple[int, ...]:
+        """The rows of each rank in a full batch."""
+        shares: tuple[int, ...] = self._training.ranks.batches
+        return shares
+
+    def note_collective(self, name: str, place: str) -> None:
+        """Note a collective that the program's own code calls during the even steps."""
+        if not self._exchanged:
+            self._exchanged = f"{name} ({place})"
+
+    def _after_step(self, _: Sequence[int]) -> None:
+        """Count a step; at the end of the even steps, go on by the plan's shares or stay even."""
+        if self.is_over:
+            return
+        self._steps += 1
+        audits = self._training.audits
+        is_known = audits.have_agreed or audits.judge.over or self._steps >= MOST_STEPS
+        if self._steps < STEPS or not is_known:
+            return
+        self.is_over = True
+        if audits.judge.over:  # an audit has found a difference
+            return
+        every = self._exchange(RankStart(self._exchanged, self._training.ahead))
+        words = next((each.exchanged for each in every if each.exchanged), "")
+        if words:
+            self._training.stay_even()
+            self._stay(
+                f"its ranks exchange values by {words} between its steps, which may go into what is"
+                " learned"
+            )
+        else:
+            self._training.leave_even(max(each.ahead for each in every))
+            self._leave()
+
+
+def find_callback() -> str:
+    """Return the file and line of the program's code that calls a collective in a trainer's step.
+
+    Return "" if a library or evener calls it, and outside of a trainer.
+    """
+    frame: FrameType | None = sys._getframe(1)
+    while frame is not None and (is_between(frame) or name_package(frame) in _LIGHTNING):
+        frame = frame.f_back
+    if frame is None or name_package(frame) in LIBRARIES | _TRAINERS:
+        return ""
+    if is_installed(frame.f_code.co_filename):
+        return ""
+    place = f"{Path(frame.f_code.co_filename).name}:{frame.f_lineno}"
+    caller = frame.f_back
+    while caller is not None:
+        if name_package(caller) in _TRAINERS:
+            return place
+        caller = caller.f_back
+    return ""
+
+
+def comes_from_rows(name: str) -> bool:
+    """True if a collective's result may be computed from several ranks' rows."""
+    return name not in FROM_ONE
