@@ -1,3 +1,4 @@
-"""Measurements that take minutes and make the tables in docs/benchmarks; run as `python -m
-benchmarks.NAME`.
+"""Benchmarks that take minutes and write the tables in docs/benchmarks.
+
+Run one as `python -m benchmarks.NAME`.
 """

@@ -1,8 +1,9 @@
-"""What limits real trainings with one known cause each, on two ranks of a CPU: `python -m
-benchmarks.caused_limits [--turns 1]`.
+"""Check that evener names the right limit for training runs that have one known cause.
 
-Each training is one of tests/support/caused_trainings.py. Prints a line for each: whether its cause
-is named first, or, of plain ones, nothing.
+  python -m benchmarks.caused_limits [--turns 1]
+
+The training runs of tests/support/caused_trainings.py run on two CPU ranks. Prints one line per
+run: "ok" if its cause is named first (or, for a plain run, if no limit is named), else "MISS".
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from tests.support.rank_server import place_ranks
 
 
 def run_rank(rank: int, folder: str, places: list[dict[str, str]]) -> None:
-    """Train as one rank."""
+    """Train all the cases as one rank."""
     os.environ |= {**places[rank], "MASTER_ADDR": "127.0.0.1", "CUDA_VISIBLE_DEVICES": ""}
     from tests.support.caused_trainings import train_all
 
@@ -29,7 +30,7 @@ def run_rank(rank: int, folder: str, places: list[dict[str, str]]) -> None:
 
 
 def judge(folder: Path) -> None:
-    """A line for each training."""
+    """Print for each training run whether the limit named first is its cause."""
     from tests.support.caused_trainings import FIRST, PLAIN, read_record
 
     ranks: list[dict[str, Any]] = [torch.load(folder / f"{rank}.pt") for rank in range(2)]
@@ -49,7 +50,7 @@ def judge(folder: Path) -> None:
 
 
 def main() -> None:
-    """Train and print."""
+    """Train the cases and print one line for each."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--turns", type=int, default=1)
     for _ in range(parser.parse_args().turns):

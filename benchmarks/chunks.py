@@ -1,5 +1,7 @@
-"""Runs many trainings in a few processes: one that hangs or dies ends its processes, and the rest
-goes on in others.
+"""Run many training runs in a few processes.
+
+A run that hangs or crashes ends only its own processes; the remaining ones continue in new
+processes.
 """
 
 from __future__ import annotations
@@ -14,24 +16,26 @@ from typing import Any
 
 from tests.support.rank_server import RankServer, place_ranks
 
-# A training that takes longer hangs: it computes for CPU_SECONDS, or waits until SECONDS are over,
-# which are many, as a busy machine may give it a tenth of a core.
+# A run is taken to hang after CPU_SECONDS of CPU time, or after SECONDS of wall time, which are many
+# because a busy machine may give it a tenth of a core.
 CPU_SECONDS, SECONDS = 90, 600
 CHUNK_SECONDS = 3600
 Found = dict[str, dict[str, Any]]
 
 
 class Chunks:
-    """Asks `server` for functions of `module`, which call `say` for each of the names that they
-    get.
+    """Runs functions of `module` on `server` for lists of names.
+
+    Such a function calls `say` for each name that it is given.
     """
 
     def __init__(self, server: RankServer, folder: Path, module: str) -> None:
         self._server, self._folder, self._module = server, folder, module
 
     def run(self, function: str, names: Sequence[str], given: Any, world: int = 1) -> Found:
-        """What the first rank said of each name; "ended" is why its processes ended where it said
-        nothing.
+        """Return by name what the first rank recorded.
+
+        A name without a record gets "ended": the reason why its processes ended.
         """
         found: Found = {}
         for path in self._folder.glob(f"{function}*.jsonl"):
@@ -52,7 +56,7 @@ class Chunks:
         return found
 
     def _try(self, function: str, names: Sequence[str], given: Any, world: int) -> str:
-        """Why the processes ended early; empty if they didn't."""
+        """Return why the processes ended early; empty if they didn't."""
         try:
             called = f"{self._module}.{function}"
             ranks = place_ranks(world)
@@ -62,7 +66,7 @@ class Chunks:
         return ""
 
     def _raised(self, function: str, name: str) -> str:
-        """What another rank than the first said of the name that ended them."""
+        """Return the error that the second rank recorded for a name; empty without one."""
         lines = _lines(self._folder / f"{function}1.jsonl")
         return next(
             (
@@ -75,7 +79,7 @@ class Chunks:
 
 
 def last_error(log: str) -> str:
-    """The last line of a log that names one; a process that was ended by its alarm wrote none."""
+    """Return the last line of a log that names an error; processes killed by a timeout log none."""
     lines = [
         line for line in log.splitlines() if re.match(r"[\w.]*(Error|Exception)\b|terminate", line)
     ]
@@ -83,8 +87,9 @@ def last_error(log: str) -> str:
 
 
 def say(path: Path, name: str, called: Callable[[], dict[str, Any]]) -> None:
-    """Append what `called` finds of this name; what it raises ends the process, once it is written
-    down.
+    """Append the result of `called` for a name to a file.
+
+    If `called` raises, the error is recorded and raised again, which ends the process.
     """
     signal.alarm(SECONDS)
     signal.setitimer(signal.ITIMER_PROF, CPU_SECONDS)

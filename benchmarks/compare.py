@@ -1,7 +1,7 @@
-"""Does `evener compare` name the true winner? On simulated machines whose best layout is known, as
-a table.
+"""Check how often `evener compare` names the true winner, on simulated machines.
 
-The cases and how they are scored are in tests/support/comparison_cases.py.
+The best layout of each machine is known. The cases and their scores are in
+tests/support/comparison_cases.py.
 """
 
 from __future__ import annotations
@@ -14,11 +14,11 @@ from statistics import median
 from tests.support.comparison_cases import RIGHT, Score, make_case, score
 
 MACHINES = 200
-ENOUGH = 0.97  # of the machines: named rightly
+ENOUGH = 0.97  # minimum fraction of machines whose winner is named correctly
 
 
 def table(scores: list[Score]) -> list[str]:
-    """The results as Markdown."""
+    """Return the results as lines of Markdown."""
     lines = [
         (
             "| best way | machines | named rightly | reached ≥ 99 % | median | worst | probes | "
@@ -40,7 +40,7 @@ def table(scores: list[Score]) -> list[str]:
 
 
 def main(arguments: list[str]) -> int:
-    """Print the table, and write it where `--output` says."""
+    """Print the table, and write it to the file given by `--output`."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--machines", type=int, default=MACHINES)
     parser.add_argument("--first", type=int, default=0, help="seed of the first machine")

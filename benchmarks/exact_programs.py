@@ -1,7 +1,7 @@
-"""Small programs whose losses are means over rows, so that no audit may find a difference.
+"""Small models whose losses are means over rows, so no audit may find a difference.
 
-Each is a model with a loss of it and of a batch (points, classes): 64 numbers of float32 and one of
-four classes for each row.
+Each program is a model and a loss function of the model and a batch (points, classes): 64 float32
+numbers and one of four classes per row.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Loss = Callable[[nn.Module, Any], torch.Tensor]
 
 
 class ExactProgram(msgspec.Struct, frozen=True):
-    """A model, its loss, and whether the model is compiled as it trains."""
+    """A model, its loss function, and whether the model is compiled for training."""
 
     model: Callable[[], nn.Module]
     loss: Loss
@@ -29,28 +29,28 @@ class ExactProgram(msgspec.Struct, frozen=True):
 
 
 def classify(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy."""
+    """Return the cross entropy."""
     return functional.cross_entropy(model(batch[0]).float(), batch[1])
 
 
 def classify_sharply(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy at a low temperature, which makes much of rounding."""
+    """Return the cross entropy at a low temperature, which amplifies rounding errors."""
     return functional.cross_entropy(100.0 * model(batch[0]), batch[1])
 
 
 def regress(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Squares."""
+    """Return the mean squared error."""
     return (model(batch[0]) - functional.one_hot(batch[1], CLASSES)).square().mean()
 
 
 def restore(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The points themselves, as pixels between 0 and 1."""
+    """Return the reconstruction error of the points, taken as pixels between 0 and 1."""
     wanted = batch[0].sigmoid()
     return functional.binary_cross_entropy_with_logits(model(batch[0]), wanted)
 
 
 def penalize(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy, with a penalty on how steep the scores are: a gradient of a gradient."""
+    """Return the cross entropy plus a gradient penalty, which needs second derivatives."""
     points = batch[0].detach().requires_grad_()
     scores = model(points)
     (slopes,) = torch.autograd.grad(scores.square().sum(), points, create_graph=True)
@@ -59,7 +59,7 @@ def penalize(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def explain(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The likelihood of the points under a flow."""
+    """Return the negative log-likelihood of the points under a normalizing flow."""
     scales, shifts = model(batch[0][:, : WIDTH // 2]).chunk(2, dim=1)
     scales = scales.tanh()
     latent = torch.cat([batch[0][:, : WIDTH // 2], batch[0][:, WIDTH // 2 :] * scales.exp()], 1)
@@ -68,17 +68,17 @@ def explain(model: nn.Module, batch: Any) -> torch.Tensor:
 
 
 def classify_double(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy in float64."""
+    """Return the cross entropy in float64."""
     return functional.cross_entropy(model(batch[0].double()), batch[1])
 
 
 def classify_half(model: nn.Module, batch: Any) -> torch.Tensor:
-    """Cross entropy of a model of bfloat16."""
+    """Return the cross entropy of a bfloat16 model."""
     return functional.cross_entropy(model(batch[0].bfloat16()).float(), batch[1])
 
 
 class Recurrent(nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """Reads the points eight at a time."""
+    """A recurrent network of this kind that reads the points eight at a time."""
 
     def __init__(self, kind: type[nn.Module], **options: Any) -> None:
         super().__init__()
@@ -86,13 +86,13 @@ class Recurrent(nn.Module):  # type: ignore[misc]  # torch isn't followed
         self.head = nn.LazyLinear(CLASSES)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """Scores of the classes."""
+        """Return the class scores."""
         made: torch.Tensor = self.head(self.reader(points.unflatten(1, (8, 8)))[0][:, -1])
         return made
 
 
 class Residual(nn.Module):  # type: ignore[misc]
-    """Convolutions beside which the image goes on."""
+    """A residual block of convolutions."""
 
     def __init__(self, channels: int) -> None:
         super().__init__()
@@ -101,13 +101,13 @@ class Residual(nn.Module):  # type: ignore[misc]
         self.mix = nn.Conv2d(channels, channels, 1)
 
     def forward(self, image: torch.Tensor) -> torch.Tensor:
-        """An image of the same shape."""
+        """Return an image of the same shape."""
         made: torch.Tensor = image + self.mix(functional.silu(self.conv(self.norm(image))))
         return made
 
 
 class Experts(nn.Module):  # type: ignore[misc]
-    """Two of four experts for each row."""
+    """A mixture of four experts, two of which are used for each row."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -115,7 +115,7 @@ class Experts(nn.Module):  # type: ignore[misc]
         self.experts = nn.ModuleList(nn.Linear(WIDTH, CLASSES) for _ in range(4))
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """Scores of the classes."""
+        """Return the class scores."""
         chances = self.gate(points).softmax(1)
         least = chances.topk(2, dim=1).values[:, -1:]
         chances = chances * (chances >= least)
@@ -124,7 +124,7 @@ class Experts(nn.Module):  # type: ignore[misc]
 
 
 class Words(nn.Module):  # type: ignore[misc]
-    """Takes the points for words of a text."""
+    """A model that reads the points as the tokens of a text."""
 
     def __init__(self, sparse: bool) -> None:
         super().__init__()
@@ -132,14 +132,14 @@ class Words(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(32, CLASSES)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """Scores of the classes."""
+        """Return the class scores."""
         words = (points.float() * 64 + 128).long().clamp(0, 255)
         made: torch.Tensor = self.head(self.bag(words))
         return made
 
 
 class Checkpointed(nn.Module):  # type: ignore[misc]
-    """Computes its layers again in the backward pass."""
+    """A model with activation checkpointing: its layers are recomputed in the backward pass."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,7 +149,7 @@ class Checkpointed(nn.Module):  # type: ignore[misc]
         self.head = nn.Linear(WIDTH, CLASSES)
 
     def forward(self, points: torch.Tensor) -> torch.Tensor:
-        """Scores of the classes."""
+        """Return the class scores."""
         for each in self.layers:
             points = checkpoint(each, points, use_reentrant=False)
         made: torch.Tensor = self.head(points)

@@ -1,10 +1,11 @@
-"""Fuzz everything that evener parses: `python -m benchmarks.fuzz [--minutes 5] [--target plan]
-[--output fuzz.md]`.
+"""Fuzz every parser of evener.
 
-Each input must end in a value or in one sentence, never in a traceback. Guided by coverage where
-atheris is installed (`pip install atheris`), each target in its own process; otherwise hypothesis
-mutates the same seeds. What atheris finds is written to fuzz-TARGET-*; `--target TARGET --replay
-FILE` runs such a file again.
+  python -m benchmarks.fuzz [--minutes 5] [--target plan] [--output fuzz.md]
+
+Each input must give a value or a one-sentence error, never a traceback. If atheris is installed
+(`pip install atheris`), fuzzing is guided by coverage and each target has its own process;
+otherwise hypothesis mutates the same seeds. atheris writes its findings to fuzz-TARGET-*; `--target
+TARGET --replay FILE` runs such a file again.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ from hypothesis import HealthCheck, given, settings
 
 from tests.support.fuzz_targets import TARGETS, Target, call, environment, mutations, seeds
 
-MOST_MEMORY_BYTES = 4 << 30  # of a fuzzing process
+MOST_MEMORY_BYTES = 4 << 30  # memory limit of a fuzzing process
 LONGEST_INPUT_BYTES = 16 << 10
-SLOWEST_SECONDS = 20  # for one input
+SLOWEST_SECONDS = 20  # time limit for one input
 
 
 def main() -> int:
-    """Fuzz the targets in turn, or one; 1 if anything was found."""
+    """Fuzz one target or all in turn; return 1 if anything was found."""
     options = _options()
     if options.replay is not None:
         call(TARGETS[options.target], options.replay.read_bytes())
@@ -65,8 +66,9 @@ def _options() -> argparse.Namespace:
 
 
 def _in_a_process(name: str, minutes: float, engine: str | None) -> str:
-    """A row of the table: atheris can fuzz one thing in a process, and what it finds ends the
-    process.
+    """Fuzz a target in a process of its own and return its row of the table.
+
+    atheris can fuzz only one target per process, and exits at the first finding.
     """
     started = time.monotonic()
     command = [sys.executable, "-m", "benchmarks.fuzz", "--target", name, "--minutes", str(minutes)]
@@ -86,7 +88,7 @@ def _in_a_process(name: str, minutes: float, engine: str | None) -> str:
 
 
 def fuzz_one(name: str, seconds: float, engine: str | None = None) -> int:
-    """One target until the time is over or an input fails it."""
+    """Fuzz one target until the time is over or an input fails."""
     resource.setrlimit(resource.RLIMIT_AS, (MOST_MEMORY_BYTES, MOST_MEMORY_BYTES))
     target = TARGETS[name]
     first = seeds(name)
@@ -124,7 +126,7 @@ def _with_atheris(
 
 
 def _own_functions() -> Iterator[FunctionType]:
-    """Every function and method of evener that is loaded: what coverage is counted in."""
+    """Yield all loaded functions and methods of evener, for which coverage is counted."""
     modules = [module for name, module in sys.modules.items() if name.partition(".")[0] == "evener"]
     owners: list[Any] = [*modules]
     for module in modules:
@@ -138,7 +140,7 @@ def _own_functions() -> Iterator[FunctionType]:
 
 
 def _with_hypothesis(target: Target, first: tuple[bytes, ...], seconds: float) -> int:
-    """Mutations of the seeds, and anything at all, in rounds until the time is over."""
+    """Run mutated seeds and arbitrary inputs, in rounds, until the time is over."""
     until, count = time.monotonic() + seconds, 0
 
     @settings(

@@ -1,11 +1,12 @@
-"""How often `evener runs compare` is wrong: pairs of equal trainings, and of one that is slower.
+"""Measure how often `evener runs compare` is wrong.
 
-python -m benchmarks.gate [--trainings 24] [--slower 8] [--seconds 15] [--cores 2,3,4]
+  python -m benchmarks.gate [--trainings 24] [--slower 8] [--seconds 15] [--cores 2,3,4]
 
-40 pairs are made of the equal trainings, and 20 of one of them with one that is slower. Each
-training is a process of its own on one core, in PyTorch; as many run at once as there are cores.
-Give cores that share nothing: of two threads of one core, one. Prints the false alarms and what was
-found, and ends with 1 if there are more than 2 of 40, or less than 18 of 20 are found.
+Compares 40 pairs of equal training runs, and 20 pairs of an equal run and a slower one. Each run is
+a PyTorch process on its own core; as many run at once as there are cores. Choose cores that share
+no hardware: only one of two hyper-threads. Prints the false alarms and the slowdowns found; exits
+with 1 if there are more than 2 false alarms in 40 pairs, or if fewer than 18 of the 20 slower runs
+are found.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ EQUAL_PAIRS, SLOWER_PAIRS = 40, 20
 
 
 def train(seconds: float, slowdown: float) -> None:
-    """Train for some seconds, each step so much longer than it computes."""
+    """Train for `seconds`; each step waits a fraction `slowdown` of its compute time longer."""
     import torch
 
     from evener.torch import Split
@@ -55,7 +56,7 @@ def train(seconds: float, slowdown: float) -> None:
 
 
 def run_all(slowdowns: Sequence[float], seconds: float, cores: Sequence[int]) -> list[str]:
-    """The runs of trainings with these slowdowns, in their order."""
+    """Train once for each slowdown and return the names of the runs, in the same order."""
     free: Queue[int] = Queue()
     for core in cores:
         free.put(core)
@@ -78,7 +79,10 @@ def run_all(slowdowns: Sequence[float], seconds: float, cores: Sequence[int]) ->
 
 
 def choose_pairs(equal: Sequence[str], slower: Sequence[str]) -> list[tuple[str, str]]:
-    """Pairs of equal runs, then of an equal one with a slower one; each run is in about as many."""
+    """Return pairs of equal runs, then pairs of an equal and a slower one.
+
+    Each run is in about the same number of pairs.
+    """
     count = len(equal)
     pairs = []
     for place in range(EQUAL_PAIRS):
@@ -89,7 +93,7 @@ def choose_pairs(equal: Sequence[str], slower: Sequence[str]) -> list[tuple[str,
 
 
 def compare_pairs(pairs: Sequence[tuple[str, str]]) -> list[RunDifference]:
-    """The two runs of each pair compared."""
+    """Return the difference between the two runs of each pair."""
     found = []
     for before, after in pairs:
         first, second = load_training(before), load_training(after)
@@ -100,7 +104,7 @@ def compare_pairs(pairs: Sequence[tuple[str, str]]) -> list[RunDifference]:
 
 
 def describe_windows(run: str, slowdown: float) -> str:
-    """The milliseconds of a step in each window of a training, quick ones and all."""
+    """Return the step times of each window of a run in ms: of quick steps, and the mean."""
     training = load_training(run)
     assert training is not None
     windows = [each for each in training.entries if isinstance(each, StepsEntry)]
@@ -110,7 +114,7 @@ def describe_windows(run: str, slowdown: float) -> str:
 
 
 def main() -> int:
-    """Run and print."""
+    """Train, compare and print; return 1 if too much is wrong."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--trainings", type=int, default=24)
     parser.add_argument("--slower", type=int, default=8)
@@ -126,7 +130,7 @@ def main() -> int:
         os.environ["EVENER_LIVE_DIR"] = f"{state}/live"
         own = sorted(os.sched_getaffinity(0))
         cores = [int(each) for each in given.cores.split(",") if each] or own[: len(own) - 2]
-        # in turns, as the machine may change its speed meanwhile
+        # slower runs are spread out, as the machine's speed may change meanwhile
         slowdowns = [0.0] * given.trainings
         every = max(1, given.trainings // given.slower)
         for place in range(given.slower):

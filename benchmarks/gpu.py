@@ -1,10 +1,11 @@
-"""Measure evener on NVIDIA GPUs: `python -m benchmarks.gpu --out DIR --framework torch [--gpus 0,1]
-SECTION...`.
+"""Measure evener on NVIDIA GPUs, in sections.
 
-Limits make equal GPUs unequal: a percentage of the multiprocessors, under an MPS daemon that this
-command starts and ends, and the framework's memory limit. `python -m benchmarks.gpu_table
-JOURNAL...` makes the tables of docs/benchmarks/gpu.md. Two of these can run at the same time
-on four GPUs, with different `--gpus` and `--out`.
+  python -m benchmarks.gpu --out DIR --framework torch [--gpus 0,1] SECTION...
+
+Two limits make equal GPUs unequal: a percentage of the multiprocessors, under an MPS daemon that
+this command starts and stops, and the framework's memory limit. `python -m benchmarks.gpu_table
+JOURNAL...` makes the tables of docs/benchmarks/gpu.md. On four GPUs, two of these commands can run
+at the same time, with different `--gpus` and `--out`.
 """
 
 from __future__ import annotations
@@ -43,19 +44,19 @@ from benchmarks.gpu_watch import compare_monitors, loaded
 
 
 def look(bench: GpuBench) -> None:
-    """1. The machine."""
+    """1. Describe the machine."""
     bench.run("doctor", "doctor", "--json")
     bench.run("devices", "devices", "--devices", "gpu", "--json")
 
 
 def watch(bench: GpuBench) -> None:
-    """1. evener's monitor and others under load."""
+    """1. Run evener's monitor and others under load."""
     with loaded(bench.gpus, 90.0):
         bench.keep("watch", compare_monitors(30.0, bench.environment))
 
 
 def screen(bench: GpuBench) -> None:
-    """8. The app on a pseudo-terminal, as pictures."""
+    """8. Draw the app on a pseudo-terminal, as pictures."""
     bench.keep("screen", draw(bench.pair, bench.out, bench.framework, bench.environment))
 
 
@@ -96,7 +97,7 @@ SECTIONS = {
 
 
 def main() -> None:
-    """Run the sections that are named, in order."""
+    """Run the named sections in their order."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("sections", nargs="+", choices=[*SECTIONS, "all"])
     parser.add_argument("--out", type=Path, required=True)
@@ -115,7 +116,9 @@ def main() -> None:
     )
     arguments = parser.parse_args()
     arguments.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # so that the MPS daemon ends then, too
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the MPS daemon is stopped then, too
     gpus = tuple(int(gpu) for gpu in arguments.gpus.split(","))
     bench = GpuBench(
         arguments.out, arguments.framework, gpus, arguments.match, arguments.budget, arguments.small
@@ -125,7 +128,7 @@ def main() -> None:
         for section in chosen:
             try:
                 SECTIONS[section](bench)
-            except Exception as error:  # the other sections run all the same
+            except Exception as error:  # the other sections still run
                 bench.keep(f"{section} broke", {"error": f"{type(error).__name__}: {error}"})
                 print(f"{section} broke: {type(error).__name__}: {error}", flush=True)
     finally:

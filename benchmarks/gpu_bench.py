@@ -1,7 +1,6 @@
-"""Run evener's commands on GPUs and keep their answers; the MPS daemon that makes equal GPUs
-unequal.
+"""Run evener's commands on GPUs and keep their answers; control the MPS daemon.
 
-Every figure comes from the command that a user would type. GPU settings are never touched.
+All results come from the commands that a user would type. GPU settings are never changed.
 """
 
 from __future__ import annotations
@@ -22,7 +21,7 @@ WORKLOADS = {"tensorflow": ("keras_mnist", "keras_maxer"), "torch": ("torch_mnis
 
 
 class GpuBench:
-    """Runs commands, each with its own time limit, and keeps their answers by name."""
+    """Runs commands with a time limit each, and keeps their answers by name."""
 
     def __init__(
         self,
@@ -54,25 +53,26 @@ class GpuBench:
 
     @property
     def pair(self) -> str:
-        """The first two GPUs, without limits."""
+        """The device text of the first two GPUs, without limits."""
         return f"{self.kind}:{self.gpus[0]},{self.gpus[1]}"
 
     def limited(self, first: str, second: str) -> str:
-        """The first two GPUs, each with a limit; an empty text is none."""
+        """Return the device text of the first two GPUs with limits; an empty text is no limit."""
         pairs = zip(self.gpus[:2], (first, second), strict=True)
         return ",".join(
             f"{self.kind}:{gpu}" + (f"@{limit}" if limit else "") for gpu, limit in pairs
         )
 
     def mps(self) -> contextlib.AbstractContextManager[dict[str, str]]:
-        """An MPS daemon for percentages of GPUs: the variables that reach it."""
+        """Return a context with an MPS daemon; it yields the environment variables for clients."""
         return contextlib.nullcontext({}) if self.small else mps_daemon(self.out / "mps")
 
     def run(
         self, name: str, *arguments: str, seconds: float = 200.0, env: dict[str, str] | None = None
     ) -> Any:
-        """Run one command of evener, if `name` is wanted, and keep its JSON answer, or its error,
-        by that name.
+        """Run a command of evener if `name` matches the filter, and return its JSON answer.
+
+        The answer and the errors are kept under `name`.
         """
         if self.match not in name:
             return {}
@@ -92,8 +92,9 @@ class GpuBench:
         seconds: float,
         env: dict[str, str] | None = None,
     ) -> str:
-        """Run another benchmark, if `name` is wanted; keep and print what it writes. Returns its
-        standard output.
+        """Run another benchmark if `name` matches the filter, and return its standard output.
+
+        The output is kept and printed.
         """
         if self.match not in name:
             return ""
@@ -107,8 +108,9 @@ class GpuBench:
     def _execute(
         self, command: list[str], seconds: float, env: dict[str, str] | None
     ) -> tuple[int, str, str, float]:
-        """Exit code (-1: over the time), output, errors, seconds; the command's children end with
-        it.
+        """Run a command and return its exit code, output, errors and duration in seconds.
+
+        The exit code is -1 after a timeout; the command's children are killed with it.
         """
         began = time.monotonic()
         pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
@@ -133,17 +135,17 @@ class GpuBench:
         self.keep(name, {**seen, "stderr": err[-6000:]})
 
     def keep(self, name: str, answer: Any) -> None:
-        """Keep an answer that isn't from a command of evener."""
+        """Keep an answer that doesn't come from a command of evener."""
         self.answers[name] = answer
         self.save()
 
     def save(self) -> None:
-        """Write everything so far, so that an interrupted run loses nothing."""
+        """Write all answers now, so that an interrupted run loses none."""
         target = self.out / f"gpu-{self.framework}.json"
         target.write_text(json.dumps(self.answers, indent=1))
 
     def pack_journals(self) -> None:
-        """The journals in one file."""
+        """Pack the journals of all runs into one archive."""
         with tarfile.open(self.out / f"journals-{self.framework}.tar.gz", "w:gz") as archive:
             for journal in sorted(self.state.glob("evener/runs/*/journal.jsonl")):
                 archive.add(journal, journal.relative_to(self.state / "evener" / "runs"))
@@ -151,7 +153,7 @@ class GpuBench:
     def balance(
         self, name: str, devices: str, workload: str, *more: str, budget: str = "", **options: Any
     ) -> Any:
-        """`evener balance --json` with a time for probing."""
+        """Run `evener balance --json` with a time budget for probing."""
         return self.run(
             name,
             "balance",
@@ -170,7 +172,7 @@ class GpuBench:
 
 
 def _end(child: subprocess.Popen[str]) -> tuple[str, str]:
-    """End a command and its children, and return what it wrote."""
+    """Stop a command and its children, and return its output and errors."""
     for number, patience in ((signal.SIGTERM, 20.0), (signal.SIGKILL, None)):
         with contextlib.suppress(ProcessLookupError):
             os.killpg(child.pid, number)
@@ -200,8 +202,9 @@ def _headline(answer: Any) -> str:
 
 @contextlib.contextmanager
 def mps_daemon(folder: Path) -> Iterator[dict[str, str]]:
-    """An MPS daemon in a folder of its own, ended whatever happens. Yields the variables that reach
-    it.
+    """Run an MPS daemon in its own folder; yield the environment variables for its clients.
+
+    The daemon is always stopped at the end.
     """
     variables = {
         "CUDA_MPS_PIPE_DIRECTORY": str(folder / "pipe"),

@@ -1,13 +1,13 @@
-"""Trainings that really run out of memory, or whose rank ends: `python -m benchmarks.gpu_exchange`.
+"""Training runs that really run out of memory, or one of whose ranks exits.
 
-    python -m benchmarks.gpu_exchange [caps] [neighbour] [kill] [interrupt] [overflow] [--ranks 2]
-    [--json FILE]
+  python -m benchmarks.gpu_exchange [caps] [neighbour] [kill] [interrupt] [overflow] [--ranks 2]
+  [--json FILE]
 
-`caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, beside one
-process. `neighbour`: another program takes most of the last rank's GPU in the middle of a training.
-`kill`, `interrupt`: by torchrun, a rank is killed, or Ctrl-C comes, while another computes its pass
-again. `overflow`: one of two ranks overflows in float16, and both leave that step out. Steps beside
-DistributedDataParallel's are in benchmarks/gpu_steps.py.
+`caps`: two ranks on one GPU over gloo in float64, the second with less and less memory, compared
+with one process. `neighbour`: another program allocates most of the last rank's GPU during
+training. `kill`, `interrupt`: under torchrun, one rank is killed, or Ctrl-C is pressed, while the
+other retries its pass. `overflow`: one of two ranks overflows in float16, and both skip that step.
+benchmarks/gpu_steps.py compares step times with DistributedDataParallel.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from benchmarks.gpu_steps import GPU, LENGTH, WORDS, Decoder, start
 from evener.torch import Split
 from tests.support.torch_start import free_port, rank_environment
 
-CAPS = (1.8, 1.6, 1.45)  # GiB of the second rank
+CAPS = (1.8, 1.6, 1.45)  # GiB, memory caps of the second rank
 SHARES = (4096, 2048) if GPU else (64, 32)
 MODULE = "benchmarks.gpu_exchange"
-PATIENCE_SECONDS = 120.0  # for the end of a training with a rank less
+PATIENCE_SECONDS = 120.0  # time limit for torchrun to exit after a rank has gone
 
 
 def train_capped(cap: float) -> dict[str, Any]:
-    """Twelve steps of this rank; the first one also trains alone, and compares the weights."""
+    """Train for twelve steps; rank 0 also trains alone and compares the weights."""
     width = 2048 if GPU else 64
     split = Split(ratios=SHARES, global_batch=sum(SHARES), backend="gloo")
     if split.rank and split.device.type == "cuda":
@@ -71,7 +71,7 @@ def train_capped(cap: float) -> dict[str, Any]:
         "slowest": max(times),
         "last": times[-1],
     }
-    del batch  # what follows is no training of the split's
+    del batch  # the rest is trained without the split
     if split.rank == 0:
         alone = _make_net(width).to(split.device)
         optimizer = torch.optim.AdamW(alone.parameters(), 1e-3)
@@ -97,11 +97,10 @@ def _make_net(width: int) -> nn.Module:
 
 
 def meet_neighbour(_: float) -> dict[str, Any]:
-    """A program takes most of the last rank's GPU in the middle of a training; on two GPUs it also
-    leaves again.
+    """Train while another program allocates most of the last rank's GPU.
 
-    One rank: 12 GiB are left to it from step 8 on. Two: 2 GiB from step 150 to step 450, and shares
-    follow own work.
+    With one rank, 12 GiB are left from step 8 on. With two ranks, 2 GiB are left from step 150 to
+    step 450, and shares follow the ranks' compute times (own work).
     """
     alone = int(os.environ.get("WORLD_SIZE", "1")) == 1
     rows, steps, comes, leaves = (1024, 24, 8, 24) if alone else (256, 1050, 150, 450)
@@ -149,10 +148,9 @@ def meet_neighbour(_: float) -> dict[str, Any]:
 
 
 class Neighbour:
-    """A process that comes to this rank's GPU; it starts at once, and takes memory when it is asked
-    to.
+    """A process that allocates memory of this rank's GPU on request.
 
-    To start takes it seconds, in which the training goes on.
+    It is started in advance, because its start takes seconds.
     """
 
     def __init__(self) -> None:
@@ -169,7 +167,7 @@ class Neighbour:
         )
 
     def take(self, left: float) -> None:
-        """Have it hold all but `left` GiB of what is free."""
+        """Allocate all free memory but `left` GiB."""
         gc.collect()
         torch.cuda.empty_cache()
         assert self._process.stdin is not None
@@ -179,15 +177,13 @@ class Neighbour:
         self._process.stdout.readline()
 
     def leave(self) -> None:
-        """End it, and its memory is free."""
+        """Kill the process, which frees its memory."""
         self._process.kill()
         self._process.wait()
 
 
 def overflow_on_one(_: float) -> dict[str, Any]:
-    """Eight steps with a GradScaler; in the fourth the last rank's scaled loss is above what
-    float16 holds.
-    """
+    """Train for eight steps with a GradScaler; the last rank's loss overflows in the fourth."""
     split = Split(ratios=[3, 1], global_batch=32)
     model, loss = split.wrap(Decoder(64, 2)), nn.CrossEntropyLoss()
     optimizer = torch.optim.AdamW(model.parameters(), 1e-3)
@@ -216,9 +212,7 @@ def overflow_on_one(_: float) -> dict[str, Any]:
 
 
 def retry_for_ever(_: float) -> None:
-    """The second rank computes its pass again and again; the first one ends meanwhile, if that is
-    its part.
-    """
+    """Let the second rank retry its pass forever; the first kills itself for "kill"."""
     torch.set_num_threads(1)
     split = Split(ratios=[1, 1], global_batch=16)
     model = split.wrap(nn.Linear(8, 8).double())
@@ -228,7 +222,7 @@ def retry_for_ever(_: float) -> None:
     def compute(part: Any) -> torch.Tensor:
         made: torch.Tensor = model(part.batch[0]).square().mean()
         if made.requires_grad and split.rank == 1:
-            mark.touch()  # it runs out of memory from now on
+            mark.touch()  # it runs out of memory in every pass from now on
             time.sleep(0.5)
             raise torch.OutOfMemoryError("CUDA out of memory (injected).")
         return made
@@ -244,9 +238,7 @@ def retry_for_ever(_: float) -> None:
 
 
 def end_beside_a_retry(how: str) -> dict[str, Any]:
-    """What torchrun does as a rank is killed, or as Ctrl-C comes, while the second rank computes
-    its pass again.
-    """
+    """Kill a rank, or press Ctrl-C, while the second rank retries; return how torchrun exits."""
     with tempfile.TemporaryDirectory() as folder:
         mark, log = Path(folder, "mark"), Path(folder, "log")
         more = {"BENCHMARK_MARK": str(mark), "BENCHMARK_ENDS": how}
@@ -303,7 +295,7 @@ RANKS: dict[str, Callable[[float], Any]] = {
 
 
 def run(name: str, world: int, *words: str) -> list[Any]:
-    """What each rank found."""
+    """Start the ranks of a case and return the result of each."""
     one_gpu = {"CUDA_VISIBLE_DEVICES": "0"} if GPU and name == "caps" else {}
     ranks = start(MODULE, world, "--rank", name, *words, more=one_gpu)
     ends = [each.communicate()[0] for each in ranks]
@@ -312,7 +304,7 @@ def run(name: str, world: int, *words: str) -> list[Any]:
 
 
 def main() -> None:
-    """Print what was found, each part as soon as it is there."""
+    """Run the cases and print each result as soon as it is there."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,7 +1,6 @@
-"""Sections of benchmarks.gpu: the exchange beside DistributedDataParallel's, out-of-memory, the
-tests that need GPUs.
+"""Sections of benchmarks.gpu: gradient exchange, running out of memory, tests on GPUs.
 
-They take as many GPUs as `--gpus` names, one or two.
+They use as many GPUs as `--gpus` names, one or two.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ from contextlib import nullcontext
 from benchmarks.gpu_bench import GpuBench
 from benchmarks.trainer_processes import name_build
 
-TESTS = (  # those that train on two GPUs, by what runs beside what: the last looks at times
+TESTS = (  # tests on two GPUs, grouped by what may run together: the last group measures times
     (
         "tests/evener/test_torch_exact.py",
         "tests/evener/test_torch_rebalance.py",
@@ -20,13 +19,13 @@ TESTS = (  # those that train on two GPUs, by what runs beside what: the last lo
     ("tests/evener/test_huggingface.py",),
     ("tests/evener/test_torch_own_work.py", "tests/evener/test_lightning.py"),
 )
-ORDER = ("--models", "4", "2", "5", "0", "1", "3")  # of benchmarks.gpu_steps
+ORDER = ("--models", "4", "2", "5", "0", "1", "3")  # models of benchmarks.gpu_steps
 SHORT = {  # cases of benchmarks.gpu_oom
     "step": ("cap8", "cap12", "cap20", "long", "neighbour", "libraries"),
     "transformers": ("cap8", "neighbour"),
     "lightning": ("cap12", "neighbour"),
 }
-TRAINERS = {  # size, rows of a batch on two GPUs
+TRAINERS = {  # size, and rows per batch on two GPUs
     "torch": ("middle", 256),
     "huggingface": ("large", 128),
     "accelerate": ("large", 128),
@@ -35,8 +34,9 @@ TRAINERS = {  # size, rows of a batch on two GPUs
 
 
 def exchange(bench: GpuBench) -> None:
-    """9. Steps of the exchange beside DistributedDataParallel's, in turns; those first that were
-    above the bar.
+    """9. Compare step times of evener's exchange with DistributedDataParallel's, in turns.
+
+    The models that were last above the bar come first.
     """
     pair = ("--ways", "ddp", "exchange")
     if len(bench.gpus) > 1:
@@ -60,9 +60,7 @@ def _steps(bench: GpuBench, name: str, words: tuple[str, ...], seconds: float) -
 
 
 def failures(bench: GpuBench) -> None:
-    """10. Injected out-of-memory on two ranks, a rank that is killed, and Ctrl-C, while the other
-    computes again.
-    """
+    """10. Inject out-of-memory errors on two ranks; kill a rank or press Ctrl-C during a retry."""
     wanted = (
         "--failures",
         "100" if bench.small else "1000",
@@ -77,7 +75,7 @@ def failures(bench: GpuBench) -> None:
 
 
 def memory_neighbour(bench: GpuBench) -> None:
-    """10. A program takes most of the last GPU in the middle of a training, and leaves again."""
+    """10. Let a program take most of the last GPU's memory during training, and leave again."""
     words = ("--ranks", str(len(bench.gpus)), "--json", str(bench.out / "neighbour.json"))
     if not bench.small:
         bench.script(
@@ -86,9 +84,7 @@ def memory_neighbour(bench: GpuBench) -> None:
 
 
 def one_gpu_caps(bench: GpuBench) -> None:
-    """10. Two ranks on one GPU over gloo, the second with little memory; trainings whose memory is
-    short.
-    """
+    """10. Train with two ranks on one GPU, the second with little memory; train short of memory."""
     words = ("caps", "--caps", "1.8", "1.45", "--json", str(bench.out / "caps.json"))
     bench.script("caps of two ranks", "benchmarks.gpu_exchange", *words, seconds=60)
     for way, cases in SHORT.items():
@@ -97,16 +93,14 @@ def one_gpu_caps(bench: GpuBench) -> None:
 
 
 def tests(bench: GpuBench) -> None:
-    """11. The suite's tests on two GPUs."""
+    """11. Run the test suite's tests for two GPUs."""
     chosen = ("-q", "-p", "no:cacheprovider", "-k", "gpus")
     for number, files in enumerate(TESTS):
         bench.script(f"tests {number}", "pytest", *chosen, *files, seconds=100)
 
 
 def plans(bench: GpuBench) -> None:
-    """3. Plans with the second GPU at 60 %, to compare with those in
-    docs/benchmarks/gpu.md.
-    """
+    """3. Find plans with the second GPU at 60 %, for comparison with docs/benchmarks/gpu.md."""
     size = ("--set", "size=small") if bench.small else ("--set", "size=large", "--set", "bf16=true")
     trainer = (name_build("huggingface"), *size, "--global-batch", "8" if bench.small else "192")
     maxer = ("torch_maxer", "--global-batch")
@@ -123,10 +117,10 @@ def plans(bench: GpuBench) -> None:
 
 
 def trusted(bench: GpuBench) -> None:
-    """12. Plans against trainings by them in turns; of two GPUs the second one at 60 %.
+    """12. Compare plans with training runs that follow them, in turns.
 
-    A training and the probe beside it both need their memory: 80 GB do for 80 rows of the large
-    model each.
+    The second of two GPUs runs at 60 %. Both a training run and the probe beside it need memory: 80
+    GB suffice for 80 rows of the large model each.
     """
     pair = len(bench.gpus) > 1
     where = bench.limited("", "60%") if pair else f"{bench.kind}:{bench.gpus[0]}"

@@ -1,4 +1,4 @@
-"""Sections of benchmarks.gpu: TensorFlow's processes with a GPU each."""
+"""Sections of benchmarks.gpu: TensorFlow with one process per GPU."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from benchmarks.training import EXAMPLES
 
 
 def keras_training(bench: GpuBench) -> None:
-    """A plan at a fixed 256 with the second GPU at 60 %, unless there is one, and a minute of
-    training by it.
+    """Train for a minute by a plan for batch 256 with the second GPU at 60 %.
+
+    The plan is searched for unless there is one.
     """
     plan = bench.out / "keras-training.toml"
     seconds, rows = ("5", "4096") if bench.small else ("60", "262144")
@@ -38,7 +39,7 @@ def keras_training(bench: GpuBench) -> None:
 
 
 def keras_passes(bench: GpuBench) -> None:
-    """Steps in passes under memory limits."""
+    """Time steps in several passes under memory limits."""
     devices = bench.limited("1GiB", "500MiB") if bench.small else bench.limited("8GiB", "5GiB")
     sizes = ("60", "30", "30", "15", "5") if bench.small else ("1200", "600", "600", "300", "500")
     first, second, first_pass, second_pass, steps = sizes

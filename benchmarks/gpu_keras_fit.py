@@ -1,8 +1,11 @@
-"""Does Keras' `fit` reach its plan? `python -m benchmarks.gpu_keras_fit [--gpus 0,1] [--small]`.
+"""Check whether Keras' `fit` reaches the speed that its plan promises.
 
-A small ResNet trains by plain Keras on one GPU, by towers and by multiworker on two: a probe of
-the plan's steps, then `fit` over epochs of whole batches and a tail. Steady steps are whole batches
-from the 21st of an epoch on; what else an epoch takes is its begin and its tail.
+  python -m benchmarks.gpu_keras_fit [--gpus 0,1] [--small]
+
+A small ResNet is trained by plain Keras on one GPU, and on two by the engines towers and
+multiworker: first as a probe times its steps, then by `fit` over epochs of full batches and a
+shorter last one. Steady steps are the full batches from the 21st of an epoch on; the rest of an
+epoch is its start and its last batch.
 """
 
 from __future__ import annotations
@@ -17,13 +20,13 @@ from typing import Any, NamedTuple
 
 from tests.support.keras_start import free_peers
 
-FIRST_STEADY = 20  # steps of an epoch that are its begin
+FIRST_STEADY = 20  # steps that count as the start of an epoch
 PROBED_STEPS, WARM_STEPS = 40, 15
-SECONDS = 170.0  # for everything
+SECONDS = 170.0  # time limit of the whole benchmark
 
 
 class Sizes(NamedTuple):
-    """What is trained."""
+    """The sizes of the data and the model, and the number of epochs."""
 
     rows: int
     batch: int
@@ -37,7 +40,7 @@ SMALL = Sizes(816, 32, 8, (4, 8, 16), 3)
 
 
 def main() -> int:
-    """Start the processes, and print a line for each way; 1 if one of them failed."""
+    """Start the processes, which print a line per engine; return 1 if one failed."""
     options = parse()
     if options.role:
         run_role(options)
@@ -52,7 +55,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--gpus", default="0,1", help="two numbers")
     parser.add_argument("--small", action="store_true", help="on slices of the CPU, to try it")
@@ -64,7 +67,7 @@ def parse() -> argparse.Namespace:
 
 
 def start_role(role: str, options: argparse.Namespace, seconds: float) -> bool:
-    """Run the processes of a role, whose first one prints; False if one failed."""
+    """Run the processes of a role, the first of which prints; return False if one failed."""
     ranks = 2 if role == "multiworker" else 1
     peers = ",".join(free_peers(ranks)) if ranks > 1 else ""
     children = []
@@ -119,7 +122,7 @@ def run_role(options: argparse.Namespace) -> None:
 
 
 def make_data(sizes: Sizes) -> tuple[Any, Any]:
-    """Images and one-hot labels; the content is noise."""
+    """Return images of noise and one-hot labels."""
     import numpy as np
 
     random = np.random.default_rng(0)
@@ -130,7 +133,7 @@ def make_data(sizes: Sizes) -> tuple[Any, Any]:
 
 
 def build(sizes: Sizes) -> Any:
-    """A ResNet of two blocks for each width, with normalization and dropout."""
+    """Return a ResNet with two blocks per width, with normalization and dropout."""
     import keras
     from keras import layers
 
@@ -162,7 +165,7 @@ def _block(flow: Any, width: int, stride: int) -> Any:
 def probe(
     devices: tuple[str, ...], sizes: Sizes, data: Any, rank: int = 0, peers: tuple[str, ...] = ()
 ) -> float:
-    """Samples/s of the steps that a plan is made of, by the workload of a probe."""
+    """Return the samples/s of training steps, as a probe for a plan times them."""
     from evener.workloads.keras_backend.workload import KerasRecipe, KerasWorkload
     from evener.workloads.protocol import WorkerSetup
 
@@ -188,17 +191,17 @@ def probe(
 
 
 class Epoch(NamedTuple):
-    """Seconds of an epoch's parts."""
+    """The seconds that the parts of an epoch took."""
 
     whole: float
-    begin: float  # until step FIRST_STEADY
-    steady: float  # of one step from there on
-    tail: float  # the short batch
-    host: float  # of a steady step, computed by the thread that calls it
+    begin: float  # up to step FIRST_STEADY
+    steady: float  # of one step after that
+    tail: float  # of the last, shorter batch
+    host: float  # CPU time of the calling thread in a steady step
 
 
 def fit(engine: str, devices: tuple[str, ...], sizes: Sizes, data: Any) -> list[Epoch]:
-    """The epochs of `fit`; by plain Keras without an engine."""
+    """Train by `fit` and return the times of its epochs; an empty engine is plain Keras."""
     import keras
     import tensorflow as tf
 
@@ -208,7 +211,7 @@ def fit(engine: str, devices: tuple[str, ...], sizes: Sizes, data: Any) -> list[
     steps = sizes.rows // sizes.batch
 
     class Clock(keras.callbacks.Callback):  # type: ignore[misc]
-        """Notes when epochs and steps end; asks for a loss only where a figure begins or ends."""
+        """Records when epochs and steps end; reads the loss only to end a timed part."""
 
         def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
             self.times = [time.perf_counter()]
@@ -239,7 +242,7 @@ def fit(engine: str, devices: tuple[str, ...], sizes: Sizes, data: Any) -> list[
 
 
 def say(name: str, probed: float, epochs: list[Epoch], sizes: Sizes) -> None:
-    """Print the figures of one way."""
+    """Print the times of one engine."""
     first, *later = epochs
     count = len(later)
     steady = sum(each.steady for each in later) / count

@@ -11,7 +11,7 @@ PLACED = {
 
 
 def layouts(bench: GpuBench) -> None:
-    """7. All layouts compared; XLA and mixed precision on the large network."""
+    """7. Compare all layouts; try XLA and mixed precision on the large network."""
     small, large = WORKLOADS[bench.framework]
     common = ("--framework", bench.framework, "--budget", bench.budget, "--json")
 
@@ -31,7 +31,7 @@ def layouts(bench: GpuBench) -> None:
 
 
 def scaling(bench: GpuBench) -> None:
-    """7. One, two, four GPUs at even shares."""
+    """7. Train on one, two and four GPUs with even shares."""
     devices = "gpu:" + ",".join(map(str, bench.gpus))
     common = (
         "--framework",

@@ -1,13 +1,14 @@
-"""What limits trainings with one known cause, beside the truth: `python -m benchmarks.gpu_limits`.
+"""Compare the limits that evener names with the known causes.
 
-    python -m benchmarks.gpu_limits [PART...] [--devices gpu]
+  python -m benchmarks.gpu_limits [PART...] [--devices gpu]
 
-`loader`: of rows that take 2 ms each, the speed with rows at hand that a probe promises, beside a
-training from memory; and the samples/s by the number of loader workers, beside a DataLoader by
-hand. `causes`: the limits that are named for each training. `gains`: the same of trainings whose
-remedy can be taken, and what it is promised to give, beside what it gave. `neighbour`: another
-process on the first device. `exchange`: a split of two devices by slow transports. `links`: the
-bandwidth between all devices, beside an all-reduce by hand. Without GPUs, on slices of the CPU.
+`loader`: a data set whose rows take 2 ms each: the speed that a probe promises with rows in memory,
+compared with training from memory; and the samples/s for several numbers of loader workers,
+compared with a plain DataLoader. `causes`: the limits named for each training run. `gains`: the
+same for limits with a remedy: the promised gain compared with the real one. `neighbour`: another
+process computes on the first device. `exchange`: a split over two devices with slow transports.
+`links`: the bandwidth between all devices, compared with a plain all-reduce. Without GPUs, CPU
+slices are used.
 """
 
 from __future__ import annotations
@@ -55,20 +56,20 @@ from evener.torch.sums.link import LARGE_BYTES, LARGE_SUMS, WARM_UP
 from evener.training.limits import TrainingLimit
 from tests.support import limited_trainings
 
-ROWS = 64  # of a step
+ROWS = 64  # rows per step
 TURNS = 3
 SECONDS = 1.5
 WORKERS = (0, 2, 4, 8)
-CLOSE = 0.15  # relative: a promise that came true
+CLOSE = 0.15  # largest relative error of a promise that counts as kept
 
 
 class Case(NamedTuple):
-    """A training, the rows of its step, and the limit that is to be named first; empty: none."""
+    """A training script, its rows per step, and the limit to be named first; empty if none."""
 
     code: str
     rows: int
     first: str = ""
-    micro: int = 0  # rows of a pass
+    micro: int = 0  # rows per pass
 
 
 CAUSES = {
@@ -92,7 +93,7 @@ while True:
 
 
 class SlowRows(Dataset[Any]):  # type: ignore[misc]  # torch is not followed
-    """The rows of the slow loader, by hand."""
+    """The same slow rows for a plain DataLoader."""
 
     def __len__(self) -> int:
         return 20_000
@@ -109,7 +110,7 @@ def measure(
     turns: int = TURNS,
     **request: Any,
 ) -> Iterator[Timed]:
-    """Probes of these layouts of a training, one after the other, in turns."""
+    """Probe these layouts of a training script one after the other, in turns."""
     with tempfile.TemporaryDirectory() as folder:
         script = Path(folder) / "train.py"
         script.write_text(code)
@@ -126,7 +127,7 @@ def measure(
 
 
 def find(seen: Sequence[Timed], layout: Layout, devices: Sequence[Device]) -> list[TrainingLimit]:
-    """The limits of a layout by these measurements."""
+    """Return the limits that these measurements show for a layout."""
     rate = rate_of(seen, layout)
     report = SearchReport(
         problem=Problem(len(devices), (None,) * len(devices)),
@@ -138,13 +139,13 @@ def find(seen: Sequence[Timed], layout: Layout, devices: Sequence[Device]) -> li
 
 
 def rate_of(seen: Sequence[Timed], layout: Layout) -> float:
-    """The samples/s of a layout."""
+    """Return the median samples/s of a layout."""
     found = [one.samples_per_second for one in seen if one.probe.layout == layout]
     return median(found)
 
 
 def describe(limit: TrainingLimit) -> str:
-    """input 93 % of the step, +1200 % (1100 to 1300)."""
+    """Describe a limit, such as "input 93 % of a step, +1200 % (1100 to 1300)"."""
     low, high = 100 * limit.gain_low, 100 * limit.gain_high
     by = f" [{limit.by}]" if limit.by else ""
     kind, share = limit.kind.value, 100 * limit.share
@@ -154,14 +155,14 @@ def describe(limit: TrainingLimit) -> str:
 
 
 def say_cause(name: str, first: str, limits: Sequence[TrainingLimit]) -> None:
-    """One line for a training: whether what was named first is its cause."""
+    """Print whether the limit named first is the cause."""
     named = limits[0].kind.value if limits else ""
     said = "; ".join(map(describe, limits)) or "nothing over 5 %"
     print(f"{'ok  ' if named == first else 'MISS'} {name}: {said}", flush=True)
 
 
 def say_gain(name: str, limit: TrainingLimit | None, true: float) -> None:
-    """One line: a promised gain beside the true one."""
+    """Print a promised gain next to the true one."""
     if limit is None:
         print(f"MISS {name}: not named; the remedy gave {100 * true:+.0f} %", flush=True)
         return
@@ -177,7 +178,7 @@ def say_gain(name: str, limit: TrainingLimit | None, true: float) -> None:
 
 
 def try_loader(devices: Sequence[Device]) -> None:
-    """Both promises about a slow loader, beside what came true."""
+    """Check both promises about a slow loader against real speeds."""
     one = devices[:1]
     layout = solo(1, 0, ROWS)
     seen = list(measure(limited_trainings.SLOW_ROWS, one, [layout], turns=2))
@@ -201,7 +202,7 @@ def _round(rates: dict[int, float]) -> dict[int, int]:
 
 
 def _load_by_hand(workers: int) -> float:
-    """Samples/s of a DataLoader alone, whose model takes no time beside it."""
+    """Return the samples/s of a DataLoader without a model."""
     loader = DataLoader(SlowRows(), ROWS, shuffle=True, num_workers=workers)
     batches = iter(loader)
     for _ in range(2 * workers + 2):
@@ -214,8 +215,9 @@ def _load_by_hand(workers: int) -> float:
 
 
 def name_causes(devices: Sequence[Device]) -> None:
-    """The limits named for each training, the largest first; several trainings at a time, each on
-    a device of its own.
+    """Print the limits named for each training script, the largest first.
+
+    Scripts run at the same time, each on its own device.
     """
     cases = [(name, case) for name, case in CAUSES.items() if name not in GAINS]
     threads = [
@@ -238,7 +240,7 @@ def _name_some(device: Device, cases: Sequence[tuple[str, Case]]) -> None:
 
 
 def compare_gains(devices: Sequence[Device]) -> None:
-    """What a remedy is promised to give, beside what it gave."""
+    """Compare the promised gain of each remedy with the real one."""
     one = devices[:1]
     for name in GAINS:
         case = CAUSES[name]
@@ -260,7 +262,7 @@ def _pick(limits: Sequence[TrainingLimit], kind: str) -> TrainingLimit | None:
 
 
 def try_neighbour(devices: Sequence[Device]) -> None:
-    """A training beside another process that computes on its device, and alone."""
+    """Train next to another process that computes on the same device, and alone."""
     case = CAUSES["rows on the device"]
     layout, one = solo(1, 0, case.rows), devices[:1]
     alone = list(measure(case.code, one, [layout], turns=2))
@@ -280,8 +282,9 @@ def try_neighbour(devices: Sequence[Device]) -> None:
 
 
 def try_exchange(devices: Sequence[Device]) -> None:
-    """A split of two devices by slow transports, whose model is large beside its batch: what is
-    named, and what twice the batch gives.
+    """Split a model that is large for its batch over two devices with slow transports.
+
+    Prints the limit that is named, and the gain from twice the batch.
     """
     ways = [(way, variables) for way, variables in TRANSPORTS.items() if variables]
     for way, variables in ways:
@@ -296,7 +299,7 @@ def try_exchange(devices: Sequence[Device]) -> None:
 
 
 def try_links(devices: Sequence[Device]) -> None:
-    """The bandwidth between all devices, as evener measures it and by hand, by each transport."""
+    """Compare the bandwidth that evener measures between all devices with a plain all-reduce."""
     figures = measure_links(devices)
     world = len(devices)
     size = LARGE_BYTES["cuda" if torch.cuda.is_available() else "cpu"]
@@ -348,7 +351,7 @@ PARTS = {
 
 
 def main() -> None:
-    """Run the parts that are named, or all."""
+    """Run the named parts, or all of them."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("parts", nargs="*", choices=[*PARTS, []])
     parser.add_argument("--devices", default="auto")

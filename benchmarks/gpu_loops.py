@@ -1,11 +1,11 @@
-"""Plans for loops of one's own beside trainings by them: `python -m benchmarks.gpu_loops --devices
-gpu:0,gpu:1@60%`.
+"""Compare plans for plain training loops with training runs that follow them.
 
-    python -m benchmarks.gpu_loops [--kinds decoder] [--devices cpu/2 --small] [--rounds 2]
+  python -m benchmarks.gpu_loops --devices gpu:0,gpu:1@60% [--kinds decoder] [--rounds 2]
+  python -m benchmarks.gpu_loops --devices cpu/2 --small
 
 For each model, `evener balance` finds a plan at its global batch, and `evener launch` trains this
-file by it with `split.step`, as the README's script does. A percentage of the second GPU needs a
-running MPS daemon, and holds for the training, too (benchmarks/slowed).
+file by the plan with `split.step`, like the script in the README. A percentage of the second GPU
+needs a running MPS daemon, and also holds during training (benchmarks/slowed).
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ WARM_UP = 10  # steps
 
 
 class Kind(NamedTuple):
-    """A model's build(), its global batch, and that of a try on CPUs."""
+    """A model's build function, its global batch, and its global batch for a try on CPUs."""
 
     build: Callable[[], Any]
     batch: int
@@ -46,12 +46,12 @@ class Kind(NamedTuple):
 
 
 def next_word(made: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """The mean cross-entropy of the words that follow."""
+    """Return the mean cross entropy of next-word prediction."""
     return nn.functional.cross_entropy(made[:, :-1].flatten(0, 1), words[:, 1:].flatten())
 
 
 def build_decoder() -> Any:
-    """A decoder of width 512 with eight layers on rows of 256 words; of 64 with two on CPUs."""
+    """Return a decoder with 8 layers of width 512 and rows of 256 words (2 of width 64 on CPUs)."""
     model = Decoder(512, 8) if torch.cuda.is_available() else Decoder(64, 2)
     words = torch.randint(0, WORDS, (16_384, LENGTH), generator=torch.Generator().manual_seed(0))
     return (
@@ -63,7 +63,7 @@ def build_decoder() -> Any:
 
 
 def build_maxer() -> Any:
-    """The wide convolutional network of torch_maxer on grey noise."""
+    """Return the wide convolutional network of torch_maxer, on grey noise."""
     model, made = maxer(), torch.Generator().manual_seed(0)
     pictures = torch.rand(65_536, 1, 28, 28, generator=made)
     data = TensorDataset(pictures, torch.randint(0, 10, (len(pictures),), generator=made))
@@ -77,7 +77,7 @@ KINDS = {
 
 
 def main() -> None:
-    """Print a row for each model and round, or train by a plan as a rank."""
+    """Print a row per model and round, or train by a plan as a rank."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--kinds", nargs="*", choices=list(KINDS), default=list(KINDS))
     parser.add_argument("--devices", default="gpu:0,gpu:1@60%")
@@ -100,7 +100,7 @@ def main() -> None:
 
 
 def compare(name: str, path: Path, options: argparse.Namespace) -> None:
-    """A search, and trainings by its plan."""
+    """Search for a plan, train by it, and compare."""
     kind, evener = KINDS[name], (sys.executable, "-m", "evener")
     batch = str(kind.small if options.small else kind.batch)
     where = (
@@ -126,7 +126,7 @@ def compare(name: str, path: Path, options: argparse.Namespace) -> None:
 
 
 def slow(plan: Plan, folder: Path) -> dict[str, str]:
-    """Variables that hold the second rank to the percentage of its device."""
+    """Return the variables that limit the second rank to the percentage of its device."""
     percent = (
         parse_limit(plan.layout.active[-1].limit).percent if plan.layout.active[-1].limit else None
     )
@@ -140,7 +140,7 @@ def slow(plan: Plan, folder: Path) -> dict[str, str]:
 
 
 def run(*command: str, **variables: str) -> str:
-    """The output of a command with more variables; SystemExit with its end if it fails."""
+    """Return a command's output; raise SystemExit with the end of its errors if it fails."""
     pipes: Any = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
     done = subprocess.run(command, env={**os.environ, **variables}, **pipes)
     if done.returncode:
@@ -151,7 +151,7 @@ def run(*command: str, **variables: str) -> str:
 
 
 def train(kind: Kind, seconds: float) -> None:
-    """Train for some seconds; rank 0 prints the median rate of turns of ten steps."""
+    """Train for some seconds; rank 0 prints the median samples/s of turns of ten steps."""
     split = Split()
     model, optimizer, criterion, data = kind.build()
     model = split.wrap(model)

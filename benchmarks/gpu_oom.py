@@ -1,16 +1,15 @@
-"""Trainings on one GPU whose memory isn't enough, or is taken away, each beside the same training
-undisturbed.
+"""Training runs on one GPU that run out of memory, compared with undisturbed ones.
 
-    python -m benchmarks.gpu_oom [step] [transformers] [lightning] [--only cap8 long ...] [--json
-    FILE]
+  python -m benchmarks.gpu_oom [step] [transformers] [lightning] [--only cap8 long ...]
+  [--json FILE]
 
-A decoder-only model in float64 by `split.step`, transformers' Trainer and Lightning, also with
-expandable segments. `cap8`, `cap12`, `cap20`: GiB that the process may have, a quarter to two
-thirds of what the batch takes. `long`: one batch of rows four times as long, in 12 GiB.
-`neighbour`: another process takes all but 1 GiB at step 40 and leaves at step 80. `libraries`: one
-takes all but 64 MiB from convolutions and an LSTM, whose workspaces cuDNN and cuBLAS want. Prints,
-for each, how often memory ran out, seconds and step times beside the undisturbed training's, and
-the largest difference of a weight from its.
+A decoder-only model in float64 is trained by `split.step`, by transformers' Trainer and by
+Lightning, also with expandable segments. `cap8`, `cap12`, `cap20`: memory caps of the process in
+GiB, from a quarter to two thirds of what the batch needs. `long`: one batch whose rows are four
+times as long, under 12 GiB. `neighbour`: another process allocates all but 1 GiB at step 40 and
+exits at step 80. `libraries`: a process leaves 64 MiB to convolutions and an LSTM, whose workspaces
+cuDNN and cuBLAS allocate. Prints for each run how often memory ran out, the seconds lost and the
+step times compared with the undisturbed run, and the largest difference of any weight.
 """
 
 from __future__ import annotations
@@ -45,20 +44,20 @@ WAYS = ("step", "transformers", "lightning")
 
 
 class Case(msgspec.Struct, frozen=True):
-    """A training and what happens to it."""
+    """A training run and its disturbance."""
 
     cap: float = 0.0  # GiB
-    long_at: int = -1  # the step whose rows are four times as long
-    comes: int = -1  # the step at which a neighbour takes memory
+    long_at: int = -1  # step whose rows are four times as long
+    comes: int = -1  # step at which a neighbour allocates memory
     leaves: int = 10**9
-    left: float = 0.0  # GiB that it leaves
+    left: float = 0.0  # GiB that the neighbour leaves free
     steps: int = 14
     rows: int = 128 if GPU else 8
     layers: int = 8 if GPU else 1
-    conv: bool = False  # convolutions and an LSTM, by `split.step` alone
+    conv: bool = False  # convolutions and an LSTM, with `split.step` only
 
     def calm(self) -> Case:
-        """The same training with nothing happening."""
+        """Return the same run without the disturbance."""
         return msgspec.structs.replace(self, cap=0.0, comes=-1)
 
 
@@ -75,7 +74,7 @@ CASES = {
 
 
 class Rows(Dataset[dict[str, torch.Tensor]]):  # type: ignore[misc]
-    """Texts, one as long as another but for those of one step."""
+    """Random texts of one length, except those of one step."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
@@ -90,7 +89,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):  # type: ignore[misc]
 
 
 class Net(nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """Convolutions and an LSTM over words."""
+    """A network of convolutions and an LSTM over words."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -108,7 +107,7 @@ class Net(nn.Module):  # type: ignore[misc]  # torch isn't followed
 
 
 class WithLoss(nn.Module):  # type: ignore[misc]
-    """A model of words that computes its own loss, as transformers' Trainer expects it."""
+    """Wraps a language model to compute its own loss, as transformers' Trainer expects."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
@@ -123,15 +122,16 @@ class WithLoss(nn.Module):  # type: ignore[misc]
 
 
 def make_model(case: Case) -> Any:
-    """In float64, the same each time. (transformers' own models compute norms and losses in
-    float32.)
+    """Return the case's model in float64, always with the same weights.
+
+    transformers' own models aren't used, because they compute norms and losses in float32.
     """
     torch.manual_seed(0)
     return WithLoss(Net() if case.conv else Decoder(512 if GPU else 16, case.layers)).double()
 
 
 def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """A batch, without loss where a row has ended."""
+    """Pad rows to one length as a batch; the padding has no loss."""
     longest = max(len(row["labels"]) for row in rows)
     fill = {"input_ids": 0, "labels": -100}
     return {
@@ -146,7 +146,7 @@ def pad(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
 
 
 def by_step(case: Case, model: Any, _: str) -> None:
-    """A loop of one's own."""
+    """Train by a plain loop with `split.step`."""
     split = Split(ratios=[1], global_batch=case.rows)
     wrapped = split.wrap(model.to(split.device))
     optimizer = torch.optim.AdamW(wrapped.parameters(), 1e-4)
@@ -157,7 +157,7 @@ def by_step(case: Case, model: Any, _: str) -> None:
 
 
 def by_transformers(case: Case, model: Any, folder: str) -> None:
-    """By its Trainer."""
+    """Train by transformers' Trainer."""
     from transformers import Trainer, TrainingArguments
 
     from evener.huggingface import with_plan
@@ -185,7 +185,7 @@ def by_transformers(case: Case, model: Any, folder: str) -> None:
 
 
 def by_lightning(case: Case, model: Any, folder: str) -> None:
-    """By its Trainer, in automatic optimization."""
+    """Train by Lightning's Trainer with automatic optimization."""
     import lightning.pytorch as pl
 
     class Module(pl.LightningModule):  # type: ignore[misc]
@@ -223,16 +223,18 @@ TRAIN: dict[str, Callable[[Case, Any, str], None]] = {
 
 
 class Watch:
-    """Notes the time of each optimizer step and each failure, and lets the neighbour come and
-    go.
-    """
+    """Records the end of each optimizer step and each failure; starts and stops the neighbour."""
 
     def __init__(self, case: Case) -> None:
         self._case = case
         self._neighbour = Neighbour() if GPU and case.comes >= 0 else None
-        self.starting = 0.0  # seconds that the neighbour took to come and go, which no step counts
+        self.starting = (
+            0.0  # seconds for starting and stopping the neighbour, which count for no step
+        )
         self.ends: list[float] = []
-        self.passes: list[str] = []  # what ran out, and what follows
+        self.passes: list[
+            str
+        ] = []  # of each retry: the rows that ran out of memory, and the next try
 
     def note_step(self, *_: Any) -> None:
         if GPU:
@@ -260,7 +262,7 @@ HALVE = PassLimit.halve
 
 
 def train(way: str, case: Case) -> dict[str, Any]:
-    """The weights, the time of each step, and what ran out of memory."""
+    """Train a case and return the weights, the step times and the out-of-memory errors."""
     gc.collect()
     if GPU:
         torch.cuda.empty_cache()
@@ -279,7 +281,7 @@ def train(way: str, case: Case) -> dict[str, Any]:
             ),
         ):
             TRAIN[way](case, model, folder)
-    except Exception as failure:  # what it says is the finding
+    except Exception as failure:  # the message is the result
         error = f"{type(failure).__name__}: {failure}"[:300]
     finally:
         handle.remove()
@@ -291,7 +293,7 @@ def train(way: str, case: Case) -> dict[str, Any]:
 
 
 def compare(way: str, name: str, calm: dict[str, Any]) -> dict[str, Any]:
-    """One row of the table."""
+    """Return the row of the table that compares a case with its undisturbed run."""
     case = CASES[name]
     found = train(way, case)
     pairs = zip(found["weights"], calm["weights"], strict=True)
@@ -323,7 +325,7 @@ def compare(way: str, name: str, calm: dict[str, Any]) -> dict[str, Any]:
 
 
 def run_here(way: str, only: list[str]) -> None:
-    """Every case of a way in this process, a JSON line for each."""
+    """Run the cases in this process and print a JSON line for each."""
     calm: dict[Case, dict[str, Any]] = {}
     if GPU:
         train(way, msgspec.structs.replace(CASES["cap8"].calm(), steps=3))  # warm up
@@ -337,7 +339,7 @@ def run_here(way: str, only: list[str]) -> None:
 
 
 def main() -> None:
-    """Print a line for each training."""
+    """Run the cases and print a line for each."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,10 +1,11 @@
-"""The sockets on which a training on this machine's GPUs listens, from its start to its end.
+"""List the sockets on which a training run on this machine's GPUs listens.
 
-    python -m benchmarks.gpu_ports                      # all GPUs, NCCL
-    python -m benchmarks.gpu_ports --devices cpu/2      # tried without a GPU: gloo
+  python -m benchmarks.gpu_ports                      # all GPUs, NCCL
+  python -m benchmarks.gpu_ports --devices cpu/2      # tried without a GPU: gloo
 
-`evener launch` and `evener run` train a small model twice over; each line is a socket, by whose
-process it is. Exit code 1 if one is on another address than loopback, or the launcher's own.
+`evener launch` and `evener run` train a small model one after the other; each line is a socket with
+the process that owns it. Exits with 1 if a socket isn't bound to loopback, or belongs to the
+launcher itself.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ print("trained with", "NCCL" if on_gpu else "gloo")
 
 
 def main() -> None:
-    """Train by both commands, and print what was listened on."""
+    """Train by both commands and print the sockets that were opened."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--devices", default="gpu", help="as --devices of evener")
     devices = discover(parser.parse_args().devices).devices
@@ -61,7 +62,10 @@ def main() -> None:
 
 
 def watch(words: tuple[str, ...]) -> int:
-    """The sockets of a command that are open to others, or that are its own; each is printed."""
+    """Print the sockets of a command and return the number of wrong ones.
+
+    A socket is wrong if it isn't bound to loopback, or if it is the command's own.
+    """
     evener = subprocess.Popen([sys.executable, "-m", "evener", *words])
     with ListenerLog(evener.pid) as log:
         code = evener.wait()

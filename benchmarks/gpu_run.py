@@ -1,14 +1,15 @@
-"""`evener run` against the program's own launcher: `python -m benchmarks.gpu_run --out FOLDER
-[--kind cpu]`.
+"""Compare `evener run` with each program's own launcher.
 
-The programs of benchmarks/run_jobs, as they are, on two devices: equal (overhead), and with the
-second one at 60 % (gain without a plan). Each is also trained by the shares that both devices' own
-work at even shares asks for, which is what a plan of `evener balance` has. Times are those of
-optimizer steps; own launcher and evener run take turns (`--turns`), and ratios are those of
-neighbours. Cases run in the order of their value; what doesn't begin within `--seconds` is left
-out. With `--ahead`, the next program imports its libraries while one trains, and then waits. With
-`--kind cpu`, ranks have half of this process's cores each, by either launcher, and one thread, or
-`--threads`.
+  python -m benchmarks.gpu_run --out FOLDER [--kind cpu]
+
+The unchanged programs of benchmarks/run_jobs train on two devices: equal ones (overhead), and with
+the second one at 60 % (gain without a plan). Each is also trained with the shares that follow from
+both devices' compute times (own work) at even shares, as a plan of `evener balance` has them. Times
+are those of optimizer steps; the own launcher and evener run take turns (`--turns`), and
+neighbouring turns are compared. Cases run in the order of their value; cases that don't start
+within `--seconds` are skipped. With `--ahead`, the next program imports its libraries while one
+trains, and then waits. With `--kind cpu`, each rank has half of this process's cores under either
+launcher, and one thread unless `--threads` says otherwise.
 """
 
 from __future__ import annotations
@@ -72,8 +73,9 @@ def main() -> None:
 
 
 class Job(NamedTuple):
-    """A training: its program, the second device's percentage, how it starts (own, run, plan), and
-    the turn.
+    """A training run: the program, the second device's percentage, the launcher and the turn.
+
+    `way` is "own" (the program's launcher), "run" (evener run) or "plan".
     """
 
     name: str
@@ -83,12 +85,12 @@ class Job(NamedTuple):
 
     @property
     def case(self) -> tuple[str, str]:
-        """What it is compared within."""
+        """The program and percentage; only runs of the same case are compared."""
         return self.name, self.percent
 
 
 class Started(NamedTuple):
-    """A training's processes, which wait for the file `gate`."""
+    """The processes of a training run, which wait for the file `gate`."""
 
     job: Job
     process: subprocess.Popen[bytes]
@@ -97,15 +99,17 @@ class Started(NamedTuple):
 
 
 class Bench:
-    """The cases that have run, kept in a file after each of them."""
+    """Runs the cases and saves the results after each of them."""
 
     def __init__(self, options: argparse.Namespace) -> None:
         self._options, self._ends = options, time.monotonic() + options.seconds
         self._found: list[dict[str, Any]] = []
         self._pairs: list[dict[str, Any]] = []
-        self._newest: dict[tuple[str, str, str], dict[str, Any]] = {}  # of each case and way
+        self._newest: dict[
+            tuple[str, str, str], dict[str, Any]
+        ] = {}  # the latest result of each case and launcher
         self._running: list[subprocess.Popen[bytes]] = []
-        # of ranks that the program's own launcher starts
+        # devices, and the cores of ranks started by the program's own launcher
         self._devices, self._cores = ("gpu:0,gpu:1", "")
         if options.kind == "cpu":
             allowed = os.sched_getaffinity(0)
@@ -115,7 +119,7 @@ class Bench:
             )
 
     def limits(self) -> contextlib.AbstractContextManager[dict[str, str]]:
-        """What holds a GPU to a percentage."""
+        """Return a context in which GPUs can be limited to a percentage."""
         return (
             contextlib.nullcontext({})
             if self._options.kind == "cpu"
@@ -123,9 +127,7 @@ class Bench:
         )
 
     def measure(self, variables: dict[str, str]) -> None:
-        """Each program by evener run, by its own launcher, and by the shares that its even steps
-        ask for.
-        """
+        """Train each program by evener run, by its own launcher, and by a plan."""
         jobs = self._jobs()
         ahead = self._start(jobs[0], variables)
         for job, following in zip(jobs, [*jobs[1:], None], strict=True):
@@ -141,15 +143,17 @@ class Bench:
                 ahead = self._start(following, variables)
 
     def close(self) -> None:
-        """End what still runs."""
+        """Stop the processes that still run."""
         for process in self._running:
-            process.terminate()  # its ranks have sessions of their own, and are ended by it
+            process.terminate()  # the launcher stops its ranks, which have their own sessions
         for process in self._running:
             process.wait(30)
 
     def _jobs(self) -> list[Job]:
-        """All trainings in order; a plan, which asks for what evener run has seen, isn't next to
-        it.
+        """Return all training runs in order.
+
+        A run by a plan comes last in its turn, because the plan is made from the results of evener
+        run.
         """
         jobs = []
         for turn in range(self._options.turns):
@@ -161,7 +165,7 @@ class Bench:
         return jobs
 
     def _compare(self, job: Job) -> None:
-        """Keep the ratios of a turn's trainings."""
+        """Save the ratios of a turn's training runs."""
         own, ours, plan = (self._newest.get((*job.case, way), {}) for way in ("own", "run", "plan"))
         if (
             {own.get("turn"), ours.get("turn")} == {job.turn}
@@ -181,7 +185,7 @@ class Bench:
             self._keep(line)
 
     def summarize(self) -> None:
-        """Print the median of each case's pairs."""
+        """Print the median ratios of each case."""
         for case in dict.fromkeys((each["program"], each["percent"]) for each in self._pairs):
             pairs = [each for each in self._pairs if (each["program"], each["percent"]) == case]
             names = [name for name in ("gain", "of_plan", "steps_to_95", "cpu") if name in pairs[0]]
@@ -195,7 +199,7 @@ class Bench:
             )
 
     def _plan(self, said: str) -> str:
-        """A plan by own work at even shares, from evener's table."""
+        """Make a plan from evener's compute times at even shares; return "" if there are none."""
         found = re.findall(r"\(((?:GPU|cpu)-[^)\s]+)\)\s+(\d+)\s+([\d.]+) ms", said)
         if len(found) != 2:
             return ""
@@ -205,7 +209,10 @@ class Bench:
         return PLAN.format(one, share, other, total - share)
 
     def _start(self, job: Job, variables: dict[str, str]) -> Started | None:
-        """Start a training, which waits for its gate; None without time for it, or shares."""
+        """Start a training run, which waits for its gate.
+
+        Returns None if the time is over, or if a plan is wanted and the compute times aren't known.
+        """
         seen = self._newest.get((*job.case, "run"), {}).get("said", "")
         plan = self._plan(seen) if job.way == "plan" else ""
         if time.monotonic() > self._ends or (job.way == "plan" and not plan):
@@ -239,7 +246,7 @@ class Bench:
         return Started(job, process, folder, plan)
 
     def _environment(self) -> dict[str, str]:
-        """Of all trainings."""
+        """Return the environment variables that all training runs share."""
         options = self._options
         paths = (str(HERE / "slowed"), str(HERE.parent), os.environ.get("PYTHONPATH", ""))
         common = {"PYTHONPATH": os.pathsep.join(filter(None, paths)), "HF_HUB_OFFLINE": "1"}
@@ -248,7 +255,7 @@ class Bench:
         return {**os.environ, **common, **sizes, "OMP_NUM_THREADS": options.threads}
 
     def _end(self, started: Started) -> dict[str, Any]:
-        """Wait for the end of a training, and read the times of its steps."""
+        """Wait for a training run to exit, and read its step times."""
         began, (job, process, folder, plan) = time.monotonic(), started
         try:
             code = process.wait(SECONDS)
@@ -292,7 +299,7 @@ class Bench:
 
 
 def _steps_to(steps: list[float], most_ms: float) -> int:
-    """The step from which on the median of ten steps is at most this."""
+    """Return the first step from which the median of ten steps is at most `most_ms`; -1 if none."""
     windows: Iterator[int] = (
         n for n in range(len(steps) - 9) if statistics.median(steps[n : n + 10]) <= most_ms
     )

@@ -1,7 +1,7 @@
-"""The app on a pseudo-terminal with real GPUs: after each key, what it has written so far, as ANSI.
+"""Draw the app on a pseudo-terminal with real GPUs, and keep its ANSI output after each key.
 
-`python -m benchmarks.gpu_screen FILE.svg --devices gpu` draws the Trainings screen of what trains
-now.
+`python -m benchmarks.gpu_screen FILE.svg --devices gpu` draws the Trainings screen of the training
+runs on this machine.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from typing import Any
 from benchmarks.monitor import Screen
 
 APP = "import sys; from evener.tui.start import run_app; sys.exit(run_app({devices!r}))"
-# keys, seconds to wait, name of the picture
+# keys to press, seconds to wait, name of the picture
 SCRIPT = (
     (b"", 8.0, "monitor"),
     (b"2", 2.0, "setup"),
@@ -28,9 +28,7 @@ SCRIPT = (
 
 
 def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> dict[str, Any]:
-    """Drive the app through its screens and write what it drew after each key to NAME-SCREEN.ansi
-    in `folder`.
-    """
+    """Drive the app through its screens; write its output after each key to NAME-SCREEN.ansi."""
     screen = Screen(APP.format(devices=devices), environment, kept_bytes=1 << 24)
     try:
         for keys, seconds, called in SCRIPT:
@@ -43,7 +41,7 @@ def draw(devices: str, folder: Path, name: str, environment: dict[str, str]) -> 
 
 
 async def draw_trainings(devices: str, seconds: float) -> str:
-    """The Trainings screen as SVG, when it has read for some seconds."""
+    """Return the Trainings screen as SVG after reading for some seconds."""
     from evener.devices.sampler import open_sampler
     from evener.tui.app import EvenerApp
 

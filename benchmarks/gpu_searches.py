@@ -1,4 +1,4 @@
-"""Sections of benchmarks.gpu: searches of splits of the two networks on equal and unequal GPUs."""
+"""Sections of benchmarks.gpu: search for splits of both networks on equal and unequal GPUs."""
 
 from __future__ import annotations
 
@@ -14,13 +14,13 @@ STEPS_WITHOUT_FAILURE = 500
 
 
 def control(bench: GpuBench) -> None:
-    """2. Two equal GPUs: the even split."""
+    """2. Search on two equal GPUs, where the even split is best."""
     for workload in WORKLOADS[bench.framework]:
         bench.balance(f"control {workload}", bench.pair, workload)
 
 
 def unequal(bench: GpuBench) -> None:
-    """3. The second GPU at 60 % and 30 % of its multiprocessors, free and fixed global batch."""
+    """3. Search with the second GPU at 60 % and 30 %, with a free and a fixed global batch."""
     with bench.mps() as variables:
         for workload in WORKLOADS[bench.framework]:
             for name, fixed in BATCHES.items():
@@ -37,8 +37,9 @@ def unequal(bench: GpuBench) -> None:
 
 
 def neighbour(bench: GpuBench) -> None:
-    """3. The second GPU shared with another process, which runs matrix products; the driver shares
-    the time.
+    """3. Search while another process runs matrix products on the second GPU.
+
+    The driver shares the GPU's time between the processes.
     """
     for workload in WORKLOADS[bench.framework]:
         for name, fixed in BATCHES.items():
@@ -48,7 +49,7 @@ def neighbour(bench: GpuBench) -> None:
 
 
 def engines(bench: GpuBench) -> None:
-    """3. Each of TensorFlow's engines at the same shares of two free GPUs."""
+    """3. Compare TensorFlow's engines at the same shares of two unlimited GPUs."""
     for workload in WORKLOADS["tensorflow"] if bench.framework == "tensorflow" else ():
         for engine in ("towers", "multiworker"):
             where = ("--devices", bench.pair, "--workload", workload, "--engine", engine)
@@ -68,8 +69,9 @@ def engines(bench: GpuBench) -> None:
 
 
 def caps(bench: GpuBench) -> None:
-    """4. 8 GiB and 5 GiB: real out-of-memory errors, how the search avoids them, and 500 steps of
-    its plan.
+    """4. Search under caps of 8 GiB and 5 GiB, and train 500 steps by the plan.
+
+    Shows real out-of-memory errors and how the search avoids them.
     """
     devices = bench.limited("8GiB", "5GiB")
     for workload in WORKLOADS[bench.framework]:
@@ -93,7 +95,7 @@ def caps(bench: GpuBench) -> None:
 
 
 def regret(bench: GpuBench) -> None:
-    """5. A grid around the plan, in turns; then its winner and the plan once more, in pairs."""
+    """5. Time a grid around the plan in turns, then its winner and the plan in pairs."""
     devices = bench.limited("", "60%")
     with bench.mps() as variables:
         for workload in WORKLOADS[bench.framework]:

@@ -1,14 +1,14 @@
-"""Steps with evener's exchange beside DistributedDataParallel's: `python -m benchmarks.gpu_steps`.
+"""Compare step times of evener's gradient exchange with DistributedDataParallel.
 
-    python -m benchmarks.gpu_steps [--ranks 2] [--models 0 5] [--passes 2] [--float32] [--profile
-    DIR] [--json FILE]
+  python -m benchmarks.gpu_steps [--ranks 2] [--models 0 5] [--passes 2] [--float32]
+  [--profile DIR] [--json FILE]
 
-Decoder-only models over NCCL, a GPU for each rank, or two ranks on CPUs over gloo where there is no
-GPU. The last model is transformers' Llama of 100 M parameters in float32 under autocast, the others
-are in bfloat16. The ways of a model live in the same processes and take turns of a few steps; each
-round makes them anew. What counts is the median ratio of turns next to each other: a machine's own
-speed changes from one second to the next. Each way also has this process's CPU time of a step and
-its peak memory, and with `--profile` the time of its kernels on the GPU.
+The models are decoder-only, over NCCL with one GPU per rank, or on two CPU ranks over gloo if there
+is no GPU. The last model is transformers' Llama with 100 M parameters in float32 under autocast;
+the others are in bfloat16. The variants of a model run in the same processes and take turns of a
+few steps; each round builds them anew. The result is the median ratio of neighbouring turns,
+because a machine's own speed changes from second to second. Each variant also has its CPU time per
+step and its peak memory, and with `--profile` the time of its GPU kernels.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ from tests.support.torch_start import free_port, rank_environment
 
 GPU = torch.cuda.is_available()
 Size = tuple[int, int, int]
-LLAMA = 0  # in place of a width
+LLAMA = 0  # stands for a width
 MODELS: tuple[Size, ...] = (  # width, layers, rows
     (512, 8, 128),
     (512, 8, 16),
@@ -48,7 +48,7 @@ MODELS: tuple[Size, ...] = (  # width, layers, rows
 SMALL: tuple[Size, ...] = ((64, 4, 8), (128, 2, 16), (16, 24, 1))
 LENGTH, WORDS = (256, 4096) if GPU else (16, 64)
 WAYS = ("alone", "ddp", "ddp with a hook", "exchange")
-WARM_UP, PROFILED = 8, 4  # steps: of a way that was just made, of a profile
+WARM_UP, PROFILED = 8, 4  # steps: after a variant is built, and in a profile
 
 
 class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
@@ -78,7 +78,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
 
 
 class Llama(nn.Module):  # type: ignore[misc]
-    """Words to logits, as the others do it."""
+    """A Llama that maps words to logits, like the other models."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -93,7 +93,7 @@ class Llama(nn.Module):  # type: ignore[misc]
 
 
 class Way:
-    """A model with an optimizer, and one way to sum its gradients."""
+    """A model with an optimizer and one of the variants of gradient synchronization."""
 
     def __init__(
         self, name: str, size: Size, device: torch.device, options: argparse.Namespace
@@ -128,7 +128,7 @@ class Way:
         return model
 
     def step(self) -> None:
-        """A training step as users write it."""
+        """Run a training step as users write it."""
         self._optimizer.zero_grad()
         for number, rows in enumerate(self._words, 1):
             with self._unsynced() if number < len(self._words) else nullcontext():
@@ -141,23 +141,21 @@ class Way:
         return unsynced
 
     def take_turn(self, steps: int) -> None:
-        """Time some steps: milliseconds of each, and of this process's CPUs in it."""
+        """Time some steps: wall time and this process's CPU time per step in ms."""
         self.step()
         if GPU:
             torch.cuda.synchronize()
         started, cpu = time.perf_counter(), time.process_time()
         for _ in range(steps):
             self.step()
-        cpu = time.process_time() - cpu  # before the wait, which spins
+        cpu = time.process_time() - cpu  # read before the wait, which uses the CPU, too
         if GPU:
             torch.cuda.synchronize()
         self.wall.append((time.perf_counter() - started) / steps * 1e3)
         self.cpu.append(cpu / steps * 1e3)
 
     def profile(self) -> tuple[float, str]:
-        """Milliseconds of a step's kernels on the GPU, added up; and what the host spent its time
-        on.
-        """
+        """Return the GPU kernel time of a step in ms, and a table of the host's time."""
         kinds = torch.profiler.ProfilerActivity
         with torch.profiler.profile(
             activities=[kinds.CPU, kinds.CUDA] if GPU else [kinds.CPU]
@@ -186,7 +184,7 @@ def _weigh(_, bucket):  # type: ignore[no-untyped-def]  # DDP refuses annotation
 
 
 def measure(size: Size, device: torch.device, options: argparse.Namespace) -> dict[str, Any]:
-    """The ways of one model, in turns."""
+    """Measure the variants of one model in turns."""
     every: list[dict[str, Way]] = []
     profiles: dict[str, tuple[float, str]] = {}
     for _ in range(options.rounds):
@@ -198,7 +196,7 @@ def measure(size: Size, device: torch.device, options: argparse.Namespace) -> di
         for name, way in ways.items():
             if options.profile and name not in profiles:
                 profiles[name] = way.profile()
-            way._model = way._optimizer = None  # its memory goes, its times stay
+            way._model = way._optimizer = None  # frees the memory; the times stay
         every.append(ways)
     if options.profile and dist.get_rank() == 0:
         options.profile.mkdir(parents=True, exist_ok=True)
@@ -228,8 +226,10 @@ def measure(size: Size, device: torch.device, options: argparse.Namespace) -> di
 
 
 def compare(every: Sequence[dict[str, Way]], name: str) -> dict[str, Any]:
-    """Each turn's ratio to DistributedDataParallel's turn beside it: median, middle half, of CPU
-    time, by rounds.
+    """Compare each turn with the DistributedDataParallel turn next to it.
+
+    Returns the median ratio, the middle half of the ratios, the median of each round, and the
+    median ratio of CPU times.
     """
     pairs = [
         [own / its for own, its in zip(ways[name].wall, ways["ddp"].wall, strict=True)]
@@ -256,7 +256,7 @@ def _median(figures: Sequence[float]) -> float:
 
 
 def say(row: dict[str, Any]) -> None:
-    """One line for a model."""
+    """Print one line for a model."""
     shown = ", ".join(
         f"{way} {wall:.2f} ms (CPU {row['cpu ms'][way]:.2f}), {row['gib'][way]} GiB"
         for way, wall in row["ms"].items()
@@ -271,9 +271,7 @@ def say(row: dict[str, Any]) -> None:
 
 
 def run_rank(options: argparse.Namespace) -> None:
-    """The steps of one rank, on its GPU or a CPU; the first one writes what it found after each
-    model.
-    """
+    """Run the steps of one rank; rank 0 prints and saves the results after each model."""
     rank = int(os.environ.get("LOCAL_RANK", "0"))
     device = torch.device("cuda", rank) if GPU else torch.device("cpu")
     if GPU:
@@ -297,7 +295,7 @@ def run_rank(options: argparse.Namespace) -> None:
 def start(
     module: str, world: int, *words: str, more: dict[str, str] | None = None
 ) -> list[subprocess.Popen[str]]:
-    """The processes of a benchmark's ranks."""
+    """Start the processes of a benchmark's ranks."""
     port, ranks = free_port(), []
     for rank in range(world):
         place = (
@@ -318,7 +316,7 @@ def start(
 
 
 def main() -> None:
-    """Start the ranks, and show what the first one prints."""
+    """Start the ranks and show the output of rank 0."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

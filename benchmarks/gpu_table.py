@@ -1,8 +1,9 @@
-"""Tables of the runs on real GPUs, from their journals: `python -m benchmarks.gpu_table
-[JOURNAL...]`.
+"""Make tables of the runs on real GPUs from their journals.
 
-With `--compare`, the layouts of the comparisons instead of the searches; with `--memory`, the
-memory predicted for each batch before it ran and the peak measured then.
+  python -m benchmarks.gpu_table [JOURNAL...]
+
+With `--compare`, the table has the layouts of comparisons instead of searches; with `--memory`, it
+has the memory predicted for each batch before it ran, and the measured peak.
 """
 
 from __future__ import annotations
@@ -80,7 +81,7 @@ def _searched(path: Path) -> Iterator[list[str]]:
 
 
 def _compared(path: Path) -> Iterator[list[str]]:
-    """Each layout of a comparison, the fastest first, against the best of one device."""
+    """Yield a row per layout of a comparison, fastest first, with its ratio to the best solo."""
     record = journal.read(path)
     if record.header.request.compare is None:
         return
@@ -127,7 +128,7 @@ def _row(path: Path) -> list[str]:
 
 
 def _memory_rows(path: Path) -> Iterator[list[str]]:
-    """Each batch whose memory could be predicted before it ran: predicted and measured."""
+    """Yield a row per batch whose memory was predicted before it ran: predicted and measured."""
     record = journal.read(path)
     seen = Observations(record.header.job.problem)
     for entry in record.seen:
@@ -140,8 +141,9 @@ def _memory_rows(path: Path) -> Iterator[list[str]]:
 
 
 def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
-    """The predicted memory of a batch; empty without a prediction, or if the batch had run
-    already.
+    """Return the predicted memory of a batch.
+
+    Empty without a prediction, or if the batch had run already.
     """
     share, peak = seen.probe.layout.shares[position], seen.memory_bytes[position]
     if memory.line is None or peak is None or share in dict(memory.points):
@@ -158,8 +160,9 @@ def _predicted(memory: Memory, seen: Timed, position: int) -> list[str]:
 
 
 def _alone_at_shares(record: journal.JournalContents, plan: Plan) -> float | None:
-    """The sum of the devices' samples/s alone at their shares, by curves of their solo probes; None
-    for one device.
+    """Return the sum of the devices' solo samples/s at their shares; None for one device.
+
+    The speeds are read from the curves of their solo probes.
     """
     if len(plan.layout.active) < 2:
         return None
@@ -180,8 +183,9 @@ def _alone_at_shares(record: journal.JournalContents, plan: Plan) -> float | Non
 
 
 def _gain(plan: Plan, kind: EvidenceKind) -> str:
-    """The plan's gain over a rival; empty where the rival wasn't measured, or is the plan
-    itself.
+    """Return the plan's gain over a rival.
+
+    Empty if the rival wasn't measured, or if it is the plan itself.
     """
     rival = next((rival for rival in plan.evidence if rival.kind == kind), None)
     if rival is None or rival.layout.batches == plan.batches:

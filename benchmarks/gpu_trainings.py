@@ -1,4 +1,4 @@
-"""Sections of benchmarks.gpu: trainings by a plan against what it says."""
+"""Sections of benchmarks.gpu: compare training runs with the plans that they follow."""
 
 from __future__ import annotations
 
@@ -11,12 +11,13 @@ from typing import Any
 from benchmarks.gpu_bench import GpuBench
 from benchmarks.trainer_processes import name_build
 
-START_SECONDS = 60.0  # of a search or of several trainings, at most
+START_SECONDS = 60.0  # longest start of a search, or of several training runs
 
 
 def training(bench: GpuBench) -> None:
-    """6. The example scripts with their plan: samples/s of the plan, of the training, and in the
-    monitor.
+    """6. Train the example scripts by their plans.
+
+    Compares the samples/s of the plan, of the training run and in the monitor.
     """
     common = (
         "--framework",
@@ -71,8 +72,9 @@ def training(bench: GpuBench) -> None:
 
 
 def trainers(bench: GpuBench) -> None:
-    """transformers' Trainer with the second GPU at 60 %: by a plan, by even shares, on each GPU
-    alone.
+    """Train transformers' Trainer with the second GPU at 60 %.
+
+    Compares a plan, even shares, and each GPU alone.
     """
     with bench.mps() as variables:
         train(
@@ -81,8 +83,9 @@ def trainers(bench: GpuBench) -> None:
 
 
 def adapters(bench: GpuBench) -> None:
-    """Lightning and accelerate by the plan of `trainers`, which is searched for if it isn't in the
-    folder.
+    """Train with Lightning and accelerate by the plan of `trainers`.
+
+    The plan is searched for if it isn't in the folder.
     """
     others = ("--trainers", "lightning", "accelerate")
     with bench.mps() as variables:
@@ -99,8 +102,9 @@ def adapters(bench: GpuBench) -> None:
 
 
 def texts(bench: GpuBench) -> None:
-    """Texts of unequal length, the second GPU at 60 %: by a plan, and by transformers' own
-    samplings at even shares.
+    """Train on texts of unequal length with the second GPU at 60 %.
+
+    Compares a plan with transformers' own samplers at even shares.
     """
     with bench.mps() as variables:
         variants = "plan,balanced,grouped,even"
@@ -108,19 +112,20 @@ def texts(bench: GpuBench) -> None:
 
 
 def texts_on_equal(bench: GpuBench) -> None:
-    """The same on two equal GPUs."""
+    """Train on texts of unequal length on two equal GPUs."""
     train(bench, "texts on equal GPUs", bench.pair, 256, "plan,even,balanced", 15, "--texts")
 
 
 def memory(bench: GpuBench) -> None:
-    """The second GPU with a quarter of the memory: 500 steps in passes, without passes, and two
-    full GPUs.
+    """Train 500 steps with a quarter of the memory on the second GPU.
+
+    Compares training in passes, without passes, and two full GPUs.
     """
     train(bench, "memory", _quarter(bench), 96, "plan,once,whole", 55)
 
 
 def memory_grid(bench: GpuBench) -> None:
-    """The plan of `memory` among other shares and passes, in turns."""
+    """Compare the plan of `memory` with other shares and passes, in turns."""
     plan, steps = (
         bench.out / "memory.toml",
         ("--steps", "2", "--width", "0.05", "--turns", "2", "--pairs", "2"),
@@ -147,7 +152,7 @@ def memory_grid(bench: GpuBench) -> None:
 
 
 def sharded(bench: GpuBench) -> None:
-    """FSDP2 at uneven shares, of a model that is larger than what the second GPU may use."""
+    """Train with FSDP2 at uneven shares a model larger than the second GPU's memory limit."""
     devices = (
         "--devices",
         bench.limited("", "8GiB"),
@@ -160,7 +165,7 @@ def sharded(bench: GpuBench) -> None:
 
 
 def cost(bench: GpuBench) -> None:
-    """What a plan costs at even shares: steps of two pairs of processes in turns."""
+    """Measure the cost of a plan at even shares: steps of two pairs of processes in turns."""
     devices = ("--devices", bench.pair, "--rows", "32", "--size", _size(bench, "large"))
     pairs = ("--pairs", "100", "--trainers", "huggingface", *_half(bench))
     bench.script("cost", "benchmarks.trainers", "cost", *devices, *pairs, seconds=3 * START_SECONDS)
@@ -176,8 +181,9 @@ def train(
     *more: str,
     env: dict[str, str] | None = None,
 ) -> None:
-    """Find a plan for transformers' Trainer, unless there is one of this name, and train by it and
-    otherwise.
+    """Train with transformers' Trainer by a plan and by other variants.
+
+    The plan is searched for unless one of this name exists.
     """
     plan = bench.out / f"{name.replace(' ', '-')}.toml"
     if not plan.exists():

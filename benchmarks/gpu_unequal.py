@@ -1,14 +1,14 @@
-"""`evener run` on GPUs of unequal speed, without a plan: `python -m benchmarks.gpu_unequal --out
-FOLDER`.
+"""Measure `evener run` without a plan on GPUs of unequal speed.
 
-Four GPUs of one host, which MPS holds to 100, 60, 40 and 25 % (`--parts`), train a DDP loop over a
-decoder of 34 million parameters and a transformers.Trainer over a Llama of 106 million, in TF32:
-each by torchrun, by `evener run`, and by `evener run --plan` with the shares that each device's own
-work asks for. Then, on equal GPUs for 1,000 steps, in which shares must not change: the loop, a
-host-bound model and one that waits for its input. Each result is printed as it comes and kept in
-FOLDER/gpu_unequal.json; what doesn't begin within `--seconds` is left out.
+  python -m benchmarks.gpu_unequal --out FOLDER
 
-`--kind cpu` tries it at tiny sizes on CPU slices (`--parts 100,50`).
+MPS limits four GPUs of one host to 100, 60, 40 and 25 % (`--parts`). They train a DDP loop with a
+decoder of 34 million parameters, and a transformers.Trainer with a Llama of 106 million, in TF32:
+each under torchrun, under `evener run`, and under `evener run --plan` with shares that follow from
+each device's compute time (own work). Then three programs run on equal GPUs for 1,000 steps, in
+which shares must not change: the loop, a host-bound model and an input-bound one. Each result is
+printed at once and kept in FOLDER/gpu_unequal.json; cases that don't start within `--seconds` are
+skipped. `--kind cpu` tries it with tiny sizes on CPU slices (`--parts 100,50`).
 """
 
 from __future__ import annotations
@@ -42,25 +42,25 @@ LOOP = {"WIDTH": 512, "LAYERS": 8, "LENGTH": 256, "ROWS": 128, "WORDS": 8192}
 LLAMA = {"WIDTH": 768, "LAYERS": 8, "LENGTH": 256, "ROWS": 48, "WORDS": 32000}
 TINY = {"WIDTH": 64, "LAYERS": 8, "LENGTH": 32, "ROWS": 8, "WORDS": 512}
 CPU = {"WIDTH": 64, "LAYERS": 1, "LENGTH": 16, "ROWS": 16, "WORDS": 256}
-LAST = 40  # steps of a rate
-NEAR_FROM = 60  # the step from which shares should be near the best
-LONGEST_SECONDS = 110.0  # of one training
+LAST = 40  # steps over which the samples/s are taken
+NEAR_FROM = 60  # step from which shares should be near the best
+LONGEST_SECONDS = 110.0  # time limit of one training run
 
 
 class Case(NamedTuple):
-    """A training: its program, who starts it, its sizes, and the steps."""
+    """A training run: its program, its launcher, its sizes and the number of steps."""
 
     name: str
     program: str
-    way: str  # own, run or plan
+    way: str  # launcher: own, run or plan
     sizes: dict[str, int]
     steps: int
     unequal: bool
-    input_seconds: float = 0.0  # that a row takes a worker
+    input_seconds: float = 0.0  # seconds for a loader worker to read a row
 
 
 def list_cases(kind: str) -> list[Case]:
-    """The trainings, in the order of their value."""
+    """Return the training runs in the order of their value."""
     loop, llama, tiny = (LOOP, LLAMA, TINY) if kind == "gpu" else (CPU, CPU, CPU)
     few, many, calm = (80, 160, 1000) if kind == "gpu" else (40, 320, 320)
     equal = {**loop, "ROWS": 48} if kind == "gpu" else loop
@@ -93,18 +93,18 @@ def main() -> None:
         sys.exit(f"This Python has no {', '.join(missing)}: put them on PYTHONPATH.")
     options.out = options.out.resolve()
     options.out.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # ends the daemon, too
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))  # stops the daemon, too
     with contextlib.ExitStack() as stack:
         variables = {}
         if options.kind == "gpu":
-            # a short path, as it has a socket
+            # the path must be short for a socket
             folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="mps-"))
             variables = stack.enter_context(mps_daemon(Path(folder)))
         Bench(options, variables).run()
 
 
 class Bench:
-    """The results so far."""
+    """Runs the cases and keeps their results."""
 
     def __init__(self, options: argparse.Namespace, variables: dict[str, str]) -> None:
         self._options, self._variables = options, variables
@@ -114,7 +114,7 @@ class Bench:
         self._found: dict[tuple[str, str], dict[str, Any]] = {}
 
     def run(self) -> None:
-        """Train what was asked for, and print each result."""
+        """Run the requested cases and print each result."""
         wanted = set(filter(None, self._options.cases.split(",")))
         for case in list_cases(self._options.kind):
             if wanted and not {case.name, f"{case.name}:{case.way}"} & wanted:
@@ -131,7 +131,7 @@ class Bench:
             self._compare(case.name)
 
     def _compare(self, name: str) -> None:
-        """Print the ratios that are known by now."""
+        """Print the ratios of a case's launchers that are known by now."""
         run, own, plan = (self._found.get((name, way), {}) for way in ("run", "own", "plan"))
         words = []
         if run.get("last") and own.get("last"):
@@ -145,9 +145,11 @@ class Bench:
             print(f"== {name}: {', '.join(words)}", flush=True)
 
     def _train(self, case: Case, seconds: float) -> dict[str, Any]:
-        """Start a training, wait for its end, and read what it left."""
+        """Start a training run, wait for its exit, and read its results."""
         folder = self._options.out / f"{case.name}-{case.way}"
-        shutil.rmtree(folder, ignore_errors=True)  # with shares that evener run would take again
+        shutil.rmtree(
+            folder, ignore_errors=True
+        )  # else evener run would start with the shares saved here
         folder.mkdir()
         script = str(JOBS / f"{case.program}.py")
         words = ["torch.distributed.run", "--standalone", "--nproc-per-node", str(self._world)]
@@ -201,7 +203,7 @@ class Bench:
         return {**os.environ, **self._variables, **own}
 
     def _read(self, case: Case, folder: Path, log: str) -> dict[str, Any]:
-        """The rates, changes of shares, memory and words of a training that has ended."""
+        """Read the samples/s, share changes, memory and messages of a finished training run."""
         ranks = []
         for rank in range(self._world):
             with contextlib.suppress(OSError, ValueError):
@@ -232,7 +234,7 @@ class Bench:
         return found
 
     def _make_plan(self, table: list[dict[str, Any]]) -> str:
-        """A plan of the shares that are done first by own work, as seen at two sizes of a share."""
+        """Make a plan of the fastest shares by the compute times at two sizes of a share."""
         if len(table) != self._world:
             return ""
         curves = [_draw_line(each) for each in table]
@@ -246,7 +248,10 @@ class Bench:
 
 
 def _draw_line(seen: dict[str, Any]) -> Curve:
-    """Seconds by rows: through what was seen at two sizes of a share, or in proportion to rows."""
+    """Return the compute time by rows as a line through the times at two sizes of a share.
+
+    If both sizes are about the same, the time is taken to be proportional to rows.
+    """
     rows, more = seen["first"], seen["last"]
     seconds, after = seen["first_ms"] / 1e3, seen["last_ms"] / 1e3
     if abs(more - rows) < 0.1 * rows:
@@ -256,7 +261,7 @@ def _draw_line(seen: dict[str, Any]) -> Curve:
 
 
 def _read_table(state: Path) -> list[dict[str, Any]]:
-    """The devices, shares and own work that the training's summary and its plan have."""
+    """Read devices, shares and compute times from the training run's summary and plan."""
     for path in sorted(state.glob("evener/runs/*/summary.json")):
         first = json.loads(path.read_text())["first"]
         plan = path.with_name("plan.toml")
@@ -276,7 +281,7 @@ def _read_table(state: Path) -> list[dict[str, Any]]:
 
 
 def _read_changes(state: Path) -> Iterator[str]:
-    """Each change of shares in the training's journal, with its first step."""
+    """Yield each change of shares in the training run's journal, with its first step."""
     for path in sorted(state.glob("evener/runs/*/training.jsonl")):
         for line in path.read_text().splitlines():
             entry = json.loads(line)

@@ -1,8 +1,8 @@
-"""Monitors at the same time on loaded GPUs: the cost of each, and evener's figures against
-nvidia-smi's.
+"""Compare monitors on loaded GPUs: their cost, and evener's metrics with nvidia-smi's.
 
-Each monitor has a pseudo-terminal of its own and its default interval of about a second. CPU is
-user plus system time of the process, in a window that begins after all have started.
+All run at the same time. Each monitor has its own pseudo-terminal and its default interval of about
+a second. CPU time is user plus system time of the process, from a moment at which all monitors have
+started.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ SMI = (
 
 @contextmanager
 def loaded(gpus: Sequence[int], seconds: float) -> Iterator[None]:
-    """Matrix products on each GPU, in child processes."""
+    """Run matrix products on each GPU in child processes."""
     loads = [subprocess.Popen([sys.executable, "-c", LOAD, str(gpu), str(seconds)]) for gpu in gpus]
     try:
         yield
@@ -69,7 +69,7 @@ def loaded(gpus: Sequence[int], seconds: float) -> Iterator[None]:
 
 
 def installed() -> list[str]:
-    """The monitors that can be started here."""
+    """Return the monitors that are installed here."""
     modules = [name for name in ("nvitop", "gpustat") if importlib.util.find_spec(name)]
     return ["evener", "evener --metrics", *modules, *(["nvtop"] if shutil.which("nvtop") else [])]
 
@@ -77,9 +77,9 @@ def installed() -> list[str]:
 def compare_monitors(
     seconds: float, environment: dict[str, str], devices: str = "gpu"
 ) -> dict[str, Any]:
-    """CPU, memory and output of all monitors over the same seconds, and evener's readings as JSON.
+    """Return the CPU, memory and output of all monitors in the same window, and evener's readings.
 
-    Metrics are fetched once a second where they are served.
+    Prometheus metrics are fetched once a second if they are served.
     """
     with ExitStack() as stack:
         screens = {
@@ -87,7 +87,7 @@ def compare_monitors(
         }
         for screen in screens.values():
             stack.callback(screen.close)
-        # a pipe that nobody reads fills up
+        # a pipe must be read, else it fills up
         lines = stack.enter_context(tempfile.TemporaryFile("w+"))
         command = (*EVENER_JSON, devices)
         reader = stack.enter_context(
@@ -136,7 +136,7 @@ def compare_monitors(
 
 
 def fetch_metrics() -> str:
-    """What Prometheus would get; empty if nobody serves it."""
+    """Return the Prometheus metrics; empty if they aren't served."""
     with (
         suppress(OSError),
         urllib.request.urlopen(f"http://{METRICS}/metrics", timeout=5) as answer,
@@ -146,7 +146,9 @@ def fetch_metrics() -> str:
 
 
 def smi() -> list[list[str]]:
-    """nvidia-smi's rows: GPU, utilisation, MiB in use, watts, °C, clocks of multiprocessors and
+    """Return nvidia-smi's rows.
+
+    The columns are the GPU, utilization, used MiB, watts, °C, and the clocks of multiprocessors and
     memory.
     """
     if not shutil.which(SMI[0]):
@@ -156,7 +158,7 @@ def smi() -> list[list[str]]:
 
 
 def _threads(screen: Screen) -> dict[int, float]:
-    """CPU seconds of each thread so far; the first is the one that draws."""
+    """Return the CPU seconds of each thread; the first thread is the one that draws."""
     return {each.id: each.user_time + each.system_time for each in screen.process.threads()}
 
 

@@ -1,9 +1,10 @@
-"""Is a plan the best of its neighbourhood? `python -m benchmarks.grid PLAN --devices D [--workload
-W]`.
+"""Check whether a plan is the best among similar layouts.
 
-A grid of shares around the plan is timed in turns by probes. The winner of a grid is also the
-luckiest of many, so it is timed once more in pairs with the plan, and the regret comes from these
-pairs alone.
+  python -m benchmarks.grid PLAN --devices D [--workload W]
+
+Probes time a grid of shares around the plan in turns. The winner of a grid is also the luckiest of
+many measurements; therefore it is timed again in pairs with the plan, and the regret comes from
+these pairs alone.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from evener.plan.file import Plan, load_plan
 
 
 class Grid:
-    """Layouts around a plan with the samples/s measured for each, and the failures."""
+    """Measures the layouts around a plan; keeps their samples/s and the failures."""
 
     def __init__(self, prober: Prober, seconds: float) -> None:
         self.prober, self.seconds = prober, seconds
@@ -36,7 +37,7 @@ class Grid:
         self._turn = 0
 
     def measure(self, layout: Layout) -> float | None:
-        """Samples/s of one measurement; None if it ran out of memory or failed."""
+        """Measure a layout once in samples/s; return None if it ran out of memory or failed."""
         self._turn += 1
         probe = Probe(layout, Stage.RACE, self.seconds, self._turn)
         for seen in self.prober.measure((probe,), lambda _: None, threading.Event()):
@@ -48,8 +49,9 @@ class Grid:
         return None
 
     def all_in_turns(self, layouts: Sequence[Layout], turns: int) -> None:
-        """Each layout once per turn; every second turn in reverse order, so that a drift affects
-        all equally.
+        """Measure each layout once per turn.
+
+        Every second turn is in reverse order, so that drift affects all layouts equally.
         """
         for turn in range(turns):
             for layout in layouts if turn % 2 == 0 else reversed(layouts):
@@ -57,11 +59,14 @@ class Grid:
                     self.measure(layout)
 
     def winner(self) -> Layout:
-        """The layout with the highest median."""
+        """Return the layout with the highest median samples/s."""
         return max(self.rates, key=lambda layout: statistics.median(self.rates[layout]))
 
     def paired(self, one: Layout, other: Layout, pairs: int) -> list[float]:
-        """Samples/s of `one` / `other` in pairs of measurements, the order changing each time."""
+        """Return the speed ratios of `one` to `other` from pairs of measurements.
+
+        The order within a pair alternates.
+        """
         ratios = []
         for pair in range(pairs):
             first, second = (one, other) if pair % 2 == 0 else (other, one)
@@ -73,11 +78,11 @@ class Grid:
 
 
 def around(plan: Plan, steps: int, width: float) -> list[Layout]:
-    """The plan's layout, its shares moved both ways in steps of `width` of the batch, the even
-    split, and solos.
+    """Return the layouts around a plan.
 
-    Each in the fewest passes that fit; where that is several, the plan's shares also in one pass
-    more.
+    They are the plan's layout, its shares moved both ways in steps of `width` of the batch, the
+    even split, and solos. Each runs in the fewest passes that fit; if that is more than one, the
+    plan's shares also run in one more pass.
     """
     batches, total = plan.batches, plan.layout.global_batch
     first, second = _largest_two(batches)
@@ -100,13 +105,14 @@ def around(plan: Plan, steps: int, width: float) -> list[Layout]:
 
 
 def chosen(plan: Plan) -> Layout:
-    """The plan's shares in its passes."""
+    """Return the layout of the plan's shares and passes."""
     return layout_of(plan.batches, tuple(share.micro or share.batch for share in plan.layout.share))
 
 
 def lay(plan: Plan, batches: tuple[int, ...], more: int = 0) -> Layout:
-    """These shares in the fewest passes that the plan knows to fit, or in so many more where that
-    is several.
+    """Return the layout of these shares in the fewest passes that the plan knows to fit.
+
+    If that is more than one pass, `more` passes are added.
     """
     micro = []
     for batch, share in zip(batches, plan.layout.share, strict=True):
@@ -116,13 +122,16 @@ def lay(plan: Plan, batches: tuple[int, ...], more: int = 0) -> Layout:
 
 
 def _largest_two(batches: Sequence[int]) -> tuple[int, int]:
-    """Positions between which samples are moved; a device without a share may get some."""
+    """Return the positions of two devices between which rows are moved.
+
+    One of them may have no share so far.
+    """
     first, second = sorted(range(len(batches)), key=lambda i: -batches[i])[:2]
     return first, second
 
 
 def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, Any]:
-    """The whole grid, as one JSON document."""
+    """Measure the whole grid and return it as a JSON document."""
     prober = make_prober(make_job(request))
     try:
         grid = Grid(prober, options.seconds)
@@ -155,7 +164,7 @@ def run(plan: Plan, request: Request, options: argparse.Namespace) -> dict[str, 
 
 
 def main() -> None:
-    """Measure, and print the document; a summary goes to stderr."""
+    """Measure the grid and print the document; a summary goes to stderr."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

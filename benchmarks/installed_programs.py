@@ -1,12 +1,13 @@
-"""Runs published training programs as they are: by their own launcher, by shares 3:1, and by shares
-that move.
+"""Run unchanged, published training programs by their own launcher and by evener.
 
-`python -m benchmarks.installed_programs --environments FOLDER --inputs FOLDER NAME...` wants each
-program's environment (with evener beside it) as FOLDER/ENVIRONMENT, its script as FOLDER/src/...,
-and what `python -m benchmarks.installed.inputs` has written. It prints what became of each: how far
-the weights are from those by the program's own launcher, relative to how far training moved them,
-or why shares stayed even. Results are kept in FOLDER/results, and `--table` prints them as the
-table in docs/run.md. Two CPU slices train, without a network.
+  python -m benchmarks.installed_programs --environments FOLDER --inputs FOLDER NAME...
+
+evener trains each program with shares 3:1, and again with changing shares. Each program needs its
+environment (which includes evener) in FOLDER/ENVIRONMENT, its script in FOLDER/src/..., and the
+output of `python -m benchmarks.installed.inputs`. Prints the outcome of each program: how far its
+weights are from those by its own launcher, relative to how far training moved them, or why its
+shares stayed even. Results are kept in FOLDER/results; `--table` prints them as the table in
+docs/run.md. Trains on two CPU slices, without a network.
 """
 
 from __future__ import annotations
@@ -27,8 +28,8 @@ import msgspec
 
 from .installed_table import PROGRAMS, Program
 
-SECONDS = 240  # of a start, which else hangs
-NEAR = 1e-5  # how far weights may be away in float32, relative to how far training moved them
+SECONDS = 240  # time limit of a run
+NEAR = 1e-5  # largest difference of float32 weights, relative to how far training moved them
 PLAN = """
 [[layout.share]]
 device = "cpu-0-of-2"
@@ -40,19 +41,19 @@ batch = 1
 
 
 class Result(msgspec.Struct, frozen=True):
-    """What became of a program by one optimizer."""
+    """The outcome of a program with one optimizer."""
 
     name: str
     optimizer: str
     versions: str
     date: str
-    outcome: str  # "by shares", "even", "can't run", or what went wrong, in capitals
+    outcome: str  # "by shares", "even", "can't run", or an error in capitals
     difference: float | None = None
-    reason: str = ""  # why shares stayed even, or why it can't run here
+    reason: str = ""  # why shares stayed even, or why the program can't run here
 
 
 def main() -> None:
-    """Run the programs, or print the table of what became of them."""
+    """Run the programs, or print the table of outcomes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "names", nargs="*", default=[*PROGRAMS], metavar="NAME", help=", ".join(PROGRAMS)
@@ -74,7 +75,7 @@ def main() -> None:
 
 
 def report(name: str, optimizer: str, rate: str, options: argparse.Namespace) -> Result:
-    """Train one program by one optimizer, its own way and by shares."""
+    """Train a program with one optimizer by its own launcher and by evener; return the outcome."""
     program = PROGRAMS[name]
     places = {
         "inputs": options.inputs,
@@ -100,13 +101,13 @@ def report(name: str, optimizer: str, rate: str, options: argparse.Namespace) ->
 
 
 def judge(known: tuple[str, str, str, str], own: Start, ours: Start) -> Result:
-    """What became of a program that its own launcher trained and then evener."""
+    """Return the outcome of a program from a run by its own launcher and one by evener."""
     difference = own.compare(ours)
     if ours.failed:
         return Result(*known, "ENDED", difference, ours.ended())
     reason = ours.why_even()
     if reason:
-        is_seen = own.weights() is not None  # not of optimizers that aren't PyTorch's
+        is_seen = own.weights() is not None  # weights are recorded for PyTorch's optimizers only
         if is_seen and (difference is None or difference > NEAR):
             return Result(*known, "CHANGED", difference, reason)
         return Result(*known, "even" if ours.said_early() else "LATE", difference, reason)
@@ -118,7 +119,7 @@ def judge(known: tuple[str, str, str, str], own: Start, ours: Start) -> Result:
 
 
 def print_table(kept: Path, names: list[str]) -> None:
-    """Print the rows of docs/run.md, and how many programs came to what."""
+    """Print the rows of docs/run.md, and the number of programs with each outcome."""
     counts: dict[str, int] = {}
     print("| program | shares | difference | why even | on |")
     print("| --- | --- | ---: | --- | --- |")
@@ -133,7 +134,7 @@ def print_table(kept: Path, names: list[str]) -> None:
 
 
 def print_row(result: Result) -> None:
-    """Print what became of a program by one optimizer, with the version of its first package."""
+    """Print a program's outcome with one optimizer, and the version of its first package."""
     version = result.versions.partition(",")[0]
     title = ", ".join(filter(None, [PROGRAMS[result.name].title, result.optimizer]))
     away = "" if result.difference is None else f"{result.difference:.0e}"
@@ -142,8 +143,9 @@ def print_row(result: Result) -> None:
 
 
 class Start:
-    """One start of a program in a folder of its own: `way` is "plan" or "moved", or none for its
-    own launcher.
+    """One run of a program in its own folder.
+
+    `way` is "plan" or "moved" for evener, and empty for the program's own launcher.
     """
 
     def __init__(
@@ -170,7 +172,7 @@ class Start:
         self._code = -1
 
     def run(self) -> Start:
-        """Train."""
+        """Train, and return this run."""
         own = self._program.own.format(words=self._words).split()
         words = own
         if self._way:
@@ -220,7 +222,7 @@ class Start:
         }
 
     def versions(self) -> str:
-        """The packages' versions."""
+        """Return the versions of the program's packages."""
         code = (
             "import sys, importlib.metadata as m; print(*(f'{n} {m.version(n)}' for n in "
             "sys.argv[1:]), sep=', ')"
@@ -230,11 +232,11 @@ class Start:
 
     @property
     def failed(self) -> bool:
-        """True if it ended with an error, or not at all."""
+        """True if the program failed or was killed after its time limit."""
         return self._code != 0
 
     def ended(self) -> str:
-        """How it ended: what it printed last, where it failed."""
+        """Return "ended", or the exit code and the last error in the log."""
         if not self._code:
             return "ended"
         lines = [line for line in self._lines() if re.search(r"\b\w*(Error|Exception)\b:", line)]
@@ -245,12 +247,12 @@ class Start:
         return text.splitlines()
 
     def said(self) -> list[str]:
-        """What evener said."""
+        """Return the messages that evener logged."""
         found = [line for line in self._lines() if re.search(r"evener: |rows change", line)]
         return list(dict.fromkeys(found))[:8]
 
     def why_even(self) -> str:
-        """Why evener left shares even, or put them back; empty if it didn't."""
+        """Return why evener kept or restored even shares; empty if it didn't."""
         for line in self._lines():
             for words in ("shares stay even: ", "shares go back to even for good: "):
                 if words in line:
@@ -258,28 +260,29 @@ class Start:
         return ""
 
     def said_early(self) -> bool:
-        """True if that was said in the first few steps."""
+        """True if evener logged that within the first few steps."""
         text = "\n".join(self._lines())
         said = text.find("evener: shares ")
         counted = text.find("observed: ")
         return counted < 0 or said < counted
 
     def by_shares(self) -> bool:
-        """True if rows were moved."""
+        """True if evener moved rows between the ranks."""
         text = "\n".join(self._lines())
         moved = self._way == "plan" or re.search(r"changed (once|\d+ times)|rows change", text)
         return "rows a step, by" in text and bool(moved)
 
     def weights(self) -> dict[str, Any] | None:
-        """The weights before and after, on the first rank."""
+        """Return rank 0's weights before and after training; None if they weren't recorded."""
         import torch
 
         path = self._folder / "weights.pt"
         return torch.load(path, weights_only=True) if path.exists() else None
 
     def compare(self, other: Start) -> float | None:
-        """How far the weights at the end are from those of another start, relative to how far
-        training moved them; None if they can't be compared.
+        """Return how far the final weights are from another run's.
+
+        The distance is relative to the change by training; None if the runs can't be compared.
         """
         mine, its = self.weights(), other.weights()
         if mine is None or its is None:
@@ -297,7 +300,7 @@ class Start:
 
 
 def measure(some: list[Any], others: list[Any]) -> float:
-    """The norm of the difference of two lists of tensors."""
+    """Return the norm of the difference between two lists of tensors."""
     pairs = zip(some, others, strict=True)
     return math.sqrt(sum(float((a.double() - b.double()).square().sum()) for a, b in pairs))
 

@@ -1,4 +1,4 @@
-"""The programs of benchmarks.installed_programs: what is run, and how each starts itself."""
+"""The programs of benchmarks.installed_programs, and how each is started."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ TRAINING = (
     "--per_device_train_batch_size 4 --gradient_accumulation_steps 2 --num_train_epochs 3 "
     "--report_to none --logging_steps 5 --save_strategy no --output_dir out --seed 7"
 )
-# some trainers take fewer rows, so they get more epochs
+# some trainers use fewer rows, so they get more epochs
 SHORT = (
     "--per_device_train_batch_size 4 --num_train_epochs 2 --report_to none --logging_steps 5 "
     "--save_strategy no --output_dir out --seed 7 --use_cpu --bf16 False --lr_scheduler_type linear"
@@ -64,23 +64,23 @@ TWO = "torchrun --standalone --nproc-per-node 2"
 
 
 class Program(msgspec.Struct, frozen=True, kw_only=True):
-    """A program: what it is called, what is run, which packages' versions count, and how it starts
-    itself.
-    """
+    """A program: its title, its command, its packages and its own launcher."""
 
     title: str
-    words: str  # after python; {inputs}, {src}, {jobs}, {rate} and {optimizer} are filled in
+    words: str  # arguments of python; {inputs}, {src}, {jobs}, {rate} and {optimizer} are filled in
     packages: tuple[str, ...] = ()
     environment: str = "all"
-    settings: str = ""  # a file x.yaml in the working folder
-    links: tuple[tuple[str, str], ...] = ()  # names in the working folder, and what they lead to
+    settings: str = ""  # content of x.yaml in the working folder
+    links: tuple[tuple[str, str], ...] = ()  # symlinks in the working folder: name and target
     own: str = TWO + " {words}"
-    variables: tuple[tuple[str, str], ...] = ()  # of the program's own launcher
-    always: tuple[tuple[str, str], ...] = ()  # variables of all starts
+    variables: tuple[
+        tuple[str, str], ...
+    ] = ()  # environment variables for the program's own launcher
+    always: tuple[tuple[str, str], ...] = ()  # environment variables for all runs
     optimizers: tuple[tuple[str, str], ...] = (("", ""),)
-    by_row: bool = False  # its random numbers are made the same for each row
-    on_cpu: bool = False  # its calls for a GPU are answered by the CPU
-    launcher: bool = False  # the command behind `evener run --` is that of its own launcher
+    by_row: bool = False  # its random numbers are made to depend on the row only
+    on_cpu: bool = False  # its calls for a GPU are redirected to the CPU
+    launcher: bool = False  # `evener run --` gets the command of its own launcher
 
 
 TORCH = ("sgd", "0.05"), ("adamw_torch", "1e-3")
@@ -89,17 +89,17 @@ TRAINERS = ("transformers", "accelerate")
 
 
 def job(title: str, words: str, *packages: str, **more: object) -> Program:
-    """A program of benchmarks/installed that uses a library's trainer as its users do."""
+    """Return a program of benchmarks/installed, which uses a library's trainer as its users do."""
     return Program(title=title, words="{jobs}/" + words, packages=packages, **more)  # type: ignore[arg-type]
 
 
 def old(title: str, words: str, packages: tuple[str, ...] = ("torch", "timm")) -> Program:
-    """A script of an older repository; it asks for GPUs, which are answered by the CPU."""
+    """Return an older repository's script; its calls for a GPU are redirected to the CPU."""
     return Program(
         title=title,
         words="{jobs}/old_script.py {src}/" + words,
         packages=packages,
-        always=(("PYTHONOPTIMIZE", "1"),),  # without its asserts on versions and GPUs
+        always=(("PYTHONOPTIMIZE", "1"),),  # disables its asserts on versions and GPUs
         on_cpu=True,
         by_row=True,
     )

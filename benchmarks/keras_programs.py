@@ -1,10 +1,11 @@
-"""Do programs of Keras' users learn the same by shares? `python -m benchmarks.keras_programs
-[--only WORDS] [--page]`.
+"""Check that typical Keras programs learn the same with uneven shares.
 
-Every loss and every model of tests/support/keras_program_*.py is trained by plain Keras and by
-shares of 6 : 2, in float64, in each engine, with batches of 8 and a tail. The table says which are
-exact, which are refused before the first step, and what else happened; `--page` writes it into
-docs/benchmarks/keras_programs.md.
+  python -m benchmarks.keras_programs [--only WORDS] [--page]
+
+All losses and models of tests/support/keras_program_*.py are trained by plain Keras and with shares
+6:2, in float64, in each engine, with batches of 8 and a shorter last one. The table says which
+programs are exact, which are refused before the first step, and what else happened; `--page` writes
+it into docs/benchmarks/keras_programs.md.
 """
 
 from __future__ import annotations
@@ -26,13 +27,13 @@ PROCESSES = {1: ("towers", "passes"), 2: ("multiworker", "multiworker in passes"
 ENGINES = [engine for engines in PROCESSES.values() for engine in engines]
 TAILS = ("one row", "three rows", "whole batches")
 SAME, SAME_IN_FLOAT32 = 1e-9, 1e-6
-GROUP = 10  # programs in one process: one that hangs takes few others with it
+GROUP = 10  # programs per process, so that one that hangs affects few others
 PAGE = Path(__file__).parents[1] / "docs" / "benchmarks" / "keras_programs.md"
-Found = dict[tuple[str, str], dict[str, Any]]  # by engine with its tail, and program
+Found = dict[tuple[str, str], dict[str, Any]]  # results by (engine and kind of tail, program)
 
 
 def main() -> int:
-    """Print the table; 1 if a program is silently different or crashes."""
+    """Print the table; return 1 if a program silently differs or crashes."""
     options = parse()
     began = time.monotonic()
     with tempfile.TemporaryDirectory() as folder:
@@ -59,7 +60,7 @@ def main() -> int:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument(
         "--only",
@@ -76,7 +77,7 @@ def parse() -> argparse.Namespace:
 
 
 def run_everything(options: argparse.Namespace, folder: Path) -> Found:
-    """What became of each program in each engine."""
+    """Run each program in each engine and return the results."""
     os.environ["CUDA_VISIBLE_DEVICES"] = "-1"
     found: Found = read(options.found)
     with RankServer("tests.support.keras_programs") as server:
@@ -109,14 +110,14 @@ def run_everything(options: argparse.Namespace, folder: Path) -> Found:
 
 
 def read(path: Path | None) -> Found:
-    """What an interrupted run found."""
+    """Return the results of an interrupted run."""
     if path is None or not path.exists():
         return {}
     return {(engine, name): answer for engine, name, answer in json.loads(path.read_text())}
 
 
 def write(path: Path | None, found: Found) -> None:
-    """What was found so far, to go on from."""
+    """Save the results so far, from which an interrupted run continues."""
     if path is not None:
         path.write_text(json.dumps([[*key, answer] for key, answer in found.items()]))
 
@@ -129,7 +130,10 @@ def run_engines(
     tail: str,
     names: list[str],
 ) -> dict[str, dict[str, Any]]:
-    """The programs in these engines, in one process each; one by one where something failed."""
+    """Run the programs in these engines, all in the same processes.
+
+    If something fails, each program runs again on its own.
+    """
     try:
         found: dict[str, Any] = ask(
             server,
@@ -157,7 +161,7 @@ def run_engines(
 def ask(
     server: RankServer, folder: Path, processes: int, function: str, *given: Any, seconds: int
 ) -> Any:
-    """The answer of the first of several processes."""
+    """Run a function in one or more processes and return the answer of the first."""
     own = folder / str(len(list(folder.iterdir())))
     ranks = (
         [{"TF_CONFIG": config} for config in make_configs(("worker",) * 2)]
@@ -170,7 +174,7 @@ def ask(
 
 
 def mark(answer: dict[str, Any]) -> str:
-    """One word for the table, and the difference where there is one."""
+    """Return the table's word for a result, with the difference if there is one."""
     if answer["verdict"] != "trained":
         return str(answer["verdict"])
     gap = answer["gap"]
@@ -184,7 +188,7 @@ def mark(answer: dict[str, Any]) -> str:
 
 
 def write_table(found: Found) -> str:
-    """A row for each program, a column for each engine and tail."""
+    """Return a table with a row per program and a column per engine and kind of tail."""
     columns = list(dict.fromkeys(engine for engine, _ in found))
     lines = [f"| program | {' | '.join(columns)} |", f"| --- |{' --- |' * len(columns)}"]
     names = dict.fromkeys(name for _, name in found)
@@ -196,7 +200,7 @@ def write_table(found: Found) -> str:
 
 
 def write_sentences(found: Found) -> str:
-    """What was said of programs that are refused or warned of, once each."""
+    """Return a table of the messages for refused programs and programs with a warning."""
     said: dict[str, list[str]] = {}
     for (_, name), answer in found.items():
         if answer.get("said") and mark(answer) != "exact":

@@ -1,5 +1,6 @@
-"""What benchmarks.trainer_matrix runs in processes: the cases of tests/support/matrix_parts.py, one
-after the other.
+"""Functions that benchmarks.trainer_matrix runs in processes.
+
+They train the cases of tests/support/matrix_parts.py one after the other.
 """
 
 from __future__ import annotations
@@ -23,20 +24,20 @@ transformers.logging.set_verbosity_error()
 
 
 def reference_all(folder: Path, _: int, names: Sequence[str], __: Any) -> None:
-    """Bare, in this process."""
+    """Train the cases without evener in this process."""
     torch.set_num_threads(1)
     for name in names:
         say(folder / "reference_all0.jsonl", name, partial(keep, folder, name))
 
 
 def keep(folder: Path, name: str) -> dict[str, Any]:
-    """Train a case and keep what it ended with."""
+    """Train a case without evener and save its results."""
     torch.save(train_bare(name), folder / f"{name}.pt")
     return {}
 
 
 def plan_all(folder: Path, rank: int, names: Sequence[str], references: dict[str, str]) -> None:
-    """By a plan, as one rank; `references` names the bare training of each case."""
+    """Train the cases by a plan as one rank; `references` names the bare run of each case."""
     torch.set_num_threads(1)
     for name in names:
         kept = folder / f"{references[name]}.pt"

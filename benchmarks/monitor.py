@@ -1,10 +1,9 @@
-"""The cost of the monitor: CPU, first paint, memory and `monitor --once`, compared with an empty
-Textual app.
+"""Measure the cost of the monitor compared with an empty Textual app.
 
-`python -m benchmarks.monitor` starts each on a pseudo-terminal of 160 x 48 and writes
-docs/benchmarks/monitor.md. CPU is user plus system time of the process, from /proc, over a window
-that begins after it has come up. Three trainings of two ranks each report themselves twice a second
-meanwhile, where a row says so.
+`python -m benchmarks.monitor` measures CPU, first paint, memory and `monitor --once`, starts each
+program on a pseudo-terminal of 160 x 48, and writes docs/benchmarks/monitor.md. CPU is user plus
+system time of the process, from /proc, in a window after the start. Rows with training runs have
+three of them with two ranks each, which report twice a second.
 """
 
 from __future__ import annotations
@@ -74,22 +73,22 @@ ONCE = ("evener.__main__", ["monitor", "--once", "--devices", DEVICES])
 
 
 class Cost(msgspec.Struct, frozen=True):
-    """What one program used."""
+    """The resources that a program used."""
 
     name: str
-    cpu_percent: float  # of one core
+    cpu_percent: float  # percent of one core
     first_paint_seconds: float
-    memory_mib: float  # resident
-    written_kib_per_second: float  # to the terminal
+    memory_mib: float  # resident memory
+    written_kib_per_second: float  # written to the terminal
 
 
 class Screen:
-    """A program on a pseudo-terminal; its output is read all the time, as a terminal does."""
+    """A program on a pseudo-terminal whose output is read continuously, as by a terminal."""
 
     def __init__(
         self, code: str, variables: Mapping[str, str] = os.environ, kept_bytes: int = 1 << 20
     ) -> None:
-        self._kept_bytes = kept_bytes  # of what it wrote, from its start
+        self._kept_bytes = kept_bytes  # how much of the start of the output is kept
         self._primary, secondary = pty.openpty()
         fcntl.ioctl(secondary, termios.TIOCSWINSZ, struct.pack("HHHH", ROWS, COLUMNS, 0, 0))
         environment = {**variables} | {"TERM": "xterm-256color", "COLORTERM": "truecolor"}
@@ -121,11 +120,11 @@ class Screen:
                 return
 
     def press(self, keys: bytes) -> None:
-        """Keys, as a keyboard would send them."""
+        """Send keys, like a keyboard."""
         os.write(self._primary, keys)
 
     def wait_for(self, wanted: bytes, seconds: float = 30.0) -> float:
-        """Seconds from the start until the text was written."""
+        """Wait until the text appears; return the seconds since the start."""
         while wanted not in self.seen:
             if time.perf_counter() - self.started > seconds or self._child.poll() is not None:
                 raise RuntimeError(f"never saw {wanted!r}: {bytes(self.seen[-500:])!r}")
@@ -133,7 +132,7 @@ class Screen:
         return time.perf_counter() - self.started
 
     def close(self) -> int:
-        """End the program, unless it has ended; its exit code."""
+        """Terminate the program unless it has exited; return its exit code."""
         if self._child.poll() is None:
             self._child.terminate()
         code = self._child.wait(20)
@@ -143,7 +142,7 @@ class Screen:
 
 @contextlib.contextmanager
 def training(folder: Path) -> Iterator[None]:
-    """Reports of three trainings, as of this process, twice a second while it is entered."""
+    """Report three training runs of this process twice a second within the context."""
     ended = threading.Event()
     prepare_folder(folder)
     files = [
@@ -170,7 +169,7 @@ def training(folder: Path) -> Iterator[None]:
 
 
 def _record(rank: int, step: int) -> LiveRecord:
-    """Every figure changes with each step."""
+    """Return a record in which every value changes with the step."""
     wave = 1 + 0.05 * ((step * (rank + 3)) % 7 - 3) / 3
     device = LiveDevice(
         f"sim-{rank}-{('gtx1080ti', 'gtx1080')[rank % 2]}",
@@ -201,7 +200,7 @@ def _record(rank: int, step: int) -> LiveRecord:
 
 
 def measure(name: str, code: str, wanted: bytes, seconds: float, keys: bytes = b"") -> Cost:
-    """Start a program, press keys, let it settle, and take its CPU time over `seconds`."""
+    """Start a program, press keys, let it settle, and measure its CPU time for `seconds`."""
     screen = Screen(code)
     try:
         first = screen.wait_for(wanted)
@@ -227,7 +226,7 @@ def _cpu(process: psutil.Process) -> float:
 
 
 def first_paint(code: str, wanted: bytes, repeats: int) -> tuple[float, float]:
-    """The median seconds, and those of CPU, to the first row of figures, warm."""
+    """Return the median wall and CPU seconds of a warm start until the first row of values."""
     times = []
     for _ in range(repeats):
         screen = Screen(code)
@@ -240,7 +239,7 @@ def first_paint(code: str, wanted: bytes, repeats: int) -> tuple[float, float]:
 
 
 def once_seconds(repeats: int) -> tuple[float, float]:
-    """The median seconds of `evener monitor --once`, and those of CPU, warm."""
+    """Return the median wall and CPU seconds of a warm `evener monitor --once`."""
     module, arguments = ONCE
     times = []
     for _ in range(repeats + 1):
@@ -254,13 +253,13 @@ def once_seconds(repeats: int) -> tuple[float, float]:
 
 
 def _children_cpu() -> float:
-    """Seconds of CPU of all children that have ended."""
+    """Return the CPU seconds of all children that have exited."""
     times = os.times()
     return times.children_user + times.children_system
 
 
 def nvml_works() -> bool:
-    """Whether nvitop's own code can run here."""
+    """True if nvitop can run here."""
     try:
         import nvitop  # noqa: F401
         import pynvml
@@ -279,7 +278,7 @@ def report(
     load: float,
     with_nvitop: bool,
 ) -> str:
-    """The page, with figures and targets."""
+    """Return the page with measured values and targets."""
     rows = [
         f"| {cost.name} | {cost.cpu_percent:.2f} % | {cost.memory_mib:.0f} MiB"
         f" | {cost.written_kib_per_second:.1f} KiB/s |"

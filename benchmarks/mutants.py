@@ -1,9 +1,10 @@
-"""Do the fast tests notice small faults in the pure code? `python -m benchmarks.mutants [--sample
-150] [--seed 0]`.
+"""Check whether the fast tests notice small faults in the pure code.
+
+  python -m benchmarks.mutants [--sample 150] [--seed 0]
 
 A mutant is a source file with one operator, comparison, constant, call or return value changed. The
-file's tests run on it in a copy of the checkout, with a time limit. Mutants that they don't notice
-are printed with their place: each one either behaves as before, or shows that a test is missing.
+file's tests run on it in a copy of the checkout, with a time limit. Mutants that pass are printed
+with their line: such a mutant either behaves as before, or shows that a test is missing.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ SEARCH = (
         for name in ("explain", "recorded_runs", "recorded_curves", "session_simulated")
     ),
 )
-TESTS = {  # of the longest name that fits
+TESTS = {  # the longest matching prefix counts
     "balancer": ("tests/balancer",),
     "balancer/probes/block_timing.py": ("tests/balancer/test_timing_rules.py",),
     **dict.fromkeys(PURE, tuple(f"tests/balancer/{name}" for name in SEARCH)),
@@ -64,7 +65,7 @@ PYTEST = (
     "no:cacheprovider",
     "--hypothesis-seed=0",
 )
-ENOUGH = 0.85  # of the mutants
+ENOUGH = 0.85  # minimum fraction of mutants that must be noticed
 COMPARISONS = (
     "Lt:LtE Lt:GtE LtE:Lt LtE:Gt Gt:GtE Gt:LtE GtE:Gt GtE:Lt Eq:NotEq NotEq:Eq "
     "Is:IsNot IsNot:Is In:NotIn NotIn:In"
@@ -75,8 +76,9 @@ CALLS = {"min": "max", "max": "min", "any": "all", "all": "any"}
 
 
 class Mutant(msgspec.Struct, frozen=True, order=True):
-    """One change of a file: the bytes from `start` to `end` become `new`. `place` is its column and
-    the line's code.
+    """One change of a file: the bytes from `start` to `end` become `new`.
+
+    `place` is the change's column and the code of its line.
     """
 
     path: str
@@ -88,7 +90,7 @@ class Mutant(msgspec.Struct, frozen=True, order=True):
     place: tuple[int, bytes]
 
     def apply(self, source: bytes) -> bytes:
-        """The changed file."""
+        """Return the changed source."""
         return source[: self.start] + self.new.encode() + source[self.end :]
 
     def __str__(self) -> str:
@@ -96,7 +98,7 @@ class Mutant(msgspec.Struct, frozen=True, order=True):
 
 
 def find_mutants(path: str) -> list[Mutant]:
-    """Every mutant of a file."""
+    """Return all mutants of a file."""
     source = (HOME / path).read_bytes()
     code = source.splitlines(keepends=True)
     lines = [0, *itertools.accumulate(map(len, code))]
@@ -114,8 +116,10 @@ def find_mutants(path: str) -> list[Mutant]:
 
 
 def choose(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
-    """A random sample in which a mutant stays when other code changes, so that it can be worked
-    off.
+    """Return a random sample of mutants.
+
+    Whether a mutant is chosen doesn't depend on other code, so the sample stays the same while its
+    survivors are fixed.
     """
     drawn = sorted(
         found, key=lambda one: random.Random(f"{seed} {one.path} {one.place} {one.new}").random()
@@ -124,16 +128,21 @@ def choose(found: Sequence[Mutant], count: int, seed: int) -> list[Mutant]:
 
 
 def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
-    """What may be replaced, and by what, in all code that runs: not in annotations, in f-strings or
-    in strict=True.
+    """Yield each node that may be replaced, with its replacement.
+
+    Only code that runs is changed: no annotations, f-strings or strict=True.
     """
     for name, value in ast.iter_fields(node):
         if name in ("annotation", "returns"):
             continue
         for child in value if isinstance(value, list) else [value]:
-            if isinstance(child, ast.JoinedStr):  # Python 3.11 doesn't say where its parts are
+            if isinstance(
+                child, ast.JoinedStr
+            ):  # Python 3.11 doesn't know the positions of its parts
                 continue
-            if isinstance(child, ast.keyword) and child.arg == "strict":  # zip's: it only checks
+            if (
+                isinstance(child, ast.keyword) and child.arg == "strict"
+            ):  # an argument of zip that only checks
                 continue
             if (
                 isinstance(node, ast.Return)
@@ -150,7 +159,7 @@ def _changes(node: ast.AST) -> Iterator[tuple[ast.expr | ast.stmt, str]]:
 
 
 def _alternatives(node: ast.expr) -> Iterator[str]:
-    """What an expression may become."""
+    """Yield the replacements of an expression."""
     if isinstance(node, ast.Compare):
         for place, operator in enumerate(node.ops):
             for other in _swaps(operator):
@@ -183,12 +192,12 @@ def _with(node: Any, **changes: object) -> Any:
 
 
 def _is_false(node: ast.expr) -> bool:
-    """Whether None would be no change, as a rule."""
+    """True if replacing the value by None would usually change nothing."""
     return isinstance(node, ast.Constant) and node.value in (None, False)
 
 
 def _joins(node: ast.BinOp) -> bool:
-    """Whether it joins texts, lists or tuples: another operator would only be a TypeError."""
+    """True if the operator joins strings, lists or tuples; any other would raise TypeError."""
     parts = (node.left, node.right)
     return any(
         isinstance(p, ast.JoinedStr | ast.List | ast.Tuple)
@@ -198,7 +207,7 @@ def _joins(node: ast.BinOp) -> bool:
 
 
 def copy_checkout(folder: Path) -> Path:
-    """Copy what git tracks or would track; links stay links."""
+    """Copy all files that git doesn't ignore; links stay links."""
     command = ["git", "ls-files", "-z", "--cached", "--others", "--exclude-standard"]
     listed = subprocess.run(command, cwd=HOME, capture_output=True, check=True).stdout.decode()
     for name in filter(None, listed.split("\0")):
@@ -209,14 +218,12 @@ def copy_checkout(folder: Path) -> Path:
 
 
 def tests_for(path: str) -> tuple[str, ...]:
-    """The tests that should notice a change of this file."""
+    """Return the tests that should notice a change of this file."""
     return TESTS[max((name for name in TESTS if path.startswith(name)), key=len)]
 
 
 def nearest_first(path: str, tests: tuple[str, ...]) -> list[str]:
-    """The files of these tests; those of a file's own name before the rest, as most changes end
-    there.
-    """
+    """Return the test files, the file's own test first, because it kills most mutants."""
     files = [
         each for test in tests for each in sorted((HOME / test).rglob("test_*.py")) or [HOME / test]
     ]
@@ -227,7 +234,7 @@ def nearest_first(path: str, tests: tuple[str, ...]) -> list[str]:
 
 
 def passes(folder: Path, tests: Sequence[str], limit_seconds: float) -> bool:
-    """Whether the fast tests pass there in time."""
+    """True if the fast tests pass there within the time limit."""
     environment = os.environ | {"PYTHONPATH": str(folder)}
     command = [sys.executable, *PYTEST, *tests]
     try:
@@ -239,7 +246,7 @@ def passes(folder: Path, tests: Sequence[str], limit_seconds: float) -> bool:
 
 
 def run(chosen: Sequence[Mutant], root: Path, processes: int) -> list[Mutant]:
-    """The mutants that the tests pass, printed as they are found."""
+    """Return the mutants that pass the tests, and print them as they are found."""
     folders: SimpleQueue[Path] = SimpleQueue()
     for number in range(processes):
         folders.put(copy_checkout(root / str(number)))
@@ -268,16 +275,17 @@ def run(chosen: Sequence[Mutant], root: Path, processes: int) -> list[Mutant]:
 
 
 def _write(path: Path, source: bytes) -> None:
-    """Write a source file, and remove its bytecode: that of an earlier change may look as if it
-    were of this one.
-    """
+    """Write a source file and remove its bytecode, which could belong to an earlier mutant."""
     path.write_bytes(source)
     for compiled in (path.parent / "__pycache__").glob(f"{path.stem}.*.pyc"):
         compiled.unlink()
 
 
 def _limit_seconds(folder: Path, tests: Sequence[str]) -> float:
-    """Three times what the tests take on the unchanged sources, which they must pass."""
+    """Return ten seconds plus three times the tests' duration on the unchanged sources.
+
+    Raises SystemExit if they fail there.
+    """
     began = time.monotonic()
     if not passes(folder, tests, 3600):
         raise SystemExit(
@@ -287,7 +295,7 @@ def _limit_seconds(folder: Path, tests: Sequence[str]) -> float:
 
 
 def main() -> int:
-    """Print the mutants that no test notices; 1 if they are too many."""
+    """Print the mutants that no test notices; return 1 if there are too many."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--sample", type=int, default=150, help="number of mutants (150); 0: all")
     parser.add_argument("--seed", type=int, default=0, help="seed of the sample")

@@ -1,7 +1,7 @@
 """Record a tape of NVML on real GPUs: `python -m benchmarks.nvml_tape --out FILE [--seconds 32]`.
 
-All GPUs are read once a second. Matrix products run on the last GPU for the middle half of that
-time. nvidia-smi is asked at the same seconds, so that a test can compare the two.
+All GPUs are read once a second. Matrix products run on the last GPU during the middle half of that
+time. nvidia-smi is called in the same seconds, so that a test can compare both.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ WITNESS_EVERY = 4  # ticks
 
 
 def main() -> None:
-    """Record."""
+    """Record the tape."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--out", type=Path, required=True)
     parser.add_argument("--seconds", type=int, default=32)

@@ -1,13 +1,13 @@
-"""Trainings of two and three ranks whose passes run out of memory, until there were 1,000 of them.
+"""Train until 1,000 passes have run out of memory, and check the results.
 
-    python -m benchmarks.oom [--failures 1000] [--at-once 3] [--out DIR]
+  python -m benchmarks.oom [--failures 1000] [--at-once 3] [--out DIR]
 
-Each case of tests/support/torch_oom_programs.py is trained with seed after seed: at random layers,
-forward or backward, in any pass, on any rank, also after buckets have been sent, and before the
-optimizer's first step; and once by one process that takes the same passes. The bar is 1e-12 in
-float64, unless rounding alone makes more. Where there are two GPUs, two ranks train on them over
-NCCL; `--at-once` is for them. DIR gets what was found, after each start of ranks, and what the
-ranks printed.
+Each case of tests/support/torch_oom_programs.py is trained by two or three ranks with many seeds.
+Memory runs out at random layers, in forward or backward passes, in any pass, on any rank, also
+after buckets have been sent, and before the optimizer's first step. One process that takes the same
+passes gives the expected result. The tolerance is 1e-12 in float64, unless rounding alone exceeds
+it. With two GPUs, two ranks train on them over NCCL; `--at-once` is for GPUs. DIR gets the results
+after each start of ranks, and the ranks' output.
 """
 
 from __future__ import annotations
@@ -32,17 +32,17 @@ GPUS = torch.cuda.device_count() > 1
 SHARES = ((24, 8), (20, 12)) if GPUS else ((24, 12, 8), (20, 12))
 TRAIN = f"{programs.__name__}.train_all"
 BAR = 1e-12
-SEEDS = 1 if GPUS else 2  # in one start of ranks
-APART = 1000  # seeds of two that train at once
+SEEDS = 1 if GPUS else 2  # seeds per start of ranks
+APART = 1000  # distance between the seeds of processes that train at the same time
 
 
 def find_worst(ranks: list[Any], shares: tuple[int, ...]) -> dict[str, float]:
-    """The largest difference of a weight, a buffer or a loss from one process; and from more than
-    rounding explains.
+    """Return the largest difference from one process, also among those beyond rounding.
 
-    BatchNorm over a pass of two rows that are nearly alike can make 2e-11 of the last digit of a
-    gradient. So rounding explains up to ten times what that digit makes in one process, as ranks
-    sum in another order.
+    Compares weights, buffers and losses. BatchNorm over a pass of two nearly equal rows can turn a
+    gradient's last digit into a difference of 2e-11. Therefore a difference counts as beyond
+    rounding only above ten times what that digit makes in one process, as ranks sum in another
+    order.
     """
     worst = {"worst": 0.0, "beyond rounding": 0.0}
     for name, seed in ranks[0]:
@@ -67,7 +67,7 @@ def _compare(mine: dict[str, Any], its: dict[str, Any]) -> float:
 
 
 def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
-    """Train until there were this many failures."""
+    """Train until there have been this many failures."""
     found: dict[str, Any] = {
         "failures": 0,
         "steps": 0,
@@ -103,7 +103,7 @@ def train(wanted: int, first: int, folder: Path) -> dict[str, Any]:
 
 
 def train_at_once(wanted: int, times: int, folder: Path) -> dict[str, Any]:
-    """The same in several processes, each with other seeds."""
+    """Train in several processes at the same time, each with other seeds."""
     command = [
         sys.executable,
         "-m",
@@ -126,7 +126,7 @@ def train_at_once(wanted: int, times: int, folder: Path) -> dict[str, Any]:
 
 
 def describe(found: dict[str, Any]) -> str:
-    """A line."""
+    """Describe the results in one line."""
     said = (
         f"{found['failures']} out-of-memory errors in {found['steps']} steps, "
         f"{found['seconds']:.0f} s"
@@ -136,7 +136,7 @@ def describe(found: dict[str, Any]) -> str:
 
 
 def main() -> None:
-    """Print what was found; exit with 1 above the bar."""
+    """Print the results; exit with 1 above the tolerance."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

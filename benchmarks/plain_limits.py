@@ -1,8 +1,10 @@
-"""What is named as the limit of trainings that have none: `python -m benchmarks.plain_limits`.
+"""Print the limits that evener names for training runs without any.
 
-A loop by DistributedDataParallel, transformers' Trainer, Lightning and accelerate train a small
-network by `evener run` on two slices of the CPU. Prints a line for each: what limits it, of which
-nothing is right; want of cores is right where other programs run.
+  python -m benchmarks.plain_limits
+
+A DistributedDataParallel loop, transformers' Trainer, Lightning and accelerate train a small
+network under `evener run` on two CPU slices. Prints one line per program, which should name no
+limit; a lack of cores is right if other programs run.
 """
 
 from __future__ import annotations
@@ -100,8 +102,8 @@ LONGEST_SECONDS = 120
 
 
 def run(name: str, devices: str, folder: Path) -> str:
-    """Train one program; return what was named as its limits, or why it has none."""
-    script = folder / f"plain_{name}.py"  # no package's name
+    """Train one program; return the limits that are named, or the reason why there is no result."""
+    script = folder / f"plain_{name}.py"  # must not be a package's name
     script.write_text(HEAD + PROGRAMS[name])
     command = [sys.executable, "-m", "evener", "run", "-d", devices, "--json", "--"]
     try:
@@ -131,7 +133,7 @@ def run(name: str, devices: str, folder: Path) -> str:
 
 
 def main() -> None:
-    """Run the programs that are named, or all, and print."""
+    """Run the named programs, or all of them, and print their limits."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("programs", nargs="*", choices=[*PROGRAMS, []])
     parser.add_argument("--devices", default="cpu/2")

@@ -1,8 +1,9 @@
-"""How far the search ends from the best on curves that real GPUs gave: `python -m
-benchmarks.recorded [--seeds 5]`.
+"""Measure how far the search ends from the best layout on curves recorded from real GPUs.
+
+  python -m benchmarks.recorded [--seeds 5]
 
 Each journal in tests/recorded becomes a simulated machine (tests/support/recorded_machines.py). The
-best is found by trying every batch.
+best layout is found by trying every batch.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ from tests.support.recorded_machines import curves, machine, records, search
 
 
 def main() -> None:
-    """Print a row for each journal: the median and the worst of the seeds."""
+    """Print the median and worst result over the seeds for each journal."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--seeds", type=int, default=5)
     options = parser.parse_args()

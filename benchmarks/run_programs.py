@@ -1,9 +1,10 @@
-"""Programs under `evener run`, as hooks meet them: `python -m benchmarks.run_programs [--only
-PATTERN]`.
+"""Run many small programs under `evener run` and check their weights.
 
-Each of tests.support.run_exact must train by shares of 3:1, with its own weights; each of the
-others must be caught, or end with its own weights. Prints every program, and counts false alarms
-and misses.
+  python -m benchmarks.run_programs [--only PATTERN]
+
+Each program of tests.support.run_exact must train with shares 3:1 and end with its own weights;
+each of the others must be caught, or end with its own weights. Prints every program, and counts
+false alarms and misses.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ BY_SHARES, OTHER = (
 
 
 def main() -> None:
-    """Print what became of each program."""
+    """Run the programs and print their outcomes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", default="", help="a pattern of names")
     options = parser.parse_args()
@@ -48,7 +49,7 @@ def main() -> None:
 
 
 def list_names(module: str) -> list[str]:
-    """The programs of a module."""
+    """Return the names of a module's programs."""
     from importlib import import_module
 
     return list(import_module(module).PROGRAMS)

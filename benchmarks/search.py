@@ -1,10 +1,13 @@
-"""How good the search is: regret, probes, out of memory, honest intervals, and rivals, on seeded random machines.
+"""Measure the search on seeded random machines: regret, probes, intervals and rivals.
 
-python -m benchmarks.search            writes docs/benchmarks/search.md and search.svg
-python -m benchmarks.search --quick    a small sample to the terminal, in well under 40 s
-python -m benchmarks.search --families hard [--budget 40] [--starts 3] [--seeds 20]
-                                       hard machines as users search them, to the terminal; old ones, or any by name
-"""  # noqa: E501
+  python -m benchmarks.search            writes docs/benchmarks/search.md and search.svg
+  python -m benchmarks.search --quick    a small sample to the terminal, in well under 40 s
+  python -m benchmarks.search --families hard [--budget 40] [--starts 3] [--seeds 20]
+                                         hard machines as users search them, to the terminal;
+                                         old ones, or any by name
+
+Also counts out-of-memory errors.
+"""
 
 from __future__ import annotations
 
@@ -24,20 +27,20 @@ from tests.support import machine_families as machines
 from tests.support import machine_families_hard as hard_machines
 
 for name in ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"):
-    # one process a core does better than threads for such small matrices
+    # for such small matrices, one process per core is faster than threads
     os.environ.setdefault(name, "1")
 
 PAGE = Path(__file__).parent.parent / "docs" / "benchmarks" / "search.md"
 SEEDS = 8
-HARD_SEEDS = 20  # of a hard family
-FIRST_SEED = 1000  # the search was tuned on machines of the seeds below it, and is judged on others
+HARD_SEEDS = 20  # seeds per hard family
+FIRST_SEED = 1000  # the search was tuned on machines with smaller seeds
 QUICK_SIZES, QUICK_NOISES = (2, 8), (0.01, 0.03)
-RIVAL_SEEDS = 3  # of every machine
+RIVAL_SEEDS = 3  # seeds per kind of machine on which rivals run
 PLAIN = ("even split", "by speed at one batch", "by largest batch", "OmniLearn rule", "random")
 
 
 def jobs(seeds: int, sizes: Sequence[int], noises: Sequence[float], quick: bool) -> list[Job]:
-    """Every combination; rivals join on the first seeds, at tolerance 0."""
+    """Return jobs for all combinations; rivals join on the first seeds, at tolerance 0."""
     return [
         Job(
             family,
@@ -56,8 +59,10 @@ def jobs(seeds: int, sizes: Sequence[int], noises: Sequence[float], quick: bool)
 
 
 def _rivals(devices: int, noise: float, mode: str, turn: int, quick: bool) -> tuple[str, ...]:
-    """Optuna takes up to minutes a machine: TPE joins on one seed to 8 devices, its Gaussian
-    process on 2, fixed.
+    """Return the rivals that run on a machine.
+
+    Optuna takes up to minutes per machine, so its TPE sampler runs on one seed with up to 8
+    devices, and its Gaussian process only with 2 devices and a fixed batch.
     """
     if mode in ("tolerant", "beyond") or turn >= RIVAL_SEEDS:
         return ()
@@ -69,7 +74,7 @@ def _rivals(devices: int, noise: float, mode: str, turn: int, quick: bool) -> tu
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    """Run the benchmark as the command line says."""
+    """Run the benchmark that the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -125,7 +130,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 
 def _run_hard(options: argparse.Namespace) -> None:
-    """Families with a budget: the table, then what went wrong."""
+    """Search machines of these families with a budget; print the table and the failures."""
     sets = {"hard": tuple(hard_machines.FAMILIES), "old": tuple(machines.FAMILIES)}
     families = [name for word in options.families.split(",") for name in sets.get(word, (word,))]
     asked = {

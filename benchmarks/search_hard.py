@@ -1,8 +1,8 @@
-"""Searches as users run them, on families of hard machines: with a budget, slow starts and events.
+"""Search families of hard machines as users do: with a budget, slow starts and events.
 
-A row of the table is a family. Regret is in per cent of the best, for a free batch beyond the
-tolerance; the truth is the machine as it was when the last probe began. *settled* are runs that say
-that nothing is left to measure.
+A row of the table is a family. Regret is a percentage of the best speed; with a free batch, only
+what exceeds the tolerance counts. The truth is the machine in its state when the last probe began.
+*settled* counts the runs that report that nothing is left to measure.
 """
 
 from __future__ import annotations
@@ -22,21 +22,21 @@ from tests.support import search_trials as trials
 from tests.support.search_trials import Ask, Case, Trial
 
 FAR_OFF, WRONG, LATE, OFTEN = 0.15, 0.03, 0.1, 2
-UNLIKELY = 0.05  # a law is broken more often than chance alone breaks it
+UNLIKELY = 0.05  # below this p-value, a law counts as broken more often than by chance
 OLD_SIZES, OLD_NOISES = (2, 4, 8), (0.01,)
 
 
 class HardJob(msgspec.Struct, frozen=True):
-    """One machine, and the options that hold for all that is asked of it."""
+    """A machine, and the options of all searches on it."""
 
     family: str
     seed: int
     asked: dict[str, float]
-    devices: int = 0  # of an old family
+    devices: int = 0  # number of devices, for an old family
 
 
 class Row(msgspec.Struct, frozen=True):
-    """What came of one run, without its observations."""
+    """The result of one run, without its observations."""
 
     family: str
     seed: int
@@ -58,12 +58,12 @@ class Row(msgspec.Struct, frozen=True):
 
     @property
     def settled_wrongly(self) -> bool:
-        """It says that nothing is left to measure, and is over 3 % off."""
+        """True if the run reports that nothing is left to measure, but is more than 3 % off."""
         return self.settled and self.regret > WRONG
 
 
 def jobs(families: Sequence[str], seeds: Iterable[int], asked: dict[str, float]) -> list[HardJob]:
-    """Every machine of these families."""
+    """Return a job for each machine of these families."""
     return [
         HardJob(family, seed, asked, devices)
         for family in families
@@ -73,7 +73,7 @@ def jobs(families: Sequence[str], seeds: Iterable[int], asked: dict[str, float])
 
 
 def run(job: HardJob) -> list[Row]:
-    """Everything that is asked of the job's machine."""
+    """Run all cases of the job's machine."""
     return [
         _row(case)
         for case in (
@@ -126,8 +126,9 @@ def _judged(case: Case, found: Trial, said: str) -> Row:
 
 
 class Pair(msgspec.Struct, frozen=True):
-    """A law's pair of searches, and its control: what the second lost, a fraction; 1 where a search
-    raised.
+    """The result of a law's pair of searches and of its control.
+
+    The loss of the second search is a fraction; 1 if a search raised an error.
     """
 
     law: str
@@ -138,7 +139,7 @@ class Pair(msgspec.Struct, frozen=True):
 
 
 def pairs(job: HardJob) -> list[Pair]:
-    """Every law's pairs of searches about the job's machine."""
+    """Run each law's pairs of searches on the job's machine."""
     cases = hard.cases(job.family, job.seed, **job.asked)
     return [pair for case in cases for law in laws.LAWS if (pair := _pair(law, case)) is not None]
 
@@ -153,7 +154,7 @@ def _pair(law: str, case: Case) -> Pair | None:
 
 
 def law_table(found: Sequence[Pair]) -> str:
-    """How often each law was broken, and its control; then where."""
+    """Return a table of how often each law and its control were broken, and then each case."""
     head = "| law | pairs | broken | its control | gained | its control | p | holds |"
     lines = [head, f"| --- |{' ---: |' * 6} --- |"]
     lines += [_law_line(name, [pair for pair in found if pair.law == name]) for name in laws.LAWS]
@@ -165,9 +166,7 @@ def law_table(found: Sequence[Pair]) -> str:
 
 
 def _law_line(name: str, own: Sequence[Pair]) -> str:
-    """Of 1,000 pairs, how many lost more than noise may make of them, and how many gained as
-    much.
-    """
+    """Return a law's row: broken and gained cases per 1,000 pairs, beyond what noise explains."""
     losses = [pair.loss for pair in own], [pair.control for pair in own]
     broken, control = (sum(loss > laws.NOISE for loss in each) for each in losses)
     gained = (sum(loss < -laws.NOISE for loss in each) for each in losses)
@@ -181,8 +180,10 @@ def _yes(holds: bool) -> str:
 
 
 def as_often_by_chance(broken: int, control: int, pairs: int) -> float:
-    """Fisher's exact test, one-sided: of as many broken in all, the chance that the first has this
-    many or more.
+    """Return the one-sided p-value of Fisher's exact test.
+
+    It is the probability that, of all broken cases, at least `broken` fall on the law rather than
+    on its control.
     """
     both = broken + control
     ways = [
@@ -193,7 +194,7 @@ def as_often_by_chance(broken: int, control: int, pairs: int) -> float:
 
 
 def table(rows: Sequence[Row]) -> str:
-    """A line for each family, and one for all."""
+    """Return a table with a row for each family, and one for all."""
     head = (
         "| family | runs | errors | median | 95th | worst | > 3 % | interval holds | probes | "
         "seconds | late | "
@@ -227,7 +228,10 @@ def _line(name: str, rows: Sequence[Row]) -> str:
 
 
 def worst(rows: Sequence[Row], over: float = FAR_OFF) -> str:
-    """Each run that failed, was late or is further off than that, with its machine."""
+    """Return a line for each run that failed, was late, or is off by more than `over`.
+
+    Runs that often ran out of memory are listed, too.
+    """
     bad = [
         row
         for row in rows

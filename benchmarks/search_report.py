@@ -1,4 +1,4 @@
-"""Tables in Markdown, and a plot of regret against probes."""
+"""Tables in Markdown, and a plot of regret over probes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from benchmarks.search_runs import MODES, SearchOutcome
 
-WITHIN = 0.005  # a rival that is better by no more is a draw
+WITHIN = 0.005  # a rival that is better by at most this is a draw
 MODE_WORDS = {
     "free": "free batch, tolerance 0",
     "fixed": "fixed batch",
@@ -29,12 +29,12 @@ REASONS = {
 
 
 def percent(value: float, digits: int = 2) -> str:
-    """A fraction in per cent; no minus before a zero."""
+    """Return a fraction in percent, without a minus sign before zero."""
     return f"{round(100 * value, digits) + 0.0:.{digits}f}"
 
 
 def quantile(values: Sequence[float], share: float) -> float:
-    """The value below which this fraction of all values lies, by the nearest rank."""
+    """Return the quantile of these values by the nearest-rank method."""
     if not values:
         return math.nan
     ordered = sorted(values)
@@ -44,7 +44,7 @@ def quantile(values: Sequence[float], share: float) -> float:
 
 
 def report(outcomes: Sequence[SearchOutcome], seeds: int, command: str) -> str:
-    """The whole page."""
+    """Return the whole page."""
     parts = [
         "# The search on simulated machines\n",
         f"Written by `{command}`: {len(outcomes)} searches on seeded random machines, {seeds} "
@@ -81,7 +81,7 @@ def report(outcomes: Sequence[SearchOutcome], seeds: int, command: str) -> str:
 
 
 def targets(outcomes: Sequence[SearchOutcome]) -> str:
-    """Targets, measured values and whether they are met; a miss names its families."""
+    """Return a table of targets and measured values; a miss names its families."""
     sharp = [o for o in outcomes if o.job.mode != "tolerant" and o.job.noise <= 0.01]
     noisy = [o for o in outcomes if o.job.mode != "tolerant" and o.job.noise > 0.01]
     tolerant = [o for o in outcomes if o.job.mode == "tolerant"]
@@ -156,7 +156,7 @@ def targets(outcomes: Sequence[SearchOutcome]) -> str:
 
 
 def families(outcomes: Sequence[SearchOutcome], mode: str) -> str:
-    """One row a family, and one overall."""
+    """Return a table with a row for each family, and one for all."""
     head = (
         "| family | regret, median | 95th | worst | probes | splits | races | OOM, most | "
         "virtual s | interval holds | "
@@ -171,7 +171,7 @@ def families(outcomes: Sequence[SearchOutcome], mode: str) -> str:
 
 
 def rivals(outcomes: Sequence[SearchOutcome]) -> str:
-    """One row a rival."""
+    """Return a table with a row for each rival."""
     head = (
         "| rival | machines | its regret, median | 95th | the search there, median | not "
         "beaten by it |\n|"
@@ -190,7 +190,7 @@ def rivals(outcomes: Sequence[SearchOutcome]) -> str:
 
 
 def plot(outcomes: Sequence[SearchOutcome], path: Path) -> None:
-    """Median regret against probes, the search and every rival."""
+    """Plot the median regret over probes of the search and of every rival."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -226,8 +226,9 @@ def plot(outcomes: Sequence[SearchOutcome], path: Path) -> None:
 
 
 def _medians(courses: Sequence[Sequence[float]]) -> list[float]:
-    """After each probe, as far as half of the machines got; a finished search keeps its last
-    value.
+    """Return the median after each probe, up to the probe that half of the machines reached.
+
+    A finished search keeps its last value.
     """
     length = int(statistics.median(len(course) for course in courses)) if courses else 0
     return [
@@ -296,7 +297,7 @@ def _rival_row(outcomes: Sequence[SearchOutcome]) -> tuple[str, str, str, str]:
 
 
 def _misses(outcomes: Sequence[SearchOutcome]) -> str:
-    """What misses its target, with the reason where one is known."""
+    """Return the rows that miss their target, with the reason if it is known."""
     lines = []
     for name in dict.fromkeys(o.job.family for o in outcomes):
         some = [

@@ -1,8 +1,8 @@
-"""Other ways to choose a layout, given the same prober and as many probes; the best layout that
-they measured counts.
+"""Other methods to choose a layout, with the same prober and the same number of probes.
 
-A rival is a generator: it yields layouts to measure at the same time and is sent the observations,
-or None once its probes are spent. A free global batch is `batch` None.
+The best layout that a method measured counts. A rival is a generator: it yields layouts to measure
+at the same time and is sent the observations, or None when its probes are used up. `batch` is None
+for a free global batch.
 """
 
 from __future__ import annotations
@@ -15,21 +15,23 @@ from evener.balancer.types import Layout, Observation, OutOfMemory, Timed, layou
 from evener.shares.whole_rows import apportion, even
 
 Asks = Generator[tuple[Layout, ...], list[Observation], None]
-Rival = Callable[[int, int | None, int], Asks]  # devices, global batch, seed
+Rival = Callable[
+    [int, int | None, int], Asks
+]  # called with the number of devices, the global batch and the seed
 
-COMMON = 64  # samples: the batch at which speeds are compared
-START = 8  # samples per device: where doubling starts
-GAIN = 0.5  # OmniLearn: the size of one correction
-LARGEST_SHARE = 8192  # samples: the upper end of a blind search
+COMMON = 64  # samples; speeds are compared at this batch
+START = 8  # samples per device; doubling starts here
+GAIN = 0.5  # OmniLearn: gain of a correction
+LARGEST_SHARE = 8192  # samples; upper limit of a blind search
 
 
 def even_split(devices: int, batch: int | None, _seed: int) -> Asks:
-    """An even split; of a free global batch, the largest by doubling and bisection."""
+    """Split evenly; a free global batch is the largest one, found by doubling and bisection."""
     yield from _largest(lambda total: even(total, devices), devices, batch)
 
 
 def by_common_speed(devices: int, batch: int | None, _seed: int) -> Asks:
-    """Shares in proportion to speed alone at one common batch."""
+    """Divide rows in proportion to the solo speeds at one common batch."""
     seen = yield tuple(solo(devices, i, COMMON) for i in range(devices))
     rates = [o.samples_per_second if isinstance(o, Timed) else 0.0 for o in _in_order(seen)]
     rates = rates if any(rates) else [1.0] * devices
@@ -37,8 +39,9 @@ def by_common_speed(devices: int, batch: int | None, _seed: int) -> Asks:
 
 
 def by_largest_batch(devices: int, batch: int | None, _seed: int) -> Asks:
-    """Each device's largest batch by doubling and bisection; then shares in proportion to speed
-    there.
+    """Find each device's largest batch, then divide rows in proportion to the speeds there.
+
+    The largest batch is found by doubling and bisection.
     """
     low, high, rate = [0] * devices, [0] * devices, [0.0] * devices
     while open_devices := [
@@ -63,8 +66,9 @@ def by_largest_batch(devices: int, batch: int | None, _seed: int) -> Asks:
 
 
 def omnilearn(devices: int, batch: int | None, _seed: int) -> Asks:
-    """A proportional controller (Tyagi and Sharma): each share follows its own speed within the
-    last step.
+    """A proportional controller: each share follows its own speed in the last step.
+
+    Source: OmniLearn by Tyagi and Sharma.
     """
     total, failed, ratios = batch or START * devices, 0, [1.0] * devices
     while True:
@@ -94,7 +98,7 @@ def omnilearn(devices: int, batch: int | None, _seed: int) -> Asks:
 
 
 def at_random(devices: int, batch: int | None, seed: int) -> Asks:
-    """Random shares of a random global batch."""
+    """Try random shares of random global batches."""
     rng = random.Random(f"random/{seed}")
     while True:
         parts = [rng.expovariate(1.0) for _ in range(devices)]
@@ -104,14 +108,14 @@ def at_random(devices: int, batch: int | None, seed: int) -> Asks:
 
 
 def optuna_tpe(devices: int, batch: int | None, seed: int) -> Asks:
-    """Optuna's tree-structured Parzen estimator, four random trials first."""
+    """Use Optuna's tree-structured Parzen estimator after four random trials."""
     import optuna
 
     yield from _optuna(optuna.samplers.TPESampler(seed=seed, n_startup_trials=4), devices, batch)
 
 
 def optuna_gp(devices: int, batch: int | None, seed: int) -> Asks:
-    """Optuna's Gaussian process, four random trials first."""
+    """Use Optuna's Gaussian process after four random trials."""
     import optuna
 
     yield from _optuna(optuna.samplers.GPSampler(seed=seed, n_startup_trials=4), devices, batch)
@@ -129,8 +133,9 @@ RIVALS: dict[str, Rival] = {
 
 
 def _optuna(sampler: object, devices: int, batch: int | None) -> Asks:
-    """For a free batch, search each share; for a fixed one, each weight. A layout that doesn't fit
-    scores 0.
+    """Search the share of each device for a free batch, or its weight for a fixed one.
+
+    A layout that doesn't fit scores 0.
     """
     import optuna
 
@@ -158,7 +163,7 @@ def _largest(
     batch: int | None,
     start: int | None = None,
 ) -> Asks:
-    """The fixed batch once; or the largest free one that runs, by doubling and then bisection."""
+    """Try the fixed batch once; or find the largest free one by doubling and bisection."""
     if batch is not None:
         yield (layout_of(shares(batch)),)
         return

@@ -1,5 +1,6 @@
-"""One search, or one rival, on one machine: measured by the simulated prober, judged by the
-machine's physics.
+"""Run the search or a rival on one machine.
+
+The simulated prober measures; the machine's true speeds judge the result.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ MODES = ("free", "fixed", "beyond", "tolerant")
 
 
 class Job(msgspec.Struct, frozen=True):
-    """What to run. `rivals` are the rivals that get as many probes."""
+    """The options of a run. `rivals` run with as many probes as the search."""
 
     family: str
     devices: int
@@ -34,32 +35,34 @@ class Job(msgspec.Struct, frozen=True):
     mode: str
     seed: int
     rivals: tuple[str, ...] = ()
-    micro: bool = True  # shares may be taken in passes
+    micro: bool = True  # a share may be computed in several passes
 
 
 class SearchOutcome(msgspec.Struct, frozen=True):
-    """The result of a job. Fractions, not per cent."""
+    """The result of a job; fractions, not percent."""
 
     job: Job
     regret: float  # 1 - true throughput / oracle
-    batch_ratio: float  # global batch / the smallest that the oracle finds within the tolerance
-    held: bool  # the 95 % interval holds the true throughput
+    batch_ratio: (
+        float  # global batch / smallest global batch that the oracle finds within the tolerance
+    )
+    held: bool  # whether the 95 % interval contains the true throughput
     probes: int
     solo_rounds: int
     splits: int
     races: int
-    out_of_memory: int  # most on one device
+    out_of_memory: int  # largest number on one device
     race_out_of_memory: int
     virtual_seconds: float
-    cpu_seconds: float  # of ask and tell
-    even: bool  # equal shares for all that take part
+    cpu_seconds: float  # spent in ask and tell
+    even: bool  # whether all devices in use have equal shares
     course: tuple[float, ...]  # regret of the best layout after each probe; 1 before any
-    rivals: dict[str, tuple[float, ...]]  # the same for each rival
+    rivals: dict[str, tuple[float, ...]]  # the regrets of each rival
     why: str
 
 
 def run(job: Job) -> SearchOutcome:
-    """The search on the job's machine, then its rivals with as many probes."""
+    """Run the search on the job's machine, then its rivals with as many probes."""
     machine = machines.machine(job.family, job.devices, job.noise, job.seed)
     batches = {"fixed": machines.fixed_batch, "beyond": machines.batch_beyond}
     batch = batches[job.mode](machine, job.seed) if job.mode in batches else None
@@ -93,7 +96,10 @@ def run(job: Job) -> SearchOutcome:
 def rival_course(
     machine: Machine, name: str, batch: int | None, seed: int, probes: int, best: float
 ) -> tuple[float, ...]:
-    """Regret of a rival's best measured layout after each of its probes, at most `probes`."""
+    """Return the regret of a rival's best measured layout after each of its probes.
+
+    There are at most `probes` of them.
+    """
     watched = RecordingProber(machine, seed)
     asks = RIVALS[name](len(machine.devices), batch, seed)
     course: list[float] = []

@@ -1,4 +1,6 @@
-"""The CPU time of a search on machines of 256 devices: `python -m benchmarks.search_scale`.
+"""Measure the CPU time of searches on machines with 256 devices.
+
+  python -m benchmarks.search_scale
 
 Only `ask` and `tell` count, not the simulated measurements between them. Writes
 docs/benchmarks/search_scale.md.
@@ -47,7 +49,7 @@ def main() -> None:
 
 
 def _search(family: str, fixed: bool) -> tuple[float, int]:
-    """CPU seconds of the search's own work, and its number of observations."""
+    """Return the CPU seconds of the search itself, and its number of observations."""
     machine = machines.machine(family, DEVICES, NOISE, SEED)
     batch = machines.fixed_batch(machine, SEED) if fixed else None
     memory = tuple(machine.usable_memory_bytes(i) for i in range(DEVICES))

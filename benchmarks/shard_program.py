@@ -1,11 +1,12 @@
-"""A decoder that no capped GPU holds, as a workload, and as the script that trains it by the plan in shards.
+r"""A decoder that no memory-capped GPU can hold, as a workload and as a training script.
 
-    evener balance --workload benchmarks/shard_program.py:build --framework torch -d gpu:0@24GiB,gpu:1@8GiB \
-        --max-global-batch 64 --export plan.toml
-    evener launch plan.toml benchmarks/shard_program.py
+  evener balance --workload benchmarks/shard_program.py:build --framework torch \
+      -d gpu:0@24GiB,gpu:1@8GiB --max-global-batch 64 --export plan.toml
+  evener launch plan.toml benchmarks/shard_program.py
 
-The script holds each GPU to the limit that the plan was measured with, and prints its samples/s beside the plan's.
-"""  # noqa: E501
+The script trains sharded by the plan. It keeps each GPU within the limit of the plan, and prints
+its samples/s and the plan's.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +28,7 @@ STEPS, WARM_UP = 12, 3
 
 
 class Layer(nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """Attention and two linear layers, each beside its input."""
+    """Attention and two linear layers, each with a residual connection."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -36,7 +37,7 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch isn't followed
         self.up, self.down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
 
     def forward(self, rows: torch.Tensor) -> torch.Tensor:
-        """The rows, each with what it has seen before."""
+        """Return the rows after causal attention and the linear layers."""
         batch, length, _ = rows.shape
         parts = (
             self.mixed(self.normal(rows)).view(batch, length, 3, HEADS, -1).permute(2, 0, 3, 1, 4)
@@ -47,8 +48,9 @@ class Layer(nn.Module):  # type: ignore[misc]  # torch isn't followed
 
 
 class Decoder(nn.Module):  # type: ignore[misc]
-    """Words in, the next words out; its weights repeat a million random numbers, as drawing all
-    takes a while.
+    """A decoder that predicts the next word.
+
+    Its weights repeat a million random numbers, because drawing all of them takes long.
     """
 
     def __init__(self) -> None:
@@ -67,7 +69,7 @@ class Decoder(nn.Module):  # type: ignore[misc]
                 flat[start : start + len(drawn)] = drawn[: len(flat) - start]
 
     def forward(self, words: torch.Tensor) -> torch.Tensor:
-        """A score for each word, of each place."""
+        """Return a score for each word at each position."""
         rows = self.words(words)
         for layer in self.layers:
             rows = layer(rows)
@@ -75,29 +77,29 @@ class Decoder(nn.Module):  # type: ignore[misc]
 
 
 def data() -> torch.utils.data.TensorDataset:
-    """Random words, and what follows them."""
+    """Return random words with the words that follow them."""
     words = torch.randint(0, WORDS, (4096, LENGTH + 1), generator=torch.Generator().manual_seed(1))
     return torch.utils.data.TensorDataset(words[:, :-1].clone(), words[:, 1:].clone())
 
 
 def loss(scores: torch.Tensor, words: torch.Tensor) -> torch.Tensor:
-    """The mean over all places."""
+    """Return the mean cross entropy over all positions."""
     return nn.functional.cross_entropy(scores.flatten(0, 1), words.flatten())
 
 
 def build() -> Any:
-    """The workload."""
+    """Return the workload."""
     model = Decoder()
     return model, make_optimizer(model), loss, data()
 
 
 def make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
-    """AdamW in one kernel: its other way takes a fourth of the state for a moment."""
+    """Return a fused AdamW; the other implementations need a fourth of the state temporarily."""
     return torch.optim.AdamW(model.parameters(), 1e-4, fused=True)
 
 
 def hold_to_limit(split: Split) -> float:
-    """Cap the allocator at the limit in the plan; returns GiB, 0 where there is none."""
+    """Cap the allocator at the plan's limit; return the limit in GiB, 0 without one."""
     share = split.ranks.share
     found = re.search(r"([\d.]+)GiB", share.limit)
     if found is None or split.device.type != "cuda":
@@ -108,7 +110,7 @@ def hold_to_limit(split: Split) -> float:
 
 
 def main() -> None:
-    """Train some steps, and print what they took."""
+    """Train for some steps and print their speed."""
     split = Split()
     cap, model = hold_to_limit(split), split.shard(Decoder())
     update = make_optimizer(model)

@@ -1,14 +1,15 @@
-"""Sharded models: steps beside FSDP2's, the largest model under unequal memory, exactness and checkpoints.
+"""Sharded models: step times next to FSDP2's, the largest model, exactness and checkpoints.
 
-    python -m benchmarks.shards step [--ranks 2] [--json FILE]    # paired, equal shards and rows; and uneven shards
-    python -m benchmarks.shards fit  [--ranks 2] [--caps 24 8] [--params 1.6e9] [--equal]
-    python -m benchmarks.shards sweep [--caps 60 20]              # on CPUs, by evener's own ledger
-    python -m benchmarks.shards exact [--ranks 2] [--folder DIR]
-    python -m benchmarks.shards abort [--ranks 2]                 # the last rank runs out of memory in a unit
+  python -m benchmarks.shards step  [--ranks 2] [--json FILE]   # equal and uneven shards
+  python -m benchmarks.shards fit   [--ranks 2] [--caps 24 8] [--params 1.6e9] [--equal]
+  python -m benchmarks.shards sweep [--caps 60 20]   # on CPUs, by evener's own memory count
+  python -m benchmarks.shards exact [--ranks 2] [--folder DIR]
+  python -m benchmarks.shards abort [--ranks 2]      # the last rank runs out of memory
 
-Over NCCL with a GPU for each rank, over gloo with `--one-gpu` for all ranks or none. Caps are GiB of a GPU's
-allocator, MB of the ledger on CPUs. `fit` makes the model on the meta device, so no host holds it.
-"""  # noqa: E501
+Ranks use NCCL with a GPU each, or gloo on CPUs or with `--one-gpu` for all ranks. Caps are GiB of a
+GPU's allocator, or MB of evener's own count on CPUs. `fit` creates the model on the meta device, so
+no host holds it.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +36,7 @@ from evener.torch.shards.unit import choose_units
 from evener.torch.shards.whole import count_gathered
 
 LENGTH = 256 if GPU else 16
-STATE_BYTES = 16  # of a parameter in float32: itself, its gradient, and two of AdamW
+STATE_BYTES = 16  # per parameter in float32: the value, its gradient, and two of AdamW
 # of AdamW, as gradients of keys' biases are 0 but for their rounding, which it would take for
 # gradients
 EPS = 1e-5
@@ -43,7 +44,7 @@ WARM_UP, STEPS = (4, 8) if GPU else (3, 6)
 
 
 def make_split(rows: Sequence[int], options: argparse.Namespace) -> Split:
-    """A split of these rows over the ranks, without a plan."""
+    """Return a split of these rows over the ranks, without a plan."""
     return Split(
         ratios=list(rows),
         global_batch=sum(rows),
@@ -52,7 +53,7 @@ def make_split(rows: Sequence[int], options: argparse.Namespace) -> Split:
 
 
 class Way:
-    """A model with its optimizer, and what a step of it is."""
+    """A sharded model with its optimizer, whose steps can be timed."""
 
     def __init__(self, model: Any, split: Split, rows: Sequence[int], dtype: Any) -> None:
         self.model, self._split, self._rows, self._dtype = model, split, tuple(rows), dtype
@@ -62,7 +63,7 @@ class Way:
         self.ms: list[float] = []
 
     def step(self) -> float:
-        """A training step; the loss of this rank's rows."""
+        """Run a training step and return the loss of this rank's rows."""
         self._split.begin(self._rows)
         logits = self.model(self._words).flatten(0, 1)
         loss = nn.functional.cross_entropy(logits.float(), self._words.flatten())
@@ -73,7 +74,7 @@ class Way:
         return float(loss.detach())
 
     def take_turn(self, steps: int) -> None:
-        """Time some steps, from a moment at which all ranks are ready."""
+        """Time some steps, starting when all ranks are ready."""
         settle(self._split.device)
         started = time.perf_counter()
         for _ in range(steps):
@@ -83,14 +84,14 @@ class Way:
 
 
 def settle(device: torch.device) -> None:
-    """Wait for the device, and for the other ranks."""
+    """Wait for the device and for the other ranks."""
     if device.type == "cuda":
         torch.cuda.synchronize()
     dist.barrier()
 
 
 def by_fsdp(model: Any, device: torch.device, dtype: Any) -> Any:
-    """The model in FSDP2, each block a unit."""
+    """Shard the model by FSDP2, with each block as a unit."""
     mesh = init_device_mesh(device.type, (dist.get_world_size(),))
     policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32 if dtype else None)
     model = model.to(device)
@@ -100,7 +101,7 @@ def by_fsdp(model: Any, device: torch.device, dtype: Any) -> Any:
 
 
 def steps(options: argparse.Namespace) -> dict[str, Any]:
-    """Turns of FSDP2, of equal shards, and of uneven ones with the same rows."""
+    """Time FSDP2, equal shards, and uneven shards with the same rows, in turns."""
     world = options.ranks
     rows, dtype = (options.rows,) * world, torch.bfloat16 if GPU else None
     split = make_split(rows, options)
@@ -136,7 +137,7 @@ def steps(options: argparse.Namespace) -> dict[str, Any]:
 def shards(
     split: Split, options: Any, rows: Sequence[int], parts: Sequence[float], dtype: Any
 ) -> Way:
-    """The model in evener's shards, each block a unit."""
+    """Shard the model by evener, with each block as a unit."""
     model = split.shard(
         Decoder(options.width, options.layers), state=parts, dtype=dtype, units=options.units
     )
@@ -144,15 +145,17 @@ def shards(
 
 
 def expect(model: Any, options: Any, dtype: Any) -> int:
-    """Bytes that a rank should hold at most beside its part of the state, before the model is
-    sharded.
+    """Return the largest number of bytes that a rank should hold besides its part of the state.
+
+    Called before the model is sharded.
     """
     return count_gathered(model, choose_units(model, options.units), dtype)
 
 
 def fit(options: argparse.Namespace) -> dict[str, Any]:
-    """Train a model of `params` parameters under the caps, its state by memory or in equal
-    shards.
+    """Train a model of `params` parameters under the caps.
+
+    The state is divided by memory, or equally.
     """
     split = make_split(
         [max(1, round(8 * each / sum(options.caps))) for each in options.caps], options
@@ -194,20 +197,21 @@ def fit(options: argparse.Namespace) -> dict[str, Any]:
     if split.rank or "out of memory" in outcome:
         print(json.dumps(outcome), flush=True)
     if "out of memory" in outcome:
-        os._exit(3)  # the others wait for this rank in a unit
+        os._exit(3)  # the other ranks wait for this one in a unit
     return outcome
 
 
 def draw(model: Any) -> None:
-    """Give the pieces of a model from the meta device values to begin with."""
+    """Initialize the shards of a model from the meta device."""
     with torch.no_grad():
         for name, piece in model.named_parameters():
             piece.fill_(1.0) if "norm" in name and "weight" in name else piece.normal_(0.0, 0.02)
 
 
 def sweep(options: argparse.Namespace) -> dict[str, Any]:
-    """The most layers of which two ranks' ledgers stay below their caps (MB): state by memory, and
-    in equal shards.
+    """Find the most layers with which two ranks stay below their caps (MB).
+
+    The state is divided by memory, and equally.
     """
     split = make_split([3, 1], options)
     caps = [each * 1e6 for each in options.caps]
@@ -226,7 +230,7 @@ def sweep(options: argparse.Namespace) -> dict[str, Any]:
 def try_layers(
     split: Split, layers: int, caps: list[float], equal: bool, options: Any
 ) -> dict[str, Any] | None:
-    """The figures of a model that fits, or None."""
+    """Return the measurements of a model that fits; None if it doesn't."""
     torch.manual_seed(0)
     beside = expect(Decoder(options.width, layers), options, None)
     parts = [1.0, 1.0] if equal else [max(1.0, cap - beside) for cap in caps]
@@ -257,8 +261,10 @@ def try_layers(
 
 
 def exact(options: argparse.Namespace) -> dict[str, Any]:
-    """Float64 weights beside one process's, by rows 3:1 and state 1:3, and again from a checkpoint
-    under 2:1.
+    """Compare float64 weights with those of one process.
+
+    Rows are divided 3:1 and the state 1:3; later the run continues from a checkpoint with the
+    opposite division of the state.
     """
     world = options.ranks
     rows, parts = [3, *[1] * (world - 1)], [1.0, *[3.0] * (world - 1)]
@@ -294,7 +300,7 @@ def exact(options: argparse.Namespace) -> dict[str, Any]:
 
 
 def abort(options: argparse.Namespace) -> dict[str, Any]:
-    """Train until the last rank asks for more memory than there is, in a unit's forward pass."""
+    """Train until the last rank runs out of memory in a unit's forward pass."""
     split = make_split([1] * options.ranks, options)
     way = shards(split, options, (1,) * options.ranks, (1.0,) * options.ranks, None)
     if split.rank == options.ranks - 1:
@@ -321,7 +327,7 @@ RUNS: dict[str, Callable[[argparse.Namespace], dict[str, Any]]] = {
 
 
 def main() -> None:
-    """Start the ranks, and show what they print."""
+    """Start the ranks and show their output."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -1,11 +1,10 @@
-"""Does anything grow? Many balance sessions, the sampler with its plain view, and the app on a
-terminal.
+"""Check that nothing grows in balance sessions, in the sampler and in the app on a terminal.
 
-    python -m benchmarks.soak [--sessions 500] [--minutes 30] [--output docs/benchmarks/soak.md]
+  python -m benchmarks.soak [--sessions 500] [--minutes 30] [--output docs/benchmarks/soak.md]
 
-Each part is a process of its own, sampled from outside: resident memory, file descriptors and
-threads. Growth is the median of the last tenth of the samples minus that of the second tenth, so
-that what is loaded once doesn't count.
+Each part runs in its own process, whose resident memory, file descriptors and threads are sampled
+from outside. Growth is the median of the last tenth of the samples minus that of the second tenth,
+so that what is loaded once doesn't count.
 """
 
 from __future__ import annotations
@@ -51,7 +50,7 @@ SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
 
 
 class UsageSample(msgspec.Struct, frozen=True):
-    """A process at one moment."""
+    """The resources of a process at one moment."""
 
     memory_bytes: int
     descriptors: int
@@ -59,7 +58,7 @@ class UsageSample(msgspec.Struct, frozen=True):
 
 
 class Part(msgspec.Struct, frozen=True):
-    """The samples of one process from its start to its end."""
+    """The samples of one process from its start to its exit."""
 
     name: str
     samples: tuple[UsageSample, ...]
@@ -67,24 +66,24 @@ class Part(msgspec.Struct, frozen=True):
     exit_code: int
 
     def grown(self, field: str) -> float:
-        """Median of the last tenth minus that of the second."""
+        """Return the median of the last tenth minus that of the second."""
         tenth = max(1, len(self.samples) // 10)
         values = [getattr(sample, field) for sample in self.samples]
         return float(median(values[-tenth:]) - median(values[tenth : 2 * tenth] or values))
 
     def most(self, field: str) -> int:
-        """The highest of all samples."""
+        """Return the highest value of all samples."""
         return int(max(getattr(sample, field) for sample in self.samples))
 
     @property
     def sound(self) -> bool:
-        """It ended well and nothing grew."""
+        """True if the process exited with success and nothing grew."""
         still = self.grown("descriptors") <= 0 and self.grown("threads") <= 0
         return self.exit_code == 0 and still and self.grown("memory_bytes") < MOST_GROWTH_BYTES
 
 
 def main() -> int:
-    """Run the parts at the same time, print and write the table; 1 if anything grew."""
+    """Run the parts at the same time; print and write the table; return 1 if anything grew."""
     options = _options()
     if options.part == "sessions":
         return run_sessions(options.sessions)
@@ -111,9 +110,7 @@ def _options() -> argparse.Namespace:
 
 
 def run_sessions(count: int) -> int:
-    """Run this number of searches in this process, one after the other; 1 if one ends without a
-    plan.
-    """
+    """Run `count` searches one after the other; return 1 if one finds no plan."""
     for number in range(count):
         session = Session(open_run(Request(devices=MACHINES[number % len(MACHINES)], seed=number)))
         *_, last = session.events()
@@ -124,7 +121,7 @@ def run_sessions(count: int) -> int:
 
 
 def run_monitor(seconds: float) -> int:
-    """Sample the CPU's slices ten times a second, report a training, and draw every snapshot."""
+    """Sample the CPU slices ten times a second, report a training run, and draw each snapshot."""
     reporter = Reporter()
     drawn = 0
     with closing(Sampler(open_source(discover("cpu")), 0.1)) as sampler:
@@ -188,7 +185,7 @@ def _run_parts(sessions: int, minutes: float, home: str) -> list[Part]:
 
 
 def _watch(name: str, command: list[str], environment: dict[str, str], _: float | None) -> Part:
-    """Sample a process until it ends by itself."""
+    """Sample a process until it exits by itself."""
     started = time.monotonic()
     samples: list[UsageSample] = []
     with subprocess.Popen(command, env=environment, stdout=subprocess.DEVNULL) as process:
@@ -201,9 +198,7 @@ def _watch(name: str, command: list[str], environment: dict[str, str], _: float 
 def _watch_on_terminal(
     name: str, command: list[str], environment: dict[str, str], seconds: float | None
 ) -> Part:
-    """Sample a process on a terminal of its own while keys are pressed and sizes change, then press
-    q.
-    """
+    """Sample a process on its own terminal, press keys and resize it, then press q."""
     started = time.monotonic()
     samples: list[UsageSample] = []
     ours, theirs = pty.openpty()
@@ -221,7 +216,7 @@ def _watch_on_terminal(
                 next_key += KEY_SECONDS
                 os.write(ours, KEYS[pressed % len(KEYS)])
                 _resize(ours, *SIZES[pressed // len(KEYS) % len(SIZES)])
-                # the kernel doesn't: it is no process's controlling terminal
+                # the kernel doesn't send it, as no process has this controlling terminal
                 process.send_signal(signal.SIGWINCH)
                 pressed += 1
         _leave(process, ours)
@@ -230,7 +225,7 @@ def _watch_on_terminal(
 
 
 def _leave(process: subprocess.Popen[bytes], terminal: int) -> None:
-    """Close dialogs, press q; kill the process if it doesn't end."""
+    """Close dialogs and press q; kill the process if it doesn't exit."""
     until = time.monotonic() + END_SECONDS
     while process.poll() is None and time.monotonic() < until:
         for key in (b"\x1b", b"q"):
@@ -247,11 +242,11 @@ def _sample(pid: int, samples: list[UsageSample]) -> None:
                 UsageSample(process.memory_info().rss, process.num_fds(), process.num_threads())
             )
     except psutil.Error:
-        return  # it has just ended
+        return  # the process has just exited
 
 
 def _drain(terminal: int, seconds: float) -> None:
-    """Read what was drawn, so that the terminal never blocks."""
+    """Read the output, so that the terminal never blocks."""
     until = time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0 and select.select([terminal], [], [], left)[0]:
         try:
@@ -265,7 +260,7 @@ def _resize(terminal: int, rows: int, columns: int) -> None:
 
 
 def report(parts: Sequence[Part], sessions: int) -> str:
-    """The table as Markdown, and the machine."""
+    """Return the table as Markdown, with the machine."""
     lines = [
         "# Soak: what grows",
         "",

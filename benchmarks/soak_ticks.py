@@ -1,12 +1,12 @@
-"""What grows in the app in each half hour, at many ticks a second: Python objects, caches, free
-memory held by malloc.
+"""Measure what grows in the app per half hour of ticks.
 
-    python -m benchmarks.soak_ticks [--ticks 10800] [--devices sim:gtx1080ti,gtx1080] [--lines]
+  python -m benchmarks.soak_ticks [--ticks 10800] [--devices sim:gtx1080ti,gtx1080] [--lines]
 
-The app runs on a terminal over simulated devices whose load changes at every tick. Each tick moves
-their clock by a second, so histories grow as in real use; keys and changes of the terminal's size
-come as often per tick as in `benchmarks.soak`. The app counts for itself; the report goes to
-stdout. `--lines` draws the Monitor's lines without a terminal: a working day takes minutes.
+Counts Python objects, cache entries and free memory that malloc keeps. The app runs on a terminal
+over simulated devices whose load changes at every tick. Each tick moves their clock by a second, so
+histories grow as in real use; keys are pressed and the terminal is resized as often per tick as in
+`benchmarks.soak`. The app counts for itself; the report goes to stdout. `--lines` draws the
+Monitor's lines without a terminal, so a working day takes minutes.
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ from evener.tui.view.table import table_lines
 from evener.tui.view.timelines import TimeView, draw_timelines, place_graphs
 
 HALF_HOUR = 1800  # ticks
-# two rounds of all keys at all sizes, so that every sample finds the app in the same state
+# two rounds of all keys at all sizes, so that the app is in the same state at each sample
 SAMPLE_TICKS = 150
 KEYS_OF_FIVE_TICKS = (0, 2, 4)
 TICK_SECONDS, KEY_SECONDS = 0.015, 0.03
@@ -74,24 +74,24 @@ KEYS = (
     "left_square_bracket",
 )
 SIZES = ((40, 132), (24, 80), (60, 200))  # rows, columns
-SHARE = 600  # samples of each step
-LINES_TICKS = 10  # from one drawing without the app to the next
+SHARE = 600  # rows of a training step
+LINES_TICKS = 10  # ticks between two drawings without the app
 WIDE, GRAPH_ROWS = 198, 35
 
 
 class AppSample(msgspec.Struct, frozen=True):
-    """The app at one tick."""
+    """The counts of the app at one tick."""
 
     tick: int
     memory_bytes: int
-    objects: int  # Python's, after a collection
-    cached: int  # entries of all caches of limited size
-    # resident after malloc returned its free memory; in the last sample only
+    objects: int  # Python objects after a garbage collection
+    cached: int  # entries in all caches of limited size
+    # resident after malloc has returned its free memory; in the last sample only
     trimmed_bytes: int | None = None
 
 
 class TickPublisher(Sampler):
-    """A snapshot publisher whose seconds pass when the benchmark says so."""
+    """A snapshot publisher whose time passes only by `tick`."""
 
     interval_seconds = 1.0
     state = ""
@@ -115,21 +115,21 @@ class TickPublisher(Sampler):
         return self._seconds
 
     def start(self, subscriber: Subscriber | None = None) -> None:
-        """Ticks may come from now on."""
+        """Publish snapshots from now on."""
         self._subscriber = subscriber or self._subscriber
         self.started.set()
 
     def close(self, wait_seconds: float = 0.0) -> bool:
-        """Ticks are ignored from now on."""
+        """Publish nothing from now on."""
         self._subscriber = lambda _: None
         self._reporter.close()
         return True
 
     def set_loads(self, loads: Mapping[str, tuple[float | None, int]]) -> None:
-        """No search runs here."""
+        """Do nothing, because no search runs here."""
 
     def tick(self) -> None:
-        """One second: new loads, a step of a training, a snapshot."""
+        """Pass one second: change the loads, train a step and publish a snapshot."""
         self._seconds += 1.0
         devices = self.source.devices()
         for position in range(len(devices)):
@@ -147,9 +147,7 @@ class TickPublisher(Sampler):
 
 
 def run_app(devices: str, ticks: int, output: str) -> int:
-    """Run the app on this terminal for this number of ticks, and write a line for each sample to
-    `output`.
-    """
+    """Run the app on this terminal for `ticks`, and write a line per sample to `output`."""
     publisher = TickPublisher(devices)
     app = EvenerApp(publisher, devices=devices, trainable=publisher.source.devices())
     threading.Thread(target=_drive, args=(app, publisher, ticks, Path(output)), daemon=True).start()
@@ -158,8 +156,9 @@ def run_app(devices: str, ticks: int, output: str) -> int:
 
 
 def draw_lines(devices: str, ticks: int) -> list[AppSample]:
-    """The Monitor's lines at every tenth tick, with histories and alerts at each, in this
-    process.
+    """Draw the Monitor's lines every tenth tick in this process, and return the samples.
+
+    Histories and alerts are updated at each tick.
     """
     publisher, watch = TickPublisher(devices), AlertWatch(AlertRules())
     seen: list[Snapshot] = []
@@ -182,7 +181,7 @@ def draw_lines(devices: str, ticks: int) -> list[AppSample]:
 
 
 def draw_monitor(snapshot: Snapshot, past: TickPublisher) -> None:
-    """The lines of a Monitor of 200 x 60."""
+    """Draw the lines of a Monitor of 200 x 60."""
     rows = group_rows(device_rows(snapshot, past.history), ())
     host_line(snapshot, WIDE)
     table_lines(DEVICES, rows, WIDE, len(rows) + 1)
@@ -192,7 +191,7 @@ def draw_monitor(snapshot: Snapshot, past: TickPublisher) -> None:
 
 
 def _drive(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) -> None:
-    """Play all ticks, then end the app, whatever happened."""
+    """Play all ticks, then exit the app in any case."""
     publisher.started.wait()
     time.sleep(1.0)
     try:
@@ -202,7 +201,7 @@ def _drive(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) -
 
 
 def _play(app: EvenerApp, publisher: TickPublisher, ticks: int, output: Path) -> None:
-    """Ticks, keys and sizes in turns; the app finishes each before the next comes."""
+    """Pass ticks, press keys and resize in turns; the app finishes each before the next."""
     pressed = 0
     with output.open("wb") as lines:
         for tick in range(1, ticks + 1):
@@ -227,7 +226,7 @@ def _press(app: EvenerApp, key: str) -> None:
 
 def _settle(app: EvenerApp, seconds: float) -> None:
     time.sleep(seconds)
-    app.call_from_thread(lambda: None)  # comes after what was asked before
+    app.call_from_thread(lambda: None)  # waits for the calls before it
 
 
 def _resize(rows: int, columns: int) -> None:
@@ -236,7 +235,7 @@ def _resize(rows: int, columns: int) -> None:
 
 
 def take_sample(tick: int, trim: bool) -> AppSample:
-    """Count what this process holds."""
+    """Count the resources of this process."""
     gc.collect()
     objects = gc.get_objects()
     kind = type(functools.lru_cache(int))
@@ -251,7 +250,7 @@ def take_sample(tick: int, trim: bool) -> AppSample:
 
 
 def report(samples: Sequence[AppSample], devices: str, written_bytes: int, seconds: float) -> str:
-    """One row for each half hour, with the medians of its samples, as Markdown."""
+    """Return a Markdown table with the sample medians of each half hour."""
     ticks = samples[-1].tick
     lines = [
         (
@@ -290,7 +289,7 @@ def report(samples: Sequence[AppSample], devices: str, written_bytes: int, secon
 
 
 def main() -> int:
-    """Run the app on a terminal of its own and print what it counted."""
+    """Run the app on its own terminal and print its counts."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--ticks", type=int, default=6 * HALF_HOUR)
     parser.add_argument("--devices", default="sim:gtx1080ti,gtx1080,t4,t4")

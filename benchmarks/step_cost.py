@@ -1,11 +1,11 @@
-"""What evener's instruments cost in a training's steps, by their own CPU time.
+"""Measure the CPU time of evener's instruments in training steps.
 
-python -m benchmarks.step_cost [--steps 1500] [--device cpu] [--milliseconds 10]
+  python -m benchmarks.step_cost [--steps 1500] [--device cpu] [--milliseconds 10]
 
-A small network trains by `Split` with steps of about 10 ms, first in alternate blocks with the
-instruments and without them: their cost is the difference of the process's CPU time, from which
-nothing is left out. Then each call of an instrument is timed by the CPU time of its thread, less
-what an empty call takes in the same place. Prints the microseconds of a step and their part of it.
+A small network trains by `Split` with steps of about 10 ms. First, blocks with and without the
+instruments alternate: their cost is the difference in the process's CPU time, which includes
+everything. Then each instrument's call is timed by its thread's CPU time, minus that of an empty
+call at the same point. Prints the microseconds per step and the fraction of a step.
 """
 
 from __future__ import annotations
@@ -39,21 +39,21 @@ CALLS: dict[Any, tuple[str, ...]] = {
     own_work: ("_tell_update", "_note_updated"),
 }
 WARM_STEPS = 50
-BLOCK_STEPS = 40  # with the instruments, then as many without them
-SWITCHED_STEPS = 10  # after a switch, until the interpreter has specialized its code again
+BLOCK_STEPS = 40  # steps with the instruments, then as many without them
+SWITCHED_STEPS = 10  # steps after a switch until the interpreter has specialized its code again
 ROWS, STEP_SECONDS = 64, 0.01
-LEAST, MOST = 32, 8192  # of the network's width
+LEAST, MOST = 32, 8192  # limits of the network's width
 
 
 class Empty:
-    """Whose call does nothing."""
+    """An object whose call does nothing."""
 
     def call(self) -> None:
         """Do nothing."""
 
 
 class Instruments:
-    """The calls of instruments, which can be switched off."""
+    """The instruments' calls, which can be switched off."""
 
     def __init__(self) -> None:
         self._plain = [
@@ -63,7 +63,7 @@ class Instruments:
         self._off_at = 0.0
 
     def switch(self, on: bool, timer: StepTimer) -> None:
-        """Switch all instruments on or off, between two steps."""
+        """Switch all instruments on or off between two steps."""
         if on == self._is_on:
             return
         self._is_on = on
@@ -78,7 +78,7 @@ class Instruments:
             setattr(owner, name, plain if on else _do_nothing)
         if on:
             hooks._handles = list(hooks._register())
-            if timer._choice is not None:  # as if no time had passed
+            if timer._choice is not None:  # so that no time seems to have passed
                 timer._choice._block_at += now - self._off_at
 
 
@@ -87,7 +87,7 @@ def _do_nothing(*_: Any, **__: Any) -> None:
 
 
 class CallTimes:
-    """The CPU times of calls, in nanoseconds, by name; calls within others are part of those."""
+    """The CPU times of calls in ns by name; nested calls are included in the outer ones."""
 
     def __init__(self) -> None:
         self.seen: dict[str, list[int]] = defaultdict(list)
@@ -113,7 +113,7 @@ class CallTimes:
 
 
 class Training:
-    """A training of a network whose step takes about as long as said."""
+    """Trains a network whose steps take about the requested time."""
 
     def __init__(self, device: torch.device, step_s: float) -> None:
         self._device = device
@@ -130,7 +130,7 @@ class Training:
         return self._split.timer
 
     def iterate(self) -> Iterator[None]:
-        """Train, with a stop between two steps, before the next batch is asked for."""
+        """Train; yield between two steps, before the next batch is requested."""
         while True:
             for (inputs,) in self._split.loader(self._data):
                 self._model(inputs.to(self._device)).square().mean().backward()
@@ -145,7 +145,7 @@ class Training:
 
 
 def find_width(device: torch.device, step_s: float) -> int:
-    """Return the width of a network whose step takes about that long on this device."""
+    """Return the network width at which a step takes about `step_s` on this device."""
     width = LEAST
     while width < MOST:
         model, inputs = _make(width).to(device), torch.randn(ROWS, width, device=device)
@@ -167,7 +167,7 @@ def _make(width: int) -> Any:
 
 
 def time_steps(steps: Iterator[None], count: int, clock: Callable[[], float]) -> float:
-    """Return the seconds of a step by a clock."""
+    """Return the mean time of a step in seconds on a clock."""
     began = clock()
     for _ in range(count):
         next(steps)
@@ -175,7 +175,7 @@ def time_steps(steps: Iterator[None], count: int, clock: Callable[[], float]) ->
 
 
 def compare(training: Training, count: int) -> None:
-    """Print what the instruments cost, by alternate blocks with and without them."""
+    """Print the cost of the instruments from alternating blocks with and without them."""
     instruments, steps = Instruments(), training.iterate()
     time_steps(steps, WARM_STEPS, time.process_time)
     began, taken = time.perf_counter(), {True: list[float](), False: list[float]()}
@@ -227,7 +227,7 @@ def time_calls(training: Training, count: int) -> None:
 
 
 def main() -> None:
-    """Train and print."""
+    """Train and print the costs."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--steps", type=int, default=1500)
     parser.add_argument("--device", default="cpu")

@@ -1,22 +1,22 @@
-"""What a training's step costs the host, by evener and by DistributedDataParallel.
+"""Measure the host's work per training step, by evener and by DistributedDataParallel.
 
-    python -m benchmarks.step_work [--ranks 1 2] [--models host-bound] [--rounds 40]
-    python -m benchmarks.step_work --trees /tmp/old --ranks 1     # this tree beside another one
-    python -m benchmarks.step_work --instructions --ranks 1       # by valgrind, a minute for each
+  python -m benchmarks.step_work [--ranks 1 2] [--models host-bound] [--rounds 40]
+  python -m benchmarks.step_work --trees /tmp/old --ranks 1     # compares with another tree
+  python -m benchmarks.step_work --instructions --ranks 1       # valgrind, a minute for each
 
-Three ways train the same model: `ddp` (DataLoader and DistributedDataParallel; with one rank the
-bare model), `loop` (split.loader, split.wrap and a loop that calls backward itself) and `step`
-(split.step). Each way has processes of its own, of each tree, that take turns of a few steps: A B C
-C B A. A busy machine slows neighbours in time alike, so what counts is the median ratio of a turn
-to the first way's turn in the same half round, with its 95 % interval.
+Three variants train the same model: `ddp` (DataLoader and DistributedDataParallel; with one rank
+the bare model), `loop` (split.loader, split.wrap and a loop that calls backward itself) and `step`
+(split.step). Each variant has its own processes for each tree, which take turns of a few steps: A B
+C C B A. A busy machine slows neighbouring turns alike, so the result is the median ratio of a turn
+to the first variant's turn in the same half round, with its 95 % interval.
 
-Two figures of a step don't depend on the machine's load at all: the Python bytecode instructions
-and the calls (of Python and C functions) of the first rank's thread, as the median of five means
-over 16 steps, so that a step with an audit doesn't count; with `--instructions`, all machine
-instructions of that rank, as callgrind counts them.
+Two counts per step don't depend on the machine's load: the Python bytecode instructions, and the
+calls of Python and C functions by the first rank's thread. Each is the median of five means over 16
+steps, so that a step with an audit doesn't count. With `--instructions`, callgrind counts all
+machine instructions of that rank.
 
 Without a GPU, a turn's time is the CPU time of the first rank's process. With one, it is wall time
-until the GPU has computed everything; its ranks then talk over NCCL.
+until the GPU has finished; ranks then communicate over NCCL.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 GPU = torch.cuda.is_available()
 WAYS = ("ddp", "loop", "step")
 CLASSES, BATCHES = 8, 64
-COUNTED_STEPS = 16  # in each of COUNTS counts, of which the median is taken
+COUNTED_STEPS = 16  # steps per count; the median of COUNTS counts is taken
 COUNTS = 5
 WARM_STEPS = 40
 REPO = Path(__file__).parents[1]
 
 
 class Size(NamedTuple):
-    """A model: its width and number of layers, the rows of a rank and the tokens of a row."""
+    """A model: its width and number of layers, the rows per rank and the tokens per row."""
 
     width: int
     layers: int
@@ -67,7 +67,7 @@ if GPU:
 
 
 class Net(nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """An embedding of tokens, layers on top of it, and the mean over tokens: 12 * tokens bytes."""
+    """An embedding of tokens with layers on top, and the mean over tokens."""
 
     def __init__(self, size: Size) -> None:
         super().__init__()
@@ -84,7 +84,7 @@ class Net(nn.Module):  # type: ignore[misc]  # torch isn't followed
 
 
 class Way:
-    """A training in this process, one step at a time."""
+    """A training loop in this process that runs step by step."""
 
     def __init__(self, name: str, size: Size) -> None:
         rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
@@ -103,7 +103,7 @@ class Way:
             sampler = DistributedSampler(data, world, rank)
             loader: Any = DataLoader(data, size.rows, sampler=sampler, pin_memory=GPU)
         else:
-            from evener.torch import Split  # of the tree that PYTHONPATH names
+            from evener.torch import Split  # from the tree in PYTHONPATH
 
             self._split = Split(global_batch=size.rows * world)
             loader, model = self._split.loader(data, seed=0), self._split.wrap(model)
@@ -112,7 +112,7 @@ class Way:
         self._criterion = nn.CrossEntropyLoss()
 
     def step(self) -> None:
-        """Train a batch."""
+        """Train on one batch."""
         batch = next(self._batches)
         self._optimizer.zero_grad()
         if self._name == "step":
@@ -127,7 +127,7 @@ class Way:
         return self._criterion(self._model(tokens), classes)
 
     def steps(self, count: int) -> None:
-        """Train some batches."""
+        """Train on some batches."""
         for _ in range(count):
             self.step()
 
@@ -146,7 +146,7 @@ def _endless(loader: Any) -> Iterator[Any]:
 
 
 def take_turn(way: Way, count: int) -> float:
-    """Train some steps; return the seconds of one."""
+    """Train for some steps; return the mean time of a step in seconds."""
     if dist.is_initialized():
         dist.barrier()
     if not GPU:
@@ -161,7 +161,7 @@ def take_turn(way: Way, count: int) -> float:
 
 
 def count_instructions(way: Way, count: int) -> float:
-    """Return the bytecode instructions of a step in this thread."""
+    """Return the number of bytecode instructions per step in this thread."""
     seen = 0
 
     def trace(frame: Any, event: str, _: Any) -> Any:
@@ -177,7 +177,7 @@ def count_instructions(way: Way, count: int) -> float:
 
 
 def count_calls(way: Way, count: int) -> float:
-    """Return the calls of Python and C functions of a step in this thread."""
+    """Return the number of calls of Python and C functions per step in this thread."""
     seen = 0
 
     def note(_: Any, event: str, __: Any) -> None:
@@ -198,7 +198,7 @@ COMMANDS: dict[str, Callable[[Way, int], float]] = {
 
 
 def obey(name: str, size: str) -> None:
-    """Train as the lines of standard input say, and answer each with a figure."""
+    """Run the commands on standard input and answer each with a number."""
     if GPU:
         torch.cuda.set_device(int(os.environ["RANK"]))
     else:
@@ -219,7 +219,7 @@ def obey(name: str, size: str) -> None:
 
 
 class Training:
-    """The processes of one way of one tree, which train when they are asked to."""
+    """The processes of one variant of one tree, which train on request."""
 
     def __init__(self, tree: Path, way: str, model: str, ranks: int, prefix: Sequence[str]) -> None:
         with socket.socket() as door:
@@ -255,7 +255,7 @@ class Training:
                 raise SystemExit(f"a rank ended early: {said}")
 
     def ask(self, command: str, count: int) -> float:
-        """Return the first rank's figure of a command."""
+        """Run a command on all ranks and return the first rank's answer."""
         for each in self._ranks:
             assert each.stdin is not None
             each.stdin.write(f"{command} {count}\n")
@@ -264,16 +264,16 @@ class Training:
         return float(json.loads(lines[0]))
 
     def count(self, command: str) -> float:
-        """Return the median of some counts of a step."""
+        """Return the median of several counts per step."""
         return statistics.median(self.ask(command, COUNTED_STEPS) for _ in range(COUNTS))
 
     def control(self, option: str) -> None:
-        """Say something to callgrind, in which the first rank runs."""
+        """Control callgrind, in which the first rank runs."""
         command = ["callgrind_control", option, str(self._ranks[0].pid)]
         subprocess.run(command, check=True, capture_output=True)
 
     def close(self) -> None:
-        """End the processes."""
+        """Let the processes exit and wait for them."""
         for each in self._ranks:
             if each.stdin is not None:
                 each.stdin.close()
@@ -289,7 +289,10 @@ def find_interval(ratios: Sequence[float]) -> tuple[float, float, float]:
 
 
 def compare(trainings: dict[str, Training], rounds: int, steps: int) -> dict[str, list[float]]:
-    """Return the seconds of a step in each turn; turns of one place are next to each other."""
+    """Return the step times in seconds of each turn by variant.
+
+    Turns at the same position are neighbours in time.
+    """
     took: dict[str, list[float]] = {name: [] for name in trainings}
     for _ in range(rounds):
         for order in (list(trainings), list(trainings)[::-1]):
@@ -301,7 +304,7 @@ def compare(trainings: dict[str, Training], rounds: int, steps: int) -> dict[str
 def describe(
     trainings: dict[str, Training], took: dict[str, list[float]], pairs: Sequence[tuple[str, str]]
 ) -> Iterator[str]:
-    """Yield a line for each way, and for each pair of ways."""
+    """Yield a line for each variant, and for each pair of variants."""
     for name, training in trainings.items():
         calls = training.count("calls")
         instructions = training.count("instructions")
@@ -317,7 +320,7 @@ def describe(
 
 
 def run(model: str, ranks: int, trees: dict[str, Path], given: argparse.Namespace) -> None:
-    """Train by each way of each tree, and print what was found."""
+    """Train with each variant of each tree and print the results."""
     names = {f"{way}": (trees["new"], way) for way in WAYS if way in given.ways}
     for label, tree in trees.items():
         if label != "new":
@@ -343,7 +346,7 @@ def run(model: str, ranks: int, trees: dict[str, Path], given: argparse.Namespac
 
 
 def count_machine_instructions(tree: Path, way: str, model: str, ranks: int) -> float:
-    """Return the machine instructions of a step in the first rank's process, by callgrind."""
+    """Return the machine instructions per step in the first rank's process, by callgrind."""
     with tempfile.TemporaryDirectory() as made:
         kept = f"--callgrind-out-file={made}/counts"
         callgrind = ["valgrind", "--tool=callgrind", "-q", "--instr-atstart=no", kept]
@@ -360,7 +363,7 @@ def count_machine_instructions(tree: Path, way: str, model: str, ranks: int) -> 
 
 
 def main() -> None:
-    """Compare and print."""
+    """Run the comparisons that the command line asks for."""
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

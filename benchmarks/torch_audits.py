@@ -1,14 +1,15 @@
-"""What an audit of gradients costs, and whether it ever differs without a reason.
+"""Measure the cost of gradient audits, and whether they ever raise a false alarm.
 
-    python -m benchmarks.torch_audits            # on a GPU, some minutes
-    python -m benchmarks.torch_audits --tiny     # on a CPU, to try it
-    python -m benchmarks.torch_audits --part work     # calls and bytecode, on a CPU
-    torchrun --nproc-per-node 2 -m benchmarks.torch_audits --part ranks
+  python -m benchmarks.torch_audits            # on a GPU, some minutes
+  python -m benchmarks.torch_audits --tiny     # on a CPU, to try it
+  python -m benchmarks.torch_audits --part work     # calls and bytecode, on a CPU
+  torchrun --nproc-per-node 2 -m benchmarks.torch_audits --part ranks
 
-Prints JSON lines: the peak of a training step's memory with and without an audit, for a decoder of
-a billion parameters; the seconds of both for a decoder of 100 million at 64 rows, and what audits
-then take of 2,000 steps; how many of many audits of exact losses found a difference, and how near
-any was to it (1: an alarm); and, by several processes, whether ranks' gradients seem to differ.
+Prints JSON lines: the peak memory of a training step with and without an audit, for a decoder with
+a billion parameters; the time of both for a decoder with 100 million parameters and 64 rows, and
+the fraction that audits take of 2,000 steps; how many audits of exact losses found a difference,
+and the largest difference relative to an alarm (1: an alarm); and, with several processes, whether
+the ranks' gradients seem to differ.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ from evener.training.audit import (
 
 from .exact_programs import CLASSES, EXACT_PROGRAMS, WIDTH
 
-STEPS = 2000  # of which audits take their part
+STEPS = 2000  # number of steps for which the audits' fraction is computed
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
-NEAR = 0.5  # of the difference that is an alarm: programs nearer to it are printed
+NEAR = 0.5  # fraction of an alarm above which a program is printed
 Loss = Callable[[Any], torch.Tensor]
 Figures = dict[str, Any]
 
 
 class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
-    """A decoder of texts, with dropout."""
+    """A decoder for texts, with dropout."""
 
     def __init__(self, width: int, layers: int, words: int, dropout: float = 0.1) -> None:
         super().__init__()
@@ -76,7 +77,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
         self.head = nn.Linear(width, words, bias=False)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Scores of the next word: (rows, length, words)."""
+        """Return the scores of the next word: (rows, length, words)."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
         found = self.layers(self.embed(tokens).transpose(0, 1), mask=mask, is_causal=True)
         scores: torch.Tensor = self.head(found.transpose(0, 1))
@@ -84,7 +85,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
 
 
 def loss_of_texts(model: nn.Module, batch: Any) -> torch.Tensor:
-    """The mean over words of what comes next; all rows have as many."""
+    """Return the mean loss of next-word prediction; all rows have the same length."""
     (tokens,) = batch
     scores = model(tokens[:, :-1]).float()
     return functional.cross_entropy(scores.flatten(0, 1), tokens[:, 1:].flatten())
@@ -98,16 +99,16 @@ def audit_rows(
     known: KnownPasses | None = None,
     moves: bool = False,
 ) -> bool:
-    """True if one device's gradient of these rows is that of two parts.
+    """True if the gradient of these rows on one device equals that of their two parts.
 
-    `measures` and `known` are those of GradientSketcher, and `moves` that of audit.
+    `measures` and `known` are options of GradientSketcher, and `moves` is one of `audit`.
     """
     sketcher = GradientSketcher([model], name_tensors([model]), measures=measures, known=known)
     return audit(sketcher, make_computations(loss, few), moves).difference is None
 
 
 def make_computations(loss: Loss, few: FewRows) -> Computations:
-    """The gradient of a few rows at once, and of two parts."""
+    """Return the computations of the gradient of a few rows at once and in two parts."""
     parts = [
         Piece(partial(loss, part), size / few.rows)
         for part, size in zip(few.parts, few.sizes, strict=True)
@@ -118,16 +119,16 @@ def make_computations(loss: Loss, few: FewRows) -> Computations:
 def measure_cost(
     model: nn.Module, words: int, rows: int, length: int, amp: bool, turns: int = 5
 ) -> None:
-    """Print a step's memory and time, and what audits of several kinds add.
+    """Print a step's memory and time, and the additional cost of several kinds of audits.
 
-    "first" is the very first audit, with all that is done once; "early" one of as many rows, until
-    step 64; "late" one of fewer rows, after it; "thorough" one after a change; "measuring" one that
-    measures rounding too. Times are of steps that follow each other without waiting for the GPU, as
-    in a loop that doesn't read its loss in each step, and then of steps that wait for it.
+    "first" is the first audit of all, with its one-time work; "early" an audit of the same number
+    of rows, up to step 64; "late" one of fewer rows, after that; "thorough" one after a change;
+    "measuring" one that measures rounding, too. Times are first of steps that don't wait for the
+    GPU, as in a loop that doesn't read its loss in each step, and then of steps that do.
     """
     device = next(model.parameters()).device
     optimizer = _make_optimizer(model)
-    read = [torch.randint(0, words, (rows, length + 1))]  # as a loader gives it
+    read = [torch.randint(0, words, (rows, length + 1))]  # like a batch from a loader
     batch = [each.to(device) for each in read]
     loss_of = partial(loss_of_texts, model)
     known = KnownPasses()
@@ -171,7 +172,7 @@ def measure_cost(
 
 
 def _print_part(step_seconds: float, more: Mapping[str, float], waits: bool) -> None:
-    """Print what each kind of audit adds to a step, and all audits of STEPS steps to these."""
+    """Print the time that each kind of audit adds to a step, and all audits to STEPS steps."""
     early = sum(map(is_audited, range(2, EARLY + 1)))
     late = sum(map(is_audited, range(EARLY + 1, STEPS + 1)))
     spent = more["first"] + early * more["early"] + late * more["late"]
@@ -186,7 +187,7 @@ def _print_part(step_seconds: float, more: Mapping[str, float], waits: bool) -> 
 
 
 def _take_rows(read: list[torch.Tensor], device: torch.device, most: int) -> FewRows:
-    """Some rows of a batch that a loader has read, on the device; the host doesn't wait for it."""
+    """Copy a few rows of a loader's batch to the device, without waiting for the copy."""
     few = cut_few(read, len(read[0]), most=most)
     assert few is not None
 
@@ -197,7 +198,7 @@ def _take_rows(read: list[torch.Tensor], device: torch.device, most: int) -> Few
 
 
 def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses) -> None:
-    """Print the milliseconds of a quick audit's parts, and those until the host could go on."""
+    """Print the duration of each part of a quick audit in ms, for the host and in total."""
     device = next(model.parameters()).device.type
     figures: dict[str, Any] = {"parts of a quick audit": {}}
     computations = make_computations(loss, few)
@@ -245,7 +246,7 @@ def _wait(device: str) -> None:
 
 
 def _measure_peak(step: Callable[[], None]) -> int:
-    """The peak of the GPU's memory in a step, or 0 without a GPU."""
+    """Return the peak GPU memory of a step in bytes; 0 without a GPU."""
     if DEVICE != "cuda":
         return 0
     torch.cuda.reset_peak_memory_stats()
@@ -254,7 +255,10 @@ def _measure_peak(step: Callable[[], None]) -> int:
 
 
 def _time_steps(steps: Sequence[Callable[[], None]], device: str, waits: bool) -> float:
-    """The seconds of these steps; with `waits`, the host waits for the GPU after each of them."""
+    """Return the duration of these steps in seconds.
+
+    With `waits`, the host waits for the GPU after each step.
+    """
     _wait(device)
     began = time.perf_counter()
     for step in steps:
@@ -272,7 +276,7 @@ def _time_added(
     waits: bool = False,
     turns: int = 5,
 ) -> float:
-    """The seconds that an audited step takes more than a usual one: the median of some turns."""
+    """Return the seconds that an audit adds to a step: the median of some turns."""
     added = []
     for _ in range(turns):
         usual = _time_steps([step] * 6, device, waits)
@@ -288,7 +292,7 @@ def _make_optimizer(model: nn.Module) -> torch.optim.Optimizer:
 def audit_decoder(
     model: nn.Module, words: int, rows: int, length: int, mode: str, audits: int, seconds: float
 ) -> None:
-    """Train a decoder for `seconds` at most, audit each step, and print the number of alarms.
+    """Train a decoder for at most `seconds` with an audit per step; print the number of alarms.
 
     `mode` is "autocast", "float32" or "TF32".
     """
@@ -321,10 +325,10 @@ def audit_decoder(
 def count_alarms(
     audits: int, seconds: float, device: str, names: Sequence[str], processes: int
 ) -> None:
-    """Train each program with an audit in each step, by several processes; print the alarms.
+    """Train each program with an audit per step in several processes; print the alarms.
 
-    Each program is trained in float32 and under autocast, and takes `audits` steps, or `seconds` at
-    most. Prints the total, and each program with an alarm or near one.
+    Each program is trained in float32 and under autocast, for `audits` steps or at most `seconds`.
+    Prints the total, and each program with an alarm or nearly one.
     """
     jobs = [(name, amp, audits, seconds, device) for amp in (False, True) for name in names]
     with ProcessPoolExecutor(processes, get_context("spawn")) as pool:
@@ -346,7 +350,7 @@ def count_alarms(
 
 
 def _audit_program(name: str, amp: bool, audits: int, seconds: float, device: str) -> Figures:
-    """Train a program with an audit in each step, and return how many found a difference."""
+    """Train a program with an audit per step, and return the number of alarms."""
     torch.manual_seed(0)
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
@@ -380,18 +384,17 @@ def _audit_program(name: str, amp: bool, audits: int, seconds: float, device: st
 
 
 class Margins:
-    """The comparisons that audits made: how large a difference was, as a part of what rounding may
-    make of it.
-    """
+    """Records the differences that audits found, relative to what rounding may explain."""
 
     def __init__(self) -> None:
-        self._first: list[float] = []  # by the floors
-        self._measured: list[tuple[float, str, float]] = []  # by the repeats, where those didn't do
+        self._first: list[float] = []  # relative to the floors
+        # relative to the repeats, if the floors were exceeded
+        self._measured: list[tuple[float, str, float]] = []
 
     def compare(
         self, reference: Sketch, trained: Sketch, repeats: Sequence[Sketch] = ()
     ) -> GradientDifference | None:
-        """Compare as `evener.training.audit.compare`."""
+        """Compare like `evener.training.audit.compare`, and record the difference."""
         worst = find_largest(reference, trained, find_noises(reference, repeats))
         if worst is None:
             return None
@@ -403,7 +406,7 @@ class Margins:
         return worst if part > 1.0 else None
 
     def summarize(self) -> dict[str, Any]:
-        """The largest of both kinds, with its tensor, and how many were measured."""
+        """Return the largest differences by floors and by repeats, and the number of repeats."""
         part, name, relative = max(self._measured, default=(0.0, "", 0.0))
         return {
             "largest by the floor": round(max(self._first, default=0.0), 3),
@@ -415,15 +418,16 @@ class Margins:
 
 @contextmanager
 def noted_margins() -> Iterator[Margins]:
-    """A context in which audits note how near each was to an alarm."""
+    """Return a context in which the margins of audits are recorded."""
     margins = Margins()
     with mock.patch.object(step_audit, "compare", margins.compare):
         yield margins
 
 
 def compare_devices() -> None:
-    """Print which exact programs seem to have another gradient on a GPU than on a CPU by the
-    floors, and by what is measured on both.
+    """Compare the gradients of exact programs on a CPU and a GPU, and print the differences.
+
+    They are compared by the floors, and by the rounding measured on both devices.
     """
     doubts, alarms = [], []
     for name, program in EXACT_PROGRAMS.items():
@@ -451,9 +455,10 @@ def compare_devices() -> None:
 
 
 def train_ranks(tiny: bool, steps: int = 40) -> None:
-    """Train a decoder by shares of 3:1 with an audit where one is due, and print what audits said
-    and how often ranks' gradients had to be measured. The last rank computes attention by other
-    kernels than the first.
+    """Train a decoder with shares 3:1 and the regular audits, and print the results.
+
+    Also prints how often rounding had to be measured. The last rank uses other attention kernels
+    than the first.
     """
     split = Split(ratios=(3, 1), global_batch=8 if tiny else 32)
     if split.rank:
@@ -537,11 +542,11 @@ ratio = 1.0
 
 
 def train_passes(tiny: bool, steps: int = 70) -> None:
-    """Train the decoder of 100 million parameters on one device, by a plan with two passes.
+    """Train the decoder of 100 million parameters on one device by a plan with two passes.
 
-    Prints what the audits of the first 64 steps add to them, what they add to 2,000 steps if all
-    later ones take as long as the last of them, and what a step without an audit takes beside one
-    of a training without audits.
+    Prints the time that audits add to the first 64 steps; the time they add to 2,000 steps if all
+    later ones take as long as the last; and the time of a step between audits, compared with
+    training without audits.
     """
     words, length, rows = (500, 16, 8) if tiny else (32_000, 256, 64)
     data = torch.randint(0, words, (steps * rows, length + 1))
@@ -566,7 +571,7 @@ def train_passes(tiny: bool, steps: int = 70) -> None:
 
 
 def _train_by(split: Split, check: bool, data: torch.Tensor, tiny: bool, words: int) -> list[float]:
-    """The seconds of each step of a training by a plan, with audits if `check`."""
+    """Return the duration of each step of a training run by a plan; with `check`, it is audited."""
     torch.manual_seed(0)
     model = (Decoder(64, 2, words) if tiny else Decoder(768, 10, words)).to(split.device)
     model = split.wrap(model)
@@ -585,10 +590,10 @@ def _train_by(split: Split, check: bool, data: torch.Tensor, tiny: bool, words: 
 
 
 def measure_work() -> None:
-    """Print what audits cost the host: passes, and calls and bytecode beside bare passes'.
+    """Print the host's work for audits: their passes, and calls and bytecode relative to passes.
 
-    The decoder has as many layers as the one of 100 million parameters, and is narrow. None of the
-    figures depends on what else the machine does.
+    The decoder has as many layers as the one with 100 million parameters, but is narrow. The counts
+    don't depend on the machine's load.
     """
     words = 50
     model = Decoder(64, 10, words)
@@ -623,7 +628,7 @@ def measure_work() -> None:
 
 
 def count_work(work: Callable[[], Any]) -> tuple[int, int]:
-    """The calls of functions and the bytecode instructions of this thread in some work."""
+    """Return the function calls and the bytecode instructions of this thread in `work`."""
     calls = bytecode = 0
 
     def note(_: Any, event: str, __: Any) -> None:
@@ -646,7 +651,7 @@ def count_work(work: Callable[[], Any]) -> tuple[int, int]:
 
 
 def measure_large(tiny: bool) -> None:
-    """The decoder of a billion parameters: alarms, memory."""
+    """Measure alarms and memory of the decoder with a billion parameters."""
     words, rows, length = (500, 8, 32) if tiny else (32_000, 16, 256)
     torch.manual_seed(1)
     model = (Decoder(64, 2, words) if tiny else Decoder(2048, 20, words)).to(DEVICE)
@@ -656,7 +661,7 @@ def measure_large(tiny: bool) -> None:
 
 
 def measure_small(tiny: bool) -> None:
-    """The decoder of 100 million parameters: alarms, time; and a CPU beside a GPU."""
+    """Measure alarms and time of the decoder with 100 million parameters; compare CPU and GPU."""
     words, length = (500, 32) if tiny else (32_000, 256)
     torch.manual_seed(1)
     model = (Decoder(64, 2, words) if tiny else Decoder(768, 10, words)).to(DEVICE)
@@ -667,7 +672,7 @@ def measure_small(tiny: bool) -> None:
 
 
 def main() -> None:
-    """Measure."""
+    """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
     parser.add_argument("--part", choices=("large", "small", "passes", "programs", "ranks", "work"))

@@ -1,4 +1,4 @@
-"""The model of benchmarks.trainers in Lightning."""
+"""The model of benchmarks.trainers for Lightning."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from evener.torch import Split
 
 
 class Module(L.LightningModule):
-    """The same model."""
+    """The model as a LightningModule."""
 
     def __init__(self, size: str, done: Done = lambda: False) -> None:
         super().__init__()
@@ -24,26 +24,26 @@ class Module(L.LightningModule):
         self._done = done
 
     def training_step(self, batch: Any, batch_idx: int) -> torch.Tensor:
-        """The mean loss over tokens."""
+        """Return the mean loss over tokens."""
         loss: torch.Tensor = self.model(**batch).loss
         return loss
 
     def configure_optimizers(self) -> torch.optim.Optimizer:
-        """AdamW, as the others."""
+        """Return AdamW, like the other trainers."""
         return torch.optim.AdamW(self.parameters(), 5e-5)
 
     def on_train_batch_end(self, *_: Any) -> None:
-        """Ask whether to stop."""
+        """Stop training if it is done."""
         self.trainer.should_stop = self._done()
 
 
 def build_lightning(size: str = "small") -> Any:
-    """The module and its data."""
+    """Return the module and its data."""
     return Module(size), Texts(size)
 
 
 def train(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
-    """With `lightning.Trainer`."""
+    """Train with `lightning.Trainer`."""
     split = Split(plan) if plan else None
     world = int(os.environ.get("WORLD_SIZE", 1))
     strategy: Any = "ddp" if world > 1 else "auto"

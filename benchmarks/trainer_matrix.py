@@ -1,9 +1,9 @@
-"""Trains models, losses and trainers by a plan and bare: which are exact, which refused, and which
-figures differ.
+"""Train models, losses and trainers by a plan and without one, and compare them.
 
 `python -m benchmarks.trainer_matrix` takes a quarter of an hour and writes
-docs/benchmarks/trainer_matrix.md. `--only PATTERN` trains the cases whose names match ("decoder |
-own | transformers | passes | tail | 2") and prints them; `--all` has every layout of each, twice as
+docs/benchmarks/trainer_matrix.md, which says which cases are exact, which are refused, and which
+logged values differ. `--only PATTERN` trains the cases whose names match ("decoder | own |
+transformers | passes | tail | 2") and prints them; `--all` has all layouts of each case, twice as
 many.
 """
 
@@ -31,7 +31,7 @@ RANKS = "benchmarks.matrix_ranks"
 CHUNK = 30
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/trainer_matrix.md"
 EXACT, EXACT_FLOAT32 = 1e-9, 1e-6
-FLOAT32 = ("loss", "train_loss", "eval_loss")  # figures that transformers sums in float32
+FLOAT32 = ("loss", "train_loss", "eval_loss")  # values that transformers sums in float32
 PACKAGES = ("transformers", "trl", "lightning", "accelerate", "torch")
 TEXT = """\
 Each case is trained in float64 by a plan on two ranks, shares 6:2, and bare in one process on the same rows: in passes
@@ -43,7 +43,7 @@ tokens, evaluation) that differ by more than 1e-9, or by more than 1e-6 where th
 
 
 def main() -> None:
-    """Write the page, or print the cases that were asked for."""
+    """Write the page, or print the requested cases."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="a pattern of names; nothing is written")
     parser.add_argument(
@@ -74,8 +74,9 @@ def main() -> None:
 
 
 def run(chunks: Chunks, names: Sequence[str], until: float) -> Iterator[tuple[str, dict[str, Any]]]:
-    """What was found of each case, a sample if time ends; passes and rows at once share a bare
-    training.
+    """Yield the result of each case, in random order until the time is over.
+
+    Cases with and without passes share a run without a plan.
     """
     ordered = sorted(names, key=lambda name: crc32(name.encode()))
     for start in range(0, len(names), CHUNK):
@@ -98,7 +99,7 @@ def run(chunks: Chunks, names: Sequence[str], until: float) -> Iterator[tuple[st
 
 
 def judge(case: Case, found: dict[str, Any]) -> str:
-    """The verdict of a case: exact, refused, figures, different or failed."""
+    """Return the verdict of a case: exact, refused, figures, different or failed."""
     if "refused" in found:
         return "refused"
     if "weights" not in found:
@@ -109,7 +110,7 @@ def judge(case: Case, found: dict[str, Any]) -> str:
 
 
 def bound(case: Case, name: str) -> float:
-    """By how much a figure may differ."""
+    """Return the largest difference of a value that counts as equal."""
     return (
         EXACT_FLOAT32
         if case.trainer == "TRL" or case.loss == "label smoothing" or name in FLOAT32
@@ -118,7 +119,7 @@ def bound(case: Case, name: str) -> float:
 
 
 def list_figures(case: Case, found: dict[str, Any]) -> dict[str, float]:
-    """Those that differ."""
+    """Return the values that differ."""
     left = {
         name: value
         for name, value in found.items()
@@ -131,7 +132,7 @@ def list_figures(case: Case, found: dict[str, Any]) -> dict[str, float]:
 
 
 def write_page(found: dict[str, dict[str, Any]], cases: int, seconds: float) -> list[str]:
-    """Its lines."""
+    """Return the lines of the page."""
     counted = Counter(judge(parse(name), each) for name, each in found.items())
     groups: dict[tuple[str, str, str], list[tuple[Case, dict[str, Any]]]] = defaultdict(list)
     for name, each in sorted(found.items()):
@@ -164,7 +165,7 @@ def write_page(found: dict[str, dict[str, Any]], cases: int, seconds: float) -> 
 
 
 def write_verdicts(members: Sequence[tuple[Case, dict[str, Any]]]) -> str:
-    """One verdict for all layouts, or each with the layouts that have it."""
+    """Return one verdict for all layouts, or each verdict with its layouts."""
     by_verdict: dict[str, list[Case]] = defaultdict(list)
     largest: dict[str, float] = defaultdict(float)
     for case, each in members:
@@ -182,12 +183,12 @@ def write_verdicts(members: Sequence[tuple[Case, dict[str, Any]]]) -> str:
 
 
 def write_layout(case: Case) -> str:
-    """In short."""
+    """Return the layout part of a case's name."""
     return case.name.split(" | ", 3)[3].replace(" | ", " ")
 
 
 def write_figures(members: Sequence[tuple[Case, dict[str, Any]]]) -> str:
-    """Each name with its largest difference, where weights are exact."""
+    """Return the largest difference of each logged value, for cases with exact weights."""
     largest: dict[str, float] = {}
     for case, each in members:
         if judge(case, each) == "figures":
@@ -197,7 +198,7 @@ def write_figures(members: Sequence[tuple[Case, dict[str, Any]]]) -> str:
 
 
 def write_sentences(found: dict[str, dict[str, Any]]) -> list[str]:
-    """One of each kind of sentence, and what failed."""
+    """Return the lines of a table with one message of each kind, including failures."""
     groups: dict[str, list[str]] = defaultdict(list)
     for name, each in found.items():
         words = each.get("refused") or each.get("raised") or each.get("ended")

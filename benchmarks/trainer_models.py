@@ -1,4 +1,4 @@
-"""The Llama that benchmarks.trainers trains, its rows, and how each trainer has it.
+"""The Llama that benchmarks.trainers trains, its data, and its setup for each trainer.
 
 The `build_` functions are for `--workload benchmarks/trainer_models.py:build_huggingface`.
 """
@@ -17,18 +17,18 @@ from transformers import LlamaConfig, LlamaForCausalLM, Trainer, TrainingArgumen
 from evener.workloads.datasets import text_lengths
 
 WORDS = 8192
-SIZES = {  # width, layers, tokens of a row
+SIZES = {  # width, layers, tokens per row
     "small": (128, 4, 64),
     "middle": (512, 8, 256),
     "large": (768, 12, 512),
     "huge": (2048, 8, 512),
 }
 ROWS = 1 << 16
-IGNORED = -100  # a label that counts nowhere
+IGNORED = -100  # label without a loss
 SHARDED = {"fsdp": True, "fsdp_config": {"transformer_layer_cls_to_wrap": ["LlamaDecoderLayer"]}}
-Done = Callable[[], bool]  # called after each optimizer step: whether the training is over
+Done = Callable[[], bool]  # called after each optimizer step; returns True to stop training
 
-collated_tokens = 0  # of this process so far, without padding
+collated_tokens = 0  # tokens of this process so far, without padding
 
 
 class Texts(Dataset[dict[str, Any]]):
@@ -52,7 +52,7 @@ class Texts(Dataset[dict[str, Any]]):
 
 
 def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
-    """Rows as one batch, padded to the longest; a mask only where there is padding."""
+    """Pad rows to the longest as a batch; only a padded batch has a mask."""
     global collated_tokens
     collated_tokens += sum(len(row["labels"]) for row in rows)
     ids = pad_sequence([row["input_ids"] for row in rows], batch_first=True)
@@ -65,13 +65,14 @@ def collate(rows: list[dict[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
     }
 
 
-# of a loader
+# options of a loader
 COLLATED: dict[str, Any] = {"collate_fn": collate, "pin_memory": torch.cuda.is_available()}
 
 
 def network(size: str) -> LlamaForCausalLM:
-    """A Llama; `middle` has 42 million parameters, `large` about 100 million, `huge` 570
-    million.
+    """Return a Llama of this size.
+
+    `middle` has 42 million parameters, `large` about 100 million, `huge` 570 million.
     """
     torch.manual_seed(0)
     hidden, layers, length = SIZES[size]
@@ -87,7 +88,7 @@ def network(size: str) -> LlamaForCausalLM:
 
 
 def make_trainer(kind: Any, size: str, bf16: bool, texts: bool, **arguments: Any) -> Any:
-    """A trainer of this class; what it would write to disk is off."""
+    """Return a trainer of this class that writes nothing to disk."""
     common = TrainingArguments(
         tempfile.mkdtemp(),
         bf16=bf16,
@@ -105,13 +106,14 @@ def make_trainer(kind: Any, size: str, bf16: bool, texts: bool, **arguments: Any
 
 
 def build_huggingface(size: str = "small", bf16: bool = False, texts: bool = False) -> Any:
-    """The Trainer."""
+    """Return the Trainer."""
     return make_trainer(Trainer, size, bf16, texts)
 
 
 def build_torch(size: str = "small") -> Any:
-    """Model, optimizer, loss and data of a loop; a batch has the labels, so the model gives its
-    loss.
+    """Return the model, optimizer, loss and data of a plain loop.
+
+    Batches contain the labels, so the model computes the loss.
     """
     model = network(size)
     optimizer = torch.optim.AdamW(model.parameters(), 5e-5)

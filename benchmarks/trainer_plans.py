@@ -1,12 +1,14 @@
-"""A plan's figure beside trainings by the plan: `python -m benchmarks.trainers plan`.
+"""Compare a plan's speed with training runs that follow it.
 
-A virtual machine's own speed changes by a fifth from one minute to the next. So the plan's layout
-is probed again, as `evener probe` does it, right before and after each block of training steps; the
-other side's processes wait meanwhile. A block's samples/s over the mean of the two probes around it
-doesn't depend on how fast the machine is at that time.
+  python -m benchmarks.trainers plan
 
-Two sets of processes that do the same differ by 3 % in CPU time, so each of the `--repeat` rounds
-starts new ones of both sides; what counts is the median of the rounds.
+A virtual machine's own speed changes by a fifth from one minute to the next. Therefore the plan's
+layout is probed again, like `evener probe` does it, right before and after each block of training
+steps; the processes of the other side wait meanwhile. A block's samples/s relative to the mean of
+the two probes around it doesn't depend on the machine's current speed.
+
+Two sets of processes that do the same differ by 3 % in CPU time. Therefore each of the `--repeat`
+rounds starts new processes on both sides, and the result is the median over the rounds.
 """
 
 from __future__ import annotations
@@ -42,18 +44,18 @@ HEADS = (
     "first probes / plan",
     "training / plan",
 )
-FIRST = 3  # probes, within a minute of the search's own check
+FIRST = 3  # number of probes within a minute of the search's own check
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """Samples per second, and per second of CPU time of all ranks; 0: unknown, as on GPUs."""
+    """Samples per second, and per second of all ranks' CPU time; 0 if unknown, as on GPUs."""
 
     wall: float
     cpu: float
 
 
 def print_figures(options: argparse.Namespace) -> None:
-    """A row for each round of each trainer, and the median of its rounds."""
+    """Print a row per round and trainer, and the median of each trainer's rounds."""
     print(f"| {' | '.join(HEADS)} |\n| --- | --- |{' ---: |' * 5} --- |{' ---: |' * 3}", flush=True)
     for trainer in options.trainers:
         path = options.plan or search(options, trainer)
@@ -69,7 +71,7 @@ def print_figures(options: argparse.Namespace) -> None:
 
 
 def search(options: argparse.Namespace, trainer: str) -> Path:
-    """Find the plan of a trainer, as a file."""
+    """Search for the plan of a trainer; return its file."""
     request = make_request(options, trainer)
     options.workload, options.framework = request.workload, request.framework
     settings = [
@@ -84,7 +86,10 @@ def search(options: argparse.Namespace, trainer: str) -> Path:
 
 
 def make_request(options: argparse.Namespace, trainer: str) -> Request:
-    """Steps of this trainer on the devices; transformers has a precision of its own."""
+    """Return the request for steps of this trainer.
+
+    transformers' Trainer sets its precision itself.
+    """
     settings: dict[str, Any] = {"size": options.size}
     whole = options.bf16 and trainer != "huggingface"
     if trainer == "huggingface":
@@ -101,8 +106,9 @@ def make_request(options: argparse.Namespace, trainer: str) -> Request:
 def alternate(
     options: argparse.Namespace, trainer: str, plan: Plan, path: Path
 ) -> tuple[Sequence[Rate], Sequence[Rate]]:
-    """The rates of probes, and of the blocks between each two of them; each side's processes
-    stay.
+    """Return the speeds of probes, and of the training blocks between them.
+
+    The processes of both sides live as long as all of them.
     """
     resolved, active = make_job(make_request(options, trainer)), plan.layout.active
     places = [i for i, share in enumerate(plan.layout.share) if share.batch]
@@ -127,8 +133,9 @@ def alternate(
 
 
 def read_probe(run: ProbeRepeat, layout: Layout) -> Rate:
-    """Of a probe that has ended; several ranks' own rates are by their CPU time, if they weren't
-    measured alone.
+    """Return the speed of a finished probe.
+
+    The CPU rate is known for several ranks that weren't measured alone.
     """
     seconds = [share / own for share, own in zip(layout.shares, run.own, strict=True) if own]
     known = len(seconds) > 1 and not run.alone
@@ -136,7 +143,7 @@ def read_probe(run: ProbeRepeat, layout: Layout) -> Rate:
 
 
 def read_block(ranks: Ranks, rows: int) -> Rate:
-    """Of a block that ends, in steps of so many rows."""
+    """Wait for the end of a block of steps and return its speed; a step has `rows` rows."""
     seen = ranks.read()
     return Rate(
         rows * min(each["steps_per_second"] for each in seen),
@@ -145,7 +152,7 @@ def read_block(ranks: Ranks, rows: int) -> Rate:
 
 
 def pair(probes: Sequence[float], blocks: Sequence[float]) -> list[float]:
-    """The ratio of each block to the mean of the probes around it."""
+    """Return the ratio of each block to the mean of the probes around it."""
     return [
         block / statistics.fmean(around)
         for block, around in zip(blocks, pairwise(probes), strict=True)
@@ -153,14 +160,12 @@ def pair(probes: Sequence[float], blocks: Sequence[float]) -> list[float]:
 
 
 def pair_walls(probes: Sequence[Rate], blocks: Sequence[Rate]) -> list[float]:
-    """The ratio of samples/s of each block to the mean of the probes around it."""
+    """Return the samples/s ratio of each block to the mean of the probes around it."""
     return pair([rate.wall for rate in probes], [rate.wall for rate in blocks])
 
 
 def write_row(trainer: str, plan: Plan, probes: Sequence[Rate], blocks: Sequence[Rate]) -> str:
-    """Samples/s and their ratios: medians of the probes, of the blocks of training, and of the
-    pairs.
-    """
+    """Return a row with median samples/s of probes and blocks, and their median ratio."""
     said, shares = (
         plan.throughput.samples_per_second,
         " + ".join(str(share.batch) for share in plan.layout.active),

@@ -1,5 +1,6 @@
-"""Starts the processes of a training ahead, as their imports take 10 s, and speaks with them by
-lines of JSON.
+"""Start the processes of a training run in advance, and exchange JSON lines with them.
+
+Their imports take 10 s.
 """
 
 from __future__ import annotations
@@ -18,27 +19,26 @@ from evener.devices.terms import parse_limit
 from evener.plan.file import Share
 from tests.support.torch_start import free_port
 
-MARK = "rank: "  # before a process's lines for us
-PATIENCE_SECONDS = 240.0  # for a line; a training that says nothing for longer hangs
+MARK = "rank: "  # prefix of a process's messages
+PATIENCE_SECONDS = 240.0  # time limit for a message; after that, the training run is taken to hang
 
 
 class BrokenTrainingError(Exception):
-    """A process of it ended, or said nothing for too long."""
+    """A process of the training run exited, or sent nothing for too long."""
 
 
 def name_build(trainer: str) -> str:
-    """What `--workload` takes for its model."""
+    """Return the `--workload` argument for a trainer's model."""
     file = "trainer_lightning.py" if trainer == "lightning" else "trainer_models.py"
     return f"{Path(__file__).with_name(file)}:build_{trainer}"
 
 
 class Ranks:
-    """The processes of one training; `places` are those of their shares among the plan's active
-    ones.
+    """The processes of a training run; `places` are their positions among the active shares.
 
-    GPUs are held to the percentage that the plan was measured with, unless `free`; a running MPS
-    daemon does that. Each process has a session of its own, as a probe's has and as torchrun gives
-    it: Linux shares cores out by sessions.
+    GPUs are limited to the percentage with which the plan was measured, unless `free`; this needs a
+    running MPS daemon. Each process has its own session, like a probe's and like torchrun's,
+    because Linux divides cores among sessions.
     """
 
     def __init__(self, active: Sequence[Share], places: Sequence[int], free: bool = False) -> None:
@@ -71,17 +71,17 @@ class Ranks:
             )
 
     def start(self, words: Sequence[str]) -> None:
-        """Say what to train, once all are ready for it."""
+        """Send the training options to all processes."""
         for process, place in zip(self.processes, self._places, strict=True):
             self._write(process, json.dumps([*words, "--place", str(place)]))
 
     def say(self, line: str) -> None:
-        """The same line to all."""
+        """Send the same line to all processes."""
         for process in self.processes:
             self._write(process, line)
 
     def read(self) -> list[Any]:
-        """What each says next; BrokenTrainingError if one has ended."""
+        """Return the next message of each process; raise BrokenTrainingError if one has exited."""
         watchdog = threading.Timer(PATIENCE_SECONDS, self._kill)
         watchdog.start()
         try:
@@ -90,7 +90,7 @@ class Ranks:
             watchdog.cancel()
 
     def close(self) -> None:
-        """Let them end: those that wait for a line find the pipe closed."""
+        """Close the pipes, so that the processes exit."""
         for process in self.processes:
             with suppress(BrokenPipeError):
                 process.stdin.close()
@@ -110,7 +110,7 @@ class Ranks:
         for line in process.stdout:
             if line.startswith(MARK):
                 return json.loads(line.removeprefix(MARK))
-        self._kill()  # the others may wait for it
+        self._kill()  # the other processes may wait for it
         raise BrokenTrainingError("A process of it has ended.")
 
     def _kill(self) -> None:

@@ -1,5 +1,6 @@
-"""One process of a training that benchmarks.trainers starts; it reads what to do once its imports
-are done.
+"""One process of a training run of benchmarks.trainers.
+
+It reads what to do once its imports are done.
 """
 
 from __future__ import annotations
@@ -31,27 +32,27 @@ from evener.torch.ranks.ranks import claim_device, visible_gpus
 from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.user_model import build
 
-WARM_UP = 8  # steps; the second half of them is the first block
+WARM_UP = 8  # steps; the second half is the first block
 SHARDED_STEPS = 6
 _DEATH_SIGNAL = 1  # PR_SET_PDEATHSIG of prctl.h
 Train = Callable[[Plan | None, argparse.Namespace, Done], None]
 
 
 class EachStep(TrainerCallback):
-    """Asks after each optimizer step whether to stop."""
+    """Stops training after an optimizer step if `done` says so."""
 
     def __init__(self, done: Done) -> None:
         self._done = done
 
     def on_step_end(self, args: Any, state: Any, control: Any, **_: Any) -> None:
-        """As transformers calls it."""
-        control.should_training_stop |= self._done()  # max_steps may be reached
+        """Stop training if it is done."""
+        control.should_training_stop |= self._done()  # or-ed, because max_steps may be reached, too
 
 
 def train_huggingface(
     plan: Plan | None, options: argparse.Namespace, done: Done, **arguments: Any
 ) -> Any:
-    """With `Trainer`, which is returned."""
+    """Train with transformers' `Trainer`, and return it."""
     kind, rows = with_plan(Trainer, plan) if plan else Trainer, options.bare or 1
     arguments |= {"per_device_train_batch_size": rows, "train_sampling_strategy": options.sampling}
     trainer = make_trainer(
@@ -63,7 +64,7 @@ def train_huggingface(
 
 
 def train_sharded(plan: Plan | None, options: argparse.Namespace, _: Done) -> None:
-    """With `Trainer` and FSDP2: a few steps, their losses and the most memory in use."""
+    """Train a few steps with `Trainer` and FSDP2; send the losses and the peak memory."""
     more = {"max_steps": SHARDED_STEPS, "logging_strategy": "steps", "logging_steps": 1}
     trainer = train_huggingface(plan, options, lambda: False, **SHARDED, **more)
     losses = [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
@@ -76,14 +77,14 @@ def train_sharded(plan: Plan | None, options: argparse.Namespace, _: Done) -> No
 
 
 def train_lightning(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
-    """With `lightning.Trainer`, which no other training loads."""
+    """Train with `lightning.Trainer`, which is imported only here."""
     from benchmarks.trainer_lightning import train
 
     train(plan, options, done)
 
 
 def train_accelerate(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
-    """With a loop of one's own."""
+    """Train with accelerate in a plain loop."""
     precision = "bf16" if options.bf16 else "no"
     accelerator = Accelerator(cpu=not torch.cuda.is_available(), mixed_precision=precision)
     model: Any = network(options.size)
@@ -99,7 +100,7 @@ def train_accelerate(plan: Plan | None, options: argparse.Namespace, done: Done)
 def loop(
     model: Any, optimizer: Any, loader: Any, backward: Callable[[Any], None], done: Done
 ) -> None:
-    """Train until it is done, by the steps that a probe makes of `build_torch`."""
+    """Train until `done`, with the same steps as a probe of `build_torch`."""
     while True:
         for batch in loader:
             backward(model(**batch).loss)
@@ -110,7 +111,7 @@ def loop(
 
 
 def train_torch(plan: Plan | None, options: argparse.Namespace, done: Done) -> None:
-    """With PyTorch alone."""
+    """Train with PyTorch alone."""
     gpu = torch.cuda.is_available()
     device = torch.device("cuda", torch.cuda.current_device()) if gpu else torch.device("cpu")
     model, data = network(options.size).to(device), Texts(options.size)
@@ -133,7 +134,7 @@ def train_torch(plan: Plan | None, options: argparse.Namespace, done: Done) -> N
 
 
 def step_as_probe(options: argparse.Namespace, done: Done) -> None:
-    """The steps that a probe of this trainer times."""
+    """Run the steps that a probe of this trainer times."""
     rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     peers = (f"{os.environ['MASTER_ADDR']}:{os.environ['MASTER_PORT']}",) * world
     device = f"GPU:{rank}" if torch.cuda.is_available() else "CPU:0"
@@ -155,7 +156,7 @@ TRAININGS: dict[str, Train] = {
 
 
 class Turns:
-    """Waits for a line from the parent before each step, and says how long the step took."""
+    """Sends the duration of each step and waits for a line before the next one."""
 
     def __init__(self) -> None:
         self._began = _clocks()
@@ -173,10 +174,10 @@ def _clocks() -> tuple[float, float]:
 
 
 class Clock:
-    """Says how fast each block of steps was; the parent says how many the next has, or closes the
-    pipe.
+    """Sends the speed of each block of steps, and reads the length of the next one.
 
-    A step after the pause, which is in no block, finds memory and caches as others do.
+    The first step after the pause counts for no block, because it refills memory and caches.
+    Training ends when the pipe is closed.
     """
 
     def __init__(self) -> None:
@@ -191,12 +192,12 @@ class Clock:
         return self._left == 0 and self._end_block()
 
     def _end_block(self) -> bool:
-        """Whether it was the last."""
+        """Send the block's speed; return True if it was the last block."""
         seconds, cpu = (now - then for now, then in zip(_clocks(), self._began, strict=True))
         tokens = trainer_models.collated_tokens - self._tokens
         rates = {"steps_per_second": self._steps / seconds, "tokens_per_second": tokens / seconds}
         if torch.cuda.is_initialized():
-            torch.cuda.empty_cache()  # a probe on the same GPU needs it meanwhile
+            torch.cuda.empty_cache()  # a probe on the same GPU needs the memory meanwhile
         say({"steps": self._steps, "cpu_seconds": cpu / self._steps, **rates})
         line = sys.stdin.readline()
         self._steps = int(line or 0)
@@ -210,13 +211,13 @@ def _settle_gpu() -> None:
 
 
 def say(figures: Any) -> None:
-    """A line to the parent."""
+    """Send a message to the parent."""
     sys.stdout.write(f"{MARK}{json.dumps(figures)}\n")
     sys.stdout.flush()
 
 
 def hold(plan: Plan, options: argparse.Namespace) -> None:
-    """To what the plan measured with: a slice's cores, a GPU's memory limit."""
+    """Limit this process as in the plan: to a slice's cores or a GPU's memory limit."""
     share = plan.layout.active[options.place]
     if not torch.cuda.is_available():
         claim_device(torch.device("cpu"), share)
@@ -230,14 +231,14 @@ def hold(plan: Plan, options: argparse.Namespace) -> None:
 
 
 def name_gpus(plan: Plan) -> Plan:
-    """A plan that was made up, for the GPUs of this process."""
+    """Return a made-up plan with the names of this process's GPUs."""
     named = zip(plan.layout.share, visible_gpus(), strict=True)
     shares = tuple(msgspec.structs.replace(share, device=device) for share, device in named)
     return msgspec.structs.replace(plan, layout=msgspec.structs.replace(plan.layout, share=shares))
 
 
 def read_options(words: list[str]) -> argparse.Namespace:
-    """Those that the parent sends."""
+    """Parse the options that the parent sends."""
     parser = argparse.ArgumentParser()
     parser.add_argument("trainer", choices=list(TRAININGS))
     parser.add_argument("--plan", required=True)
@@ -263,11 +264,11 @@ def read_options(words: list[str]) -> argparse.Namespace:
 
 
 def main() -> None:
-    """Train until the parent closes the pipe, or is killed."""
+    """Train until the parent closes the pipe or kills this process."""
     ctypes.CDLL(None).prctl(_DEATH_SIGNAL, signal.SIGKILL)
     say("ready")
     line = sys.stdin.readline()
-    if not line:  # another training of the comparison has failed
+    if not line:  # another training run of the comparison has failed
         return
     options = read_options(json.loads(line))
     plan = load_plan(options.plan)
@@ -280,7 +281,7 @@ def main() -> None:
     else:
         TRAININGS[options.trainer](None if options.bare else plan, options, done)
     sys.stdout.flush()
-    os._exit(0)  # a process group that is left at different times would wait
+    os._exit(0)  # destroying the process group would wait for the other ranks
 
 
 if __name__ == "__main__":

@@ -1,9 +1,11 @@
-"""Trainings by a plan beside trainings without it, for `python -m benchmarks.trainers variants`.
+"""Compare training by a plan with training without it.
 
-`plan`; `even`, the bare trainer with as many rows on each device; `grouped` and `balanced`, that
-with transformers' group_by_length and batch_rebalance; `alone`, the bare trainer on each device
-with its rows of the plan, all at the same time; `once`, the plan's largest shares that need no
-passes; `whole`, even shares without the plan's limits.
+  python -m benchmarks.trainers variants
+
+The variants are `plan`; `even`, plain training with equal rows on each device; `grouped` and
+`balanced`, the same with transformers' group_by_length and batch_rebalance; `alone`, plain training
+on each device with its rows of the plan, all at the same time; `once`, the plan's largest shares
+that need only one pass; `whole`, even shares without the plan's limits.
 """
 
 from __future__ import annotations
@@ -39,15 +41,15 @@ HEADS = (
 
 
 class Rate(msgspec.Struct, frozen=True):
-    """What a training did each second, over all its processes."""
+    """The speed of a training run, over all its processes."""
 
     samples: float
     tokens: float
-    steps: int  # after the warm-up
+    steps: int  # steps after the warm-up
 
 
 class Group(msgspec.Struct, frozen=True):
-    """The processes of one training, the rows of its steps, and what it is to train."""
+    """The processes of a training run, its rows per step, and its options."""
 
     ranks: Ranks
     rows: int
@@ -55,7 +57,7 @@ class Group(msgspec.Struct, frozen=True):
 
 
 def print_rates(options: argparse.Namespace) -> None:
-    """A row for each training, and what the plan gains."""
+    """Print a row for each training run, and what the plan gains."""
     print(f"| {' | '.join(HEADS)} |\n| --- | ---: | --- | --- |{' ---: |' * 4}")
     together = [options.trainers] if options.plan else [[trainer] for trainer in options.trainers]
     gains = []
@@ -70,7 +72,7 @@ def print_rates(options: argparse.Namespace) -> None:
 def measure(
     options: argparse.Namespace, trainers: Sequence[str], path: Path, number: int
 ) -> dict[tuple[str, str], Rate]:
-    """Start the processes of all trainings, then let one training run after the other."""
+    """Start the processes of all training runs, then let the runs train one after the other."""
     plan, rates = load_plan(path), {}
     with ExitStack() as stack:
         cases = {}
@@ -104,7 +106,7 @@ def measure(
 def make_groups(
     options: argparse.Namespace, trainer: str, variant: str, plan: Plan, path: Path
 ) -> list[Group]:
-    """The trainings of a variant that run at the same time."""
+    """Return the training runs of a variant that run at the same time."""
     active, batch = plan.layout.active, plan.layout.global_batch
     words = [
         trainer,
@@ -131,8 +133,9 @@ def make_groups(
 
 
 def without_passes(plan: Plan) -> Plan:
-    """The same global batch, with what would need a pass more on the device with the most
-    memory.
+    """Return the plan's shares reduced to one pass each, with the same global batch.
+
+    The device with the most memory takes the remaining rows, perhaps in several passes.
     """
     layout = plan.layout
     batches = [min(share.batch, share.most or share.batch) for share in layout.share]
@@ -144,7 +147,7 @@ def without_passes(plan: Plan) -> Plan:
 
 
 def train(groups: Sequence[Group], seconds: float) -> Rate:
-    """About so many seconds of trainings at the same time, after their warm-up."""
+    """Train the groups at the same time for about `seconds` after their warm-up."""
     for group in groups:
         group.ranks.start(group.words)
     for group in groups:
@@ -156,23 +159,25 @@ def train(groups: Sequence[Group], seconds: float) -> Rate:
         tokens = sum(each["tokens_per_second"] for each in seen)
         rate = Rate(rate.samples + samples, rate.tokens + tokens, max(rate.steps, seen[0]["steps"]))
     for group in groups:
-        group.ranks.close()  # their memory is free for the next
+        group.ranks.close()  # frees the memory for the next run
     return rate
 
 
 def pick_figure(rate: Rate, plan: Plan) -> float:
-    """What the plan counts: tokens where rows have lengths."""
+    """Return the rate that the plan optimizes: tokens/s if rows have lengths, else samples/s."""
     return rate.tokens if plan.throughput.tokens_per_second else rate.samples
 
 
 def promised(plan: Plan) -> float:
-    """The plan's figure."""
+    """Return the rate that the plan promises."""
     return plan.throughput.tokens_per_second or plan.throughput.samples_per_second
 
 
 def compare(trainer: str, number: int, rates: dict[tuple[str, str], Rate], plan: Plan) -> str:
-    """The plan against the other variants, and its part of the gain over even shares that both
-    alone would make.
+    """Describe the plan's speed relative to the other variants.
+
+    If `even` and `alone` were measured, this includes the fraction of the gain over even shares
+    that both devices alone would allow.
     """
     own = {
         variant: pick_figure(rate, plan)

@@ -1,12 +1,13 @@
-"""What a plan costs in each trainer, and whether trainings meet its figure: `python -m
-benchmarks.trainers cost`.
+"""Measure a plan's cost in each trainer, and whether training reaches its speed.
 
-`cost` trains with even shares, bare and by a plan, in two pairs of processes that take turns, a
-step each; `probe` steps as a probe does instead of bare. `plan` finds a plan for each trainer,
-trains by it and probes it again in turns (benchmarks/trainer_plans.py). `variants` trains by a plan
-and without it (benchmarks/trainer_rates.py). `sharded` trains with FSDP2 by even and uneven shares
-and compares the losses. A training on GPUs is held to the limits of its plan; a percentage needs a
-running MPS daemon.
+  python -m benchmarks.trainers cost
+
+`cost` trains with even shares, plainly and by a plan, in two pairs of processes that take turns
+step by step; `probe` runs a probe's steps instead of plain training. `plan` finds a plan for each
+trainer, trains by it and probes it again in turns (benchmarks/trainer_plans.py). `variants` trains
+by a plan and without it (benchmarks/trainer_rates.py). `sharded` trains with FSDP2 by even and
+uneven shares and compares the losses. Training on GPUs keeps the limits of its plan; a percentage
+needs a running MPS daemon.
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from evener.plan.file import Share, load_plan, make_layout, to_toml
 from tests.support.launched_plan import make_plan
 
 TRAINERS = ("huggingface", "lightning", "accelerate", "torch")
-Times = tuple[float, float]  # wall, CPU
+Times = tuple[float, float]  # wall time, CPU time
 
 
 def main() -> None:
-    """Print the table that was asked for."""
+    """Print the requested table."""
     options = parse()
-    root = str(Path(__file__).parents[1])  # children import the models from there
+    root = str(Path(__file__).parents[1])  # child processes import the models from there
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, (root, os.environ.get("PYTHONPATH"))))
     with tempfile.TemporaryDirectory() as folder:
         options.folder = Path(folder)
@@ -42,7 +43,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("table", choices=("cost", "probe", "plan", "variants", "sharded"))
     parser.add_argument("--trainers", nargs="*", choices=TRAINERS, default=TRAINERS)
@@ -86,7 +87,7 @@ def parse() -> argparse.Namespace:
 
 
 def make_up_plan(options: argparse.Namespace, batches: tuple[int, ...]) -> Path:
-    """A plan of no search for the devices, as a file, with these shares."""
+    """Write a plan with these shares of the devices, without a search; return its file."""
     terms = parse_request(options.devices)
     if terms[0].kind == "gpu":
         named = [(f"GPU-{term.pick}", int(term.pick), write_limit(term.limit)) for term in terms]
@@ -104,8 +105,9 @@ def make_up_plan(options: argparse.Namespace, batches: tuple[int, ...]) -> Path:
 def trained_beside(
     trainer: str, options: argparse.Namespace, *pair: tuple[Path, list[str]]
 ) -> Iterator[list[Ranks]]:
-    """The processes of two trainings at the same time, each by a made-up plan or on its devices,
-    with these words.
+    """Start two training runs at the same time; yield their processes.
+
+    Each run has its made-up plan and its options.
     """
     every = [Ranks(load_plan(path).layout.active, (0, 1)) for path, _ in pair]
     try:
@@ -123,9 +125,7 @@ def trained_beside(
 
 
 def print_pairs(options: argparse.Namespace) -> None:
-    """A step by a plan of even shares beside a bare one, or beside a probe's, in wall time and CPU
-    time.
-    """
+    """Compare steps by a plan of even shares with plain or probe steps, in wall and CPU time."""
     plan, other = (
         make_up_plan(options, (options.rows,) * 2),
         "bare" if options.table == "cost" else "probe",
@@ -140,7 +140,7 @@ def print_pairs(options: argparse.Namespace) -> None:
         without = [*words, f"--{other}", str(options.rows)]
         with trained_beside(trainer, options, (plan, without), (plan, words)) as (others, planned):
             for ranks in (others, planned):
-                ranks.read()  # the first step is made at once
+                ranks.read()  # the first step runs at once
             pairs = [measure_pair(others, planned, number) for number in range(-10, options.pairs)][
                 10:
             ]
@@ -159,7 +159,7 @@ def print_pairs(options: argparse.Namespace) -> None:
 
 
 def measure_pair(others: Ranks, planned: Ranks, number: int) -> tuple[Times, Times]:
-    """A step of each, in turns the one or the other first."""
+    """Time a step of each; every second time, the plan's step comes first."""
     if number % 2:
         by_plan = measure_step(planned)
         return measure_step(others), by_plan
@@ -167,7 +167,7 @@ def measure_pair(others: Ranks, planned: Ranks, number: int) -> tuple[Times, Tim
 
 
 def measure_step(ranks: Ranks) -> Times:
-    """Let all ranks make a step: (the slowest one's seconds, CPU seconds of all)."""
+    """Run a step on all ranks; return the slowest rank's seconds, and all ranks' CPU seconds."""
     ranks.say("")
     wall, cpu = zip(*ranks.read(), strict=True)
     return max(wall), sum(cpu)
@@ -177,8 +177,9 @@ def measure_step(ranks: Ranks) -> Times:
 
 
 def print_losses(options: argparse.Namespace) -> None:
-    """Losses of transformers' Trainer with FSDP2, by plans of even shares and of 3 : 1, both at the
-    same time.
+    """Print the losses of transformers' Trainer with FSDP2 at even shares and at 3 : 1.
+
+    Both train at the same time.
     """
     rows = options.rows
     print(

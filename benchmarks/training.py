@@ -1,10 +1,11 @@
-"""Does a training run as fast as its plan says? `python -m benchmarks.training --framework torch
---devices cpu:0,1`.
+"""Check whether training runs as fast as its plan says.
 
-Each round finds a plan (`evener balance --export`) and trains with it by the example script. With
+  python -m benchmarks.training --framework torch --devices cpu:0,1
+
+Each round finds a plan (`evener balance --export`) and trains by it with the example script. With
 `--one-plan`, all rounds use the first plan, and each round probes its shares again just before
-training: on a machine that others use too, both are slowed equally. Prints a row for each round:
-plan | training | ratio.
+training: on a machine with other users, both are slowed equally. Prints a row per round: plan |
+training | ratio.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ RATE = re.compile(r"([\d,]+) samples/s over")
 
 
 def main() -> None:
-    """Plan, train and compare, in rounds."""
+    """Plan, train and compare in rounds."""
     options = parse()
     print("| round | shares | plan, samples/s | training, samples/s | training / plan |")
     print("| ---: | --- | ---: | ---: | ---: |")
@@ -51,7 +52,7 @@ def main() -> None:
 
 
 def parse() -> argparse.Namespace:
-    """The command line."""
+    """Parse the command line."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--framework", choices=list(WORKLOADS), default="tensorflow")
     parser.add_argument("--devices", default="cpu:0,1")
@@ -83,7 +84,7 @@ def parse() -> argparse.Namespace:
 
 
 def asked(options: argparse.Namespace) -> list[str]:
-    """The arguments that balance and probe share."""
+    """Return the arguments that balance and probe share."""
     return [
         "--devices",
         options.devices,
@@ -96,7 +97,7 @@ def asked(options: argparse.Namespace) -> list[str]:
 
 
 def run(command: list[str]) -> str:
-    """The output of a command; SystemExit with its errors if it fails."""
+    """Return a command's output; raise SystemExit with its errors if it fails."""
     done = subprocess.run(command, capture_output=True, text=True)
     if done.returncode:
         raise SystemExit(
@@ -123,9 +124,7 @@ def balance(options: argparse.Namespace, path: Path) -> None:
 
 
 def probe(options: argparse.Namespace, plan: Plan) -> float:
-    """Samples/s of the plan's shares, as a probe times them now, on the devices that the plan
-    uses.
-    """
+    """Return the samples/s of the plan's shares in a probe on the plan's devices now."""
     active = [
         (str(i), str(share.batch)) for i, share in enumerate(plan.layout.share) if share.batch
     ]
@@ -148,7 +147,7 @@ def probe(options: argparse.Namespace, plan: Plan) -> float:
 
 
 def train(options: argparse.Namespace, path: Path) -> float:
-    """Samples/s of the example script with the plan."""
+    """Return the samples/s of the example script with the plan."""
     script = EXAMPLES / ("torch_train.py" if options.framework == "torch" else "keras_train.py")
     rows = ["--rows", str(options.rows)] if options.rows else []
     launch = [sys.executable, "-m", "evener", "launch", str(path), str(script)]

@@ -1,9 +1,8 @@
-"""Trains every class of transformers that has a loss by a plan and bare: which are exact, which
-refused, which wrong.
+"""Train every class of transformers that computes a loss, by a plan and without one.
 
 `python -m benchmarks.transformers_classes` takes 15 to 40 minutes on two cores and writes
-docs/benchmarks/transformers_classes.md. `--only PATTERN` trains the classes whose names match and
-prints them.
+docs/benchmarks/transformers_classes.md, which says which classes are exact, which are refused and
+which are wrong. `--only PATTERN` trains the classes whose names match and prints them.
 """
 
 from __future__ import annotations
@@ -24,14 +23,14 @@ from benchmarks.transformers_page import EXACT, judge, write_page
 from tests.support.rank_server import RankServer, place_ranks
 
 RANKS = "benchmarks.transformers_ranks"
-CHUNK = 30  # classes of one pair of processes
+CHUNK = 30  # classes per pair of processes
 NARROW = 1e-3
 FINE = ("exact", "float32", "not tiny")
 PAGE = Path(__file__).parents[1] / "docs/benchmarks/transformers_classes.md"
 
 
 def main() -> None:
-    """Write the page, or print the classes that were asked for."""
+    """Write the page, or print the requested classes."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--only", help="a pattern of names; nothing is written")
     parser.add_argument(
@@ -56,7 +55,8 @@ def main() -> None:
         chosen = [
             name for name in names if name not in known and re.search(options.only or "", name)
         ]
-        chosen.sort(key=lambda name: crc32(name.encode()))  # so that a part of them is a sample
+        # random order, so that the first ones are a sample
+        chosen.sort(key=lambda name: crc32(name.encode()))
         for each in run(Chunks(server, Path(folder), RANKS), chosen, began + 60 * options.minutes):
             found.append(each)
             if options.raw:
@@ -69,11 +69,11 @@ def main() -> None:
 
 
 def run(chunks: Chunks, names: Sequence[str], until: float = math.inf) -> Iterator[dict[str, Any]]:
-    """What was found of each class; those that aren't exact are trained once more, otherwise.
+    """Yield the result of each class.
 
-    "reordered": bare, with the rows of each batch the other way round, which shows the class's own
-    rounding; "widened": without the float32 that a class computes in by itself; "even": with rows
-    of one length.
+    Classes that aren't exact are trained again in other ways. "reordered": without a plan and with
+    the rows of each batch in reverse order, which shows the class's own rounding; "widened":
+    without the float32 that a class uses internally; "even": with rows of one length.
     """
     for start in range(0, len(names), CHUNK):
         if time.monotonic() > until:
@@ -101,7 +101,7 @@ def run(chunks: Chunks, names: Sequence[str], until: float = math.inf) -> Iterat
 
 
 def is_narrow(found: dict[str, Any]) -> bool:
-    """Whether a class may differ by its float32 only."""
+    """True if the class may differ only because it computes in float32."""
     return (
         bool(found.get("float32"))
         and found["weights"] < NARROW
@@ -117,7 +117,7 @@ def again(
     chosen: Callable[[Any], Any],
     function: str = "",
 ) -> None:
-    """Train the chosen classes with other rows, or by another function."""
+    """Train the chosen classes again with changed recipes, or by another function."""
     names = [name for name, each in found.items() if chosen(each)]
     if not names:
         return
@@ -128,7 +128,7 @@ def again(
 
 
 def train(chunks: Chunks, names: Sequence[str], given: dict[str, Any]) -> Found:
-    """Bare, and by a plan where that worked; with rows that are given, or found."""
+    """Train without a plan and, if that works, by a plan; `given` has the recipes, if known."""
     bare = chunks.run("reference_all", names, given)
     recipes = {name: each["recipe"] for name, each in bare.items() if "recipe" in each}
     planned = chunks.run("plan_all", list(recipes), recipes, world=2)

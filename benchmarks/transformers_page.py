@@ -1,4 +1,4 @@
-"""The page of benchmarks.transformers_classes: each class by its verdict."""
+"""The page of benchmarks.transformers_classes: the classes by their verdicts."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 EXACT, EXACT_FLOAT32 = 1e-9, 1e-6
-ALIKE = 30.0  # differences that are of one size
-LOGGED_LOSS = 1e-6  # the trainer sums what it logs in float32
+ALIKE = 30.0  # largest ratio of two differences of about the same size
+LOGGED_LOSS = 1e-6  # the trainer sums logged values in float32
 PADDED = (
     "its loss changes a little with the padding of its rows, by less than the check "
     "can tell from rounding"
 )
-KNOWN = {  # what was found of those that differ
+KNOWN = {  # explanations for classes that differ
     "ConvBertForSequenceClassification": PADDED,
     "NystromformerForSequenceClassification": PADDED,
     "Speech2TextForConditionalGeneration": PADDED,
@@ -54,7 +54,7 @@ change of one; the trainer sums the loss that it logs in float32, so that is hel
 
 
 def judge(found: dict[str, Any]) -> str:
-    """The verdict of a class."""
+    """Return the verdict of a class."""
     if "not_tiny" in found or "recipe" not in found:
         return "not tiny"
     if "refused" in found:
@@ -81,7 +81,7 @@ def judge(found: dict[str, Any]) -> str:
 
 
 def write_page(path: Path, found: Sequence[dict[str, Any]], classes: int) -> None:
-    """The whole page."""
+    """Write the whole page."""
     by_verdict: dict[str, list[dict[str, Any]]] = {name: [] for name in VERDICTS}
     for each in found:
         by_verdict[judge(each)].append(each)
@@ -156,7 +156,7 @@ def _different(found: list[dict[str, Any]]) -> list[str]:
 
 
 def _refused(found: list[dict[str, Any]]) -> list[str]:
-    """By the sentence without its figures."""
+    """Return the refused classes by message, where numbers don't count."""
     groups: dict[tuple[str, str], list[dict[str, Any]]] = defaultdict(list)
     for each in found:
         groups[re.sub(r"-?\d[\d.e+-]*\d|\d", "N", each["refused"]), _even(each)].append(each)
@@ -200,7 +200,7 @@ def _rows(found: dict[str, Any]) -> str:
 
 
 def _why(found: dict[str, Any]) -> str:
-    """In short: the error's type and first words."""
+    """Return the error's type and first words."""
     reason: str = (
         found.get("not_tiny")
         or found.get("raised")

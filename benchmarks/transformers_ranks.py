@@ -1,9 +1,8 @@
-"""What benchmarks.transformers_classes runs in processes: a class after the other, bare and by a
-plan.
+"""Functions that benchmarks.transformers_classes runs in processes.
 
-tests/support/rank_server.py forks the ranks from a process that has imported every class. A line of
-JSON for each class says what was seen; a class that hangs ends its ranks, and the scan goes on
-behind it.
+They train one class after the other, without a plan or by one. tests/support/rank_server.py forks
+the ranks from a process that has imported all classes. Each class gives a JSON line; a class that
+hangs ends its ranks, and the others continue in new ones.
 """
 
 from __future__ import annotations
@@ -18,7 +17,7 @@ from typing import Any
 
 import msgspec
 import torch
-import torch._dynamo  # optimizers load it on their first step
+import torch._dynamo  # optimizers import it in their first step
 import transformers
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import Trainer
@@ -32,16 +31,16 @@ from tests.support.tiny_models import NotTinyError, classes_with_loss, find_reci
 from tests.support.tiny_rows import Recipe, Rows, collate
 
 ROWS = 13  # a full batch and a tail of five
-SHARES, MICROS = (6, 2), (2, 2)  # three passes and one
+SHARES, MICROS = (6, 2), (2, 2)  # the first rank computes three passes, the second one
 EXACT = 1e-9
 LOGGED = ("loss", "grad_norm", "learning_rate", "epoch")
 
 transformers.logging.set_verbosity_error()
-NAMES = tuple(classes_with_loss())  # imports them all, for those that are forked
+NAMES = tuple(classes_with_loss())  # imports all classes before processes are forked
 
 
 class Narrow(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
-    """Notes whether anything was computed in float32 from float64."""
+    """Records whether anything was computed in float32 from float64."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -56,7 +55,7 @@ class Narrow(TorchDispatchMode):  # type: ignore[misc]  # torch is not followed
 
 
 def train(name: str, recipe: Recipe, kind: Any, folder: str, collator: Any = collate) -> Ended:
-    """Two steps of SGD."""
+    """Train for two steps of SGD."""
     model = make_model(name, recipe.dtype)
     changes = note_changes(model)
     parts = {"train_dataset": Rows(model, recipe, ROWS), "data_collator": collator}
@@ -72,12 +71,12 @@ def train(name: str, recipe: Recipe, kind: Any, folder: str, collator: Any = col
 
 
 def list_classes(folder: Path, _: int) -> None:
-    """The names of all classes."""
+    """Write the names of all classes."""
     (folder / "names.json").write_text(json.dumps(NAMES))
 
 
 def reference_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
-    """The bare trainer in this process, with rows that are found, or given."""
+    """Train without a plan in this process, with the given recipes or new ones."""
     torch.set_num_threads(1)
     for name in names:
         given = recipes.get(name)
@@ -85,7 +84,7 @@ def reference_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str,
 
 
 def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
-    """Which rows the class was trained with, or why not."""
+    """Train a class without a plan; return its recipe, or why it can't be trained."""
     try:
         recipe = msgspec.convert(given, Recipe) if given else find_recipe(name)
     except NotTinyError as error:
@@ -98,9 +97,7 @@ def reference(folder: Path, name: str, given: Any) -> dict[str, Any]:
 
 
 def reorder_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
-    """The bare trainer with the rows of each batch the other way round, against the bare
-    trainer.
-    """
+    """Train without a plan and with the rows of each batch in reverse order; compare."""
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
@@ -108,7 +105,7 @@ def reorder_all(folder: Path, _: int, names: Sequence[str], recipes: dict[str, A
 
 
 def reorder(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
-    """How far they are from each other."""
+    """Return the differences from training with the usual order."""
     with tempfile.TemporaryDirectory() as path:
         torch.manual_seed(1)
         ended = train(name, recipe, Trainer, path, lambda rows: collate(rows[::-1]))
@@ -116,7 +113,7 @@ def reorder(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def is_uneven(model: Any, recipe: Recipe) -> bool:
-    """Whether its rows are of several lengths."""
+    """True if the recipe's rows have several lengths."""
     rows = Rows(model, recipe, ROWS).rows
     return any(
         len({getattr(row[key], "shape", 0) for row in rows}) > 1
@@ -126,7 +123,7 @@ def is_uneven(model: Any, recipe: Recipe) -> bool:
 
 
 def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, Any]) -> None:
-    """By a plan, as one rank."""
+    """Train by a plan, as one rank."""
     torch.set_num_threads(1)
     for name in names:
         recipe = msgspec.convert(recipes[name], Recipe)
@@ -134,7 +131,7 @@ def plan_all(folder: Path, rank: int, names: Sequence[str], recipes: dict[str, A
 
 
 def planned(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
-    """The differences, or the sentence that refused it."""
+    """Return the differences from training without a plan, or the error that refused the plan."""
     torch.manual_seed(2)
     with tempfile.TemporaryDirectory() as path, warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
@@ -154,12 +151,12 @@ def planned(folder: Path, name: str, recipe: Recipe) -> dict[str, Any]:
 
 
 def is_random(model: Any, recipe: Recipe) -> bool:
-    """Whether the model draws random numbers, so that no two processes compute the same loss."""
+    """True if the model draws random numbers, so no two processes compute the same loss."""
     return len({loss_of(model, recipe, seed) for seed in (1, 2, 3)}) > 1
 
 
 def is_narrow(model: Any, recipe: Recipe) -> bool:
-    """Whether the model computes in float32 by itself."""
+    """True if the model computes in float32 internally."""
     with Narrow() as watch:
         loss_of(model, recipe, 1)
     found: bool = watch.seen
@@ -167,7 +164,7 @@ def is_narrow(model: Any, recipe: Recipe) -> bool:
 
 
 def loss_of(model: Any, recipe: Recipe, seed: int) -> float:
-    """Of a few rows in training."""
+    """Return the training loss of a few rows."""
     torch.manual_seed(seed)
     with torch.no_grad():
         return float(model(**collate(Rows(model, recipe, 3).rows))["loss"])

@@ -1,4 +1,4 @@
-"""composer's Trainer, as its first example has it."""
+"""Train with composer's Trainer, as in its first example."""
 
 from __future__ import annotations
 

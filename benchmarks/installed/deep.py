@@ -1,6 +1,6 @@
-"""DeepSpeed's examples in small: `deep.py STAGE`, a loop over a loader of one's own in float32.
+"""Train a small model with DeepSpeed in a plain loop in float32: `deep.py STAGE`.
 
-Its operator for sums within a host is left out: it is compiled at the first start.
+DeepSpeed's shared-memory all-reduce is disabled, because it would be compiled at the first start.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ __compatible_ops__["deepspeed_shm_comm"] = False
 
 
 def main() -> None:
-    """Trains a classifier."""
+    """Train a classifier."""
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", type=int)
     parser.add_argument("--training_data", action="store_true", help="let DeepSpeed make a loader")

@@ -1,4 +1,4 @@
-"""Lightning Fabric, as its image classifier trains."""
+"""Train with Lightning Fabric, like its image classifier example."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 def main() -> None:
-    """Trains a small convolution on pictures of digits' shape."""
+    """Train a small convolutional network on images of the size of MNIST's."""
     fabric = lightning.Fabric(accelerator="cpu", devices=2, strategy="ddp")
     fabric.launch()
     lightning.seed_everything(3)

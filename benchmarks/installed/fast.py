@@ -1,4 +1,4 @@
-"""fastai's Learner in its context for several processes, as its tutorial has it."""
+"""Train with fastai's Learner in its distributed context, as in its tutorial."""
 
 from __future__ import annotations
 

@@ -1,5 +1,7 @@
-"""PyG's examples of several GPUs, on graphs made here: the loop of distributed_batching.py, or with
-`split` rows that each rank takes by hand, as distributed_sampling.py does.
+"""PyG's multi-GPU examples on random graphs.
+
+The default is the loop of distributed_batching.py; with `split`, each rank selects its rows itself,
+as in distributed_sampling.py.
 """
 
 from __future__ import annotations
@@ -16,7 +18,7 @@ from torch_geometric.nn import GCNConv, global_mean_pool
 
 
 class Net(torch.nn.Module):
-    """A classifier of graphs, or of the nodes of one."""
+    """A classifier for graphs, or for the nodes of one graph."""
 
     def __init__(self, pools: bool) -> None:
         super().__init__()
@@ -24,14 +26,14 @@ class Net(torch.nn.Module):
         self.head, self.pools = torch.nn.Linear(16, 3), pools
 
     def forward(self, data: Data) -> torch.Tensor:
-        """The logits of each graph, or node."""
+        """Return the logits of each graph or node."""
         x = self.first(data.x, data.edge_index).relu()
         x = self.second(x, data.edge_index).relu()
         return self.head(global_mean_pool(x, data.batch) if self.pools else x)
 
 
 def draw_graph(drawn: torch.Generator, nodes: int, labels: int) -> Data:
-    """A graph with two edges a node, on average."""
+    """Return a random graph with two edges per node on average."""
     return Data(
         x=torch.randn(nodes, 6, generator=drawn),
         edge_index=torch.randint(0, nodes, (2, 2 * nodes), generator=drawn),
@@ -40,7 +42,7 @@ def draw_graph(drawn: torch.Generator, nodes: int, labels: int) -> Data:
 
 
 def train_graphs() -> None:
-    """A batch is one large graph, of several."""
+    """Train on batches of several graphs, joined into one large graph."""
     drawn = torch.Generator().manual_seed(1)
     graphs = [draw_graph(drawn, 5 + number % 4, 1) for number in range(96)]
     sampler = DistributedSampler(graphs, shuffle=True)  # type: ignore[var-annotated, arg-type]
@@ -57,7 +59,7 @@ def train_graphs() -> None:
 
 
 def train_nodes() -> None:
-    """Each rank takes its part of the nodes of one graph."""
+    """Train on one graph, each rank on its part of the nodes."""
     drawn = torch.Generator().manual_seed(1)
     graph = draw_graph(drawn, 96, 96)
     rank, world = dist.get_rank(), dist.get_world_size()

@@ -1,4 +1,4 @@
-"""Trainers of transformers as users write them: `hf_trainer.py bert|t5|vit|clip|stream|fsdp1`."""
+"""Train with transformers' trainers as users do: `hf_trainer.py bert|t5|vit|clip|stream|fsdp1`."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ BEST: dict[str, Any] = {
 
 
 class Rows(Dataset[Any]):
-    """Rows that are there."""
+    """A data set of rows in memory."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
@@ -59,7 +59,7 @@ class Rows(Dataset[Any]):
 
 
 class Stream(IterableDataset[Any]):
-    """Rows that come one by one."""
+    """A data set that yields its rows one by one."""
 
     def __init__(self, rows: list[dict[str, Any]]) -> None:
         self.rows = rows
@@ -69,7 +69,7 @@ class Stream(IterableDataset[Any]):
 
 
 def draw_texts(count: int) -> list[dict[str, Any]]:
-    """Texts of two classes."""
+    """Return random texts of two classes."""
     drawn = torch.Generator().manual_seed(1)
     return [
         {
@@ -81,14 +81,14 @@ def draw_texts(count: int) -> list[dict[str, Any]]:
 
 
 def draw_pairs(count: int) -> list[dict[str, Any]]:
-    """Texts that are to be repeated."""
+    """Return random texts with themselves as targets."""
     drawn = torch.Generator().manual_seed(1)
     texts = [torch.randint(4, 60, (8,), generator=drawn) for _ in range(count)]
     return [{"input_ids": each, "labels": each} for each in texts]
 
 
 def draw_images(count: int, texts: bool = False) -> list[dict[str, Any]]:
-    """Pictures of two classes, or with texts."""
+    """Return random images of two classes, or with texts."""
     drawn = torch.Generator().manual_seed(1)
     rows: list[dict[str, Any]] = []
     for number in range(count):
@@ -102,7 +102,7 @@ def draw_images(count: int, texts: bool = False) -> list[dict[str, Any]]:
 
 
 def train_bert() -> None:
-    """A classifier that ignores num_items_in_batch, with an evaluation, then on from its middle."""
+    """Train a classifier that ignores num_items_in_batch, with evaluation, and resume it."""
     model = BertForSequenceClassification(
         BertConfig(vocab_size=64, intermediate_size=64, **SMALL, **STILL)
     )
@@ -118,7 +118,10 @@ def train_bert() -> None:
 
 
 def train_t5() -> None:
-    """A text to text model with generation in its evaluations, accumulation and early stopping."""
+    """Train a text-to-text model.
+
+    With generation during evaluation, gradient accumulation and early stopping.
+    """
     model = T5ForConditionalGeneration(
         T5Config(
             vocab_size=64,
@@ -152,7 +155,7 @@ def train_t5() -> None:
 
 
 def train_vit() -> None:
-    """A vision transformer, with its best weights at the end."""
+    """Train a vision transformer and load its best weights at the end."""
     model = ViTForImageClassification(
         ViTConfig(image_size=16, patch_size=8, intermediate_size=64, **SMALL, **STILL)
     )
@@ -167,7 +170,7 @@ def train_vit() -> None:
 
 
 def train_clip() -> None:
-    """CLIP, whose loss compares the rows of a batch with each other."""
+    """Train CLIP, whose loss compares the rows of a batch with each other."""
     text = {"vocab_size": 64, "intermediate_size": 64, "max_position_embeddings": 16, **SMALL}
     vision = {"image_size": 16, "patch_size": 8, "intermediate_size": 64, **SMALL}
     model = CLIPModel(CLIPConfig(text_config=text, vision_config=vision, projection_dim=16))
@@ -182,7 +185,7 @@ def train_clip() -> None:
 
 
 def train_stream() -> None:
-    """A data set without a length."""
+    """Train on a data set without a length."""
     model = BertForSequenceClassification(
         BertConfig(vocab_size=64, intermediate_size=64, **SMALL, **STILL)
     )
@@ -191,7 +194,7 @@ def train_stream() -> None:
 
 
 def train_fsdp1() -> None:
-    """A classifier that FSDP1 shards."""
+    """Train a classifier that is sharded by FSDP1."""
     model = BertForSequenceClassification(
         BertConfig(vocab_size=64, intermediate_size=64, **SMALL, **STILL)
     )

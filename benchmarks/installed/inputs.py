@@ -1,7 +1,8 @@
-"""Tiny models and data for benchmarks.installed_programs: `python benchmarks/installed/inputs.py
-FOLDER`.
+"""Make tiny models and data sets for benchmarks.installed_programs.
 
-It runs in the environment of a program that has transformers, and needs no network.
+  python benchmarks/installed/inputs.py FOLDER
+
+Runs in the environment of a program that has transformers, and needs no network.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Accuracy(evaluate.Metric):
 
 
 def main() -> None:
-    """Write everything under the folder."""
+    """Write all models and data sets into the folder."""
     folder = Path(sys.argv[1])
     draw = random.Random(3)
     tokenizer = make_tokenizer()
@@ -102,7 +103,7 @@ def main() -> None:
     write_preferences(folder, draw)
     write_pairs(folder, draw)
     write_images(folder / "images" / "train", draw)
-    for split in ("train", "val"):  # as ImageNet's folders are called
+    for split in ("train", "val"):  # the folder names of ImageNet
         write_images(folder / "imagenet" / split, draw)
     write_images(folder / "few" / "train", draw, 24)
     write_boxes(folder / "coco", draw)
@@ -115,7 +116,7 @@ def main() -> None:
 
 
 def make_tokenizer() -> PreTrainedTokenizerFast:
-    """A tokenizer of whole words and single letters."""
+    """Return a tokenizer of whole words and single letters."""
     made = Tokenizer(models.BPE(unk_token="<unk>"))
     made.pre_tokenizer = pre_tokenizers.Whitespace()
     marks = ["<pad>", "<s>", "</s>", "<unk>", "[CLS]", "[SEP]", "[MASK]"]
@@ -137,23 +138,23 @@ def make_tokenizer() -> PreTrainedTokenizerFast:
 
 
 def save(model: PreTrainedModel, tokenizer: PreTrainedTokenizerFast, folder: Path) -> None:
-    """The model with its tokenizer."""
+    """Save the model with its tokenizer."""
     model.save_pretrained(folder)
     tokenizer.save_pretrained(folder)
 
 
 def say(draw: random.Random) -> str:
-    """A sentence of 4 to 20 words."""
+    """Return a random sentence of 4 to 20 words."""
     return " ".join(draw.choices(WORDS, k=draw.randint(4, 20)))
 
 
 def write_lines(path: Path, rows: Sequence[object]) -> None:
-    """JSON lines."""
+    """Write rows as JSON Lines."""
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
 
 
 def write_pairs(folder: Path, draw: random.Random) -> None:
-    """A data set of the name and the columns of GLUE's MRPC."""
+    """Write a data set with the name and the columns of GLUE's MRPC."""
     home = folder / "nyu-mll" / "glue"
     home.mkdir(parents=True, exist_ok=True)
     for split, count in (("train", 350), ("validation", 60)):
@@ -171,7 +172,7 @@ def write_pairs(folder: Path, draw: random.Random) -> None:
 
 
 def write_preferences(folder: Path, draw: random.Random) -> None:
-    """Prompts with an answer that is preferred to another, and answers that were judged."""
+    """Write prompts with a preferred and a rejected answer, and answers with ratings."""
     for name in ("pairs", "judged"):
         (folder / name).mkdir(exist_ok=True)
     pairs = [{"prompt": say(draw), "chosen": say(draw), "rejected": say(draw)} for _ in range(96)]
@@ -183,7 +184,7 @@ def write_preferences(folder: Path, draw: random.Random) -> None:
 
 
 def write_images(folder: Path, draw: random.Random, count: int = 64) -> None:
-    """Two classes of `count` pictures."""
+    """Write `count` images for each of two classes."""
     for kind in ("dark", "light"):
         (folder / kind).mkdir(parents=True, exist_ok=True)
         for number in range(count):
@@ -194,7 +195,7 @@ def write_images(folder: Path, draw: random.Random, count: int = 64) -> None:
 
 
 def write_boxes(folder: Path, draw: random.Random) -> None:
-    """Pictures with one to three boxes each, as COCO has them."""
+    """Write images with one to three boxes each, in COCO's format."""
     (folder / "annotations").mkdir(parents=True, exist_ok=True)
     kinds = [{"id": number, "name": WORDS[number]} for number in (1, 2, 3)]
     for split in ("train2017", "val2017"):
@@ -211,7 +212,7 @@ def write_boxes(folder: Path, draw: random.Random) -> None:
 
 
 def draw_box(draw: random.Random, picture: int, number: int) -> dict[str, object]:
-    """A box with an object of one of three kinds."""
+    """Return a box around an object of one of three kinds."""
     x, y, width, height = draw.randint(0, 30), draw.randint(0, 20), 20, 16
     return {
         "id": number,
@@ -225,7 +226,7 @@ def draw_box(draw: random.Random, picture: int, number: int) -> dict[str, object
 
 
 def write_tokens(folder: Path, draw: random.Random) -> None:
-    """Tokens as nanoGPT reads them."""
+    """Write tokens in the format that nanoGPT reads."""
     folder.mkdir(exist_ok=True)
     for split in ("train", "val"):
         tokens = array("H", [draw.randint(0, 63) for _ in range(4096)])
@@ -233,7 +234,7 @@ def write_tokens(folder: Path, draw: random.Random) -> None:
 
 
 def write_captions(folder: Path, draw: random.Random) -> None:
-    """Pictures with a text each, as `datasets` reads a folder of them."""
+    """Write images with captions as an image folder of `datasets`."""
     folder.mkdir(exist_ok=True)
     lines = []
     for number in range(96):
@@ -244,7 +245,7 @@ def write_captions(folder: Path, draw: random.Random) -> None:
 
 
 def save_diffusion(folder: Path) -> None:
-    """A tiny pipeline of Stable Diffusion's parts."""
+    """Save a tiny pipeline with the parts of Stable Diffusion."""
     from diffusers import (
         AutoencoderKL,
         DDPMScheduler,
@@ -292,7 +293,7 @@ def save_diffusion(folder: Path) -> None:
         up_block_types=("UpDecoderBlock2D",) * 3,
         norm_num_groups=4,
     )
-    for kind in ("ema", "mse"):  # with pictures eight times as large as their codes, as DiT has it
+    for kind in ("ema", "mse"):  # images are eight times as large as their latents, as in DiT
         AutoencoderKL(
             block_out_channels=(4, 4, 4, 4),
             down_block_types=("DownEncoderBlock2D",) * 4,
@@ -312,7 +313,7 @@ def save_diffusion(folder: Path) -> None:
 
 
 def save_backbone(folder: Path) -> None:
-    """Weights of a ResNet-18, as torchvision keeps downloaded ones."""
+    """Save ResNet-18 weights where torchvision keeps downloaded ones."""
     import torch
     from torchvision.models import ResNet18_Weights, resnet18
 

@@ -1,5 +1,6 @@
-"""Lightning's own demo model, as its template for bug reports has it; a program of
-benchmarks.installed_programs.
+"""Train Lightning's demo model, as in its template for bug reports.
+
+One of the programs of benchmarks.installed_programs.
 """
 
 import sys
@@ -11,10 +12,10 @@ from torch.utils.data import DataLoader
 
 
 class Model(BoringModel):
-    """The demo model with the optimizer that was asked for."""
+    """The demo model with the requested optimizer."""
 
     def configure_optimizers(self):  # type: ignore[no-untyped-def]
-        """As users write it."""
+        """Return the optimizer."""
         kind, rate = sys.argv[1:]
         return {"sgd": torch.optim.SGD, "adamw": torch.optim.AdamW}[kind](
             self.parameters(), lr=float(rate)

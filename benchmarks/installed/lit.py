@@ -1,6 +1,6 @@
-"""litgpt's pretraining of a small GPT, in its own loop by Fabric.
+"""Pretrain a small GPT with litgpt's own loop over Fabric.
 
-litgpt takes FSDP for several devices, which Lightning has for GPUs only; here it is given a Fabric
+litgpt uses FSDP for several devices, which Lightning supports on GPUs only; here it gets a Fabric
 with DistributedDataParallel.
 """
 
@@ -18,29 +18,29 @@ from torch.utils.data import DataLoader, TensorDataset
 
 
 class Tokens(DataModule):  # type: ignore[misc]  # litgpt is not followed
-    """Random tokens; the rows that the loop takes have one more than the model reads."""
+    """Random tokens; rows have one token more than the model reads, as litgpt's loop expects."""
 
     rows = 0
 
     def connect(
         self, tokenizer: Any = None, batch_size: int = 1, max_seq_length: int = -1, **_: Any
     ) -> None:
-        """Called by litgpt before it asks for loaders."""
+        """Do nothing; litgpt calls this before it asks for loaders."""
         self.rows = batch_size
 
     def train_dataloader(self) -> Any:
-        """96 rows."""
+        """Return a loader of 96 rows."""
         drawn = torch.Generator().manual_seed(1)
         tokens = torch.randint(0, 64, (96, 17), generator=drawn)
         return DataLoader(Rows(tokens), batch_size=self.rows, shuffle=True)
 
     def val_dataloader(self) -> Any:
-        """8 rows."""
+        """Return a loader of 8 rows."""
         return DataLoader(Rows(torch.randint(0, 64, (8, 17))), batch_size=self.rows)
 
 
 class Rows(TensorDataset):
-    """Rows that aren't in a tuple."""
+    """A tensor data set whose rows aren't tuples."""
 
     def __getitem__(self, number: int) -> torch.Tensor:  # type: ignore[override]
         return self.tensors[0][number]
@@ -61,7 +61,9 @@ if __name__ == "__main__":
         lr_warmup_steps=2,
         tie_embeddings=False,
     )
-    pretrain.save_hyperparameters = lambda *_, **__: None  # it parses litgpt's own command line
+    pretrain.save_hyperparameters = lambda *_, **__: (
+        None
+    )  # it would parse litgpt's own command line
     pretrain.main(
         fabric=fabric,
         devices=2,

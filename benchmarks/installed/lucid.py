@@ -1,4 +1,4 @@
-"""The Trainer of denoising-diffusion-pytorch, as its README has it: `lucid.py FOLDER`."""
+"""Train with the Trainer of denoising-diffusion-pytorch, as in its README: `lucid.py FOLDER`."""
 
 from __future__ import annotations
 

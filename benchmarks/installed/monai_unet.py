@@ -1,4 +1,4 @@
-"""MONAI's tutorial on a UNet in DistributedDataParallel, on random volumes."""
+"""Train a UNet as in MONAI's tutorial on DistributedDataParallel, on random volumes."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.utils.data.distributed import DistributedSampler
 
 
 def main() -> None:
-    """Trains in float64: Adam enlarges the roundings of gradients that are zero."""
+    """Train in float64, because Adam amplifies the rounding errors of zero gradients."""
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     torch.set_default_dtype(torch.float64)

@@ -1,7 +1,7 @@
-"""A repository's own script, unchanged, beside newer libraries: `old_script.py PATH ARGUMENTS`.
+"""Run a repository's unchanged script with newer libraries: `old_script.py PATH ARGUMENTS`.
 
-Names that PyTorch, NumPy and timm have dropped since are put back before it runs. What the script
-would download, and NVIDIA's apex, are replaced by small stand-ins.
+Names that PyTorch, NumPy and timm have removed since are restored first. Downloads and NVIDIA's
+apex are replaced by small stand-ins.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import torch
 
 
 def restore_names() -> None:
-    """Put back names that the libraries had when the scripts were written."""
+    """Restore names that the libraries had when the scripts were written."""
     numpy.float = float
     six = ModuleType("torch._six")
     six.inf = torch.inf  # type: ignore[attr-defined]
@@ -40,7 +40,7 @@ def restore_names() -> None:
 
 
 class LARC:
-    """A stand-in for apex.parallel.LARC: it steps as the optimizer that it was given."""
+    """A stand-in for apex.parallel.LARC that only calls the wrapped optimizer."""
 
     def __init__(self, optimizer: Any, **_: Any) -> None:
         self.optim = optimizer
@@ -50,7 +50,7 @@ class LARC:
 
 
 def add_apex() -> None:
-    """Add a module apex with the names that SwAV imports; its mixed precision isn't there."""
+    """Add a module apex with the names that SwAV imports, without mixed precision."""
     apex, parallel, larc = map(ModuleType, ("apex", "apex.parallel", "apex.parallel.LARC"))
     larc.LARC = LARC  # type: ignore[attr-defined]
     apex.parallel, parallel.LARC, apex.amp = parallel, larc, None  # type: ignore[attr-defined]
@@ -58,7 +58,7 @@ def add_apex() -> None:
 
 
 def shrink_models(script: Path) -> None:
-    """Give MAE and DINO a model that a CPU can train."""
+    """Give MAE and DINO models that a CPU can train."""
     if script.name == "main_pretrain.py":
         models = import_module("models_mae")
         sizes = {"patch_size": 16, "embed_dim": 48, "depth": 2, "num_heads": 3}
@@ -72,7 +72,7 @@ def shrink_models(script: Path) -> None:
 
 
 def replace_cifar() -> None:
-    """Give torchvision's CIFAR10 made pictures."""
+    """Replace torchvision's CIFAR10 with random images."""
     import torchvision
 
     def make(_: str, train: bool, transform: Any, **__: Any) -> Any:
@@ -82,7 +82,7 @@ def replace_cifar() -> None:
 
 
 def list_no_models(*_: Any) -> list[str]:
-    """In place of torch.hub.list, which asks GitHub."""
+    """Replace torch.hub.list, which asks GitHub."""
     return []
 
 

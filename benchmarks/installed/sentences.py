@@ -1,4 +1,4 @@
-"""SentenceTransformerTrainer, as its documentation has it: `sentences.py INPUTS cosine|mnrl`."""
+"""Train with SentenceTransformerTrainer as documented: `sentences.py INPUTS cosine|mnrl`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A loop whose model FSDP shards: `sharded_loop.py 1|2`."""
+"""Train an FSDP-sharded model in a plain loop: `sharded_loop.py 1|2` (FSDP1 or FSDP2)."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from torch.utils.data import DataLoader, DistributedSampler, TensorDataset
 
 
 def shard(model: nn.Sequential, version: str) -> Any:
-    """The model and two of its layers, sharded."""
+    """Shard two of the model's layers, and the model."""
     if version == "2":
         for layer in (model[0], model[2]):
             fully_shard(layer)
@@ -25,7 +25,7 @@ def shard(model: nn.Sequential, version: str) -> Any:
 
 
 def main() -> None:
-    """Trains a classifier in float32."""
+    """Train a classifier in float32."""
     dist.init_process_group("gloo")
     torch.manual_seed(3)
     drawn = torch.Generator().manual_seed(1)

@@ -1,5 +1,6 @@
-"""speechbrain's Brain with its own data sets of rows padded to the longest, as its template for
-classification has them.
+"""Train with speechbrain's Brain, as in its template for classification.
+
+Its own data sets pad rows to the longest.
 """
 
 from __future__ import annotations
@@ -13,10 +14,10 @@ from speechbrain.utils.distributed import ddp_init_group
 
 
 class Words(speechbrain.Brain):  # type: ignore[misc]  # speechbrain is not followed
-    """A classifier of the mean of a row's frames."""
+    """A classifier of the mean over a row's frames."""
 
     def compute_forward(self, batch: Any, stage: Any) -> torch.Tensor:
-        """The logits of each row: the mean is over its own frames, without padding."""
+        """Return the logits of each row, from the mean over its frames without padding."""
         frames, lengths = batch.frames
         computed = self.modules.encoder(frames.unsqueeze(-1))
         counts = (lengths * frames.shape[1]).round()
@@ -25,7 +26,7 @@ class Words(speechbrain.Brain):  # type: ignore[misc]  # speechbrain is not foll
         return self.modules.head(pooled)  # type: ignore[no-any-return]
 
     def compute_objectives(self, predictions: torch.Tensor, batch: Any, stage: Any) -> torch.Tensor:
-        """The mean over rows."""
+        """Return the mean loss over rows."""
         return torch.nn.functional.cross_entropy(predictions, batch.kind.data.view(-1))
 
 

@@ -1,6 +1,6 @@
-"""torchtune's recipes for several processes on a tiny Llama: `tune.py full|lora`.
+"""Run torchtune's distributed recipes on a tiny Llama: `tune.py full|lora`.
 
-Its own launcher is `tune run`, which is torchrun.
+torchtune's own launcher is `tune run`, which wraps torchrun.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ SIZES: dict[str, Any] = {
 
 
 class Rows(torch.utils.data.Dataset[Any]):
-    """Texts of several lengths."""
+    """Random texts of several lengths."""
 
     def __len__(self) -> int:
         return 96
@@ -39,18 +39,18 @@ class Rows(torch.utils.data.Dataset[Any]):
 
 
 class NoTokenizer:
-    """A tokenizer that isn't asked: the rows have numbers."""
+    """A placeholder that is never called, because the rows are already tokenized."""
 
     pad_id = 0
 
 
 def make_rows(_tokenizer: Any, **_: Any) -> Rows:
-    """The data set that the configuration names."""
+    """Return the data set that the configuration names."""
     return Rows()
 
 
 def make_settings(folder: Path, adapters: bool) -> Any:
-    """The configuration of a recipe, as `tune cp` writes it."""
+    """Return the configuration of a recipe, as `tune cp` writes it."""
     lora = {"lora_attn_modules": ["q_proj", "v_proj"], "lora_rank": 4, "lora_alpha": 8}
     return OmegaConf.create(
         {
@@ -98,7 +98,7 @@ def make_settings(folder: Path, adapters: bool) -> Any:
 
 
 def train(adapters: bool) -> None:
-    """What `tune run` does with the recipe."""
+    """Run the recipe like `tune run`."""
     name = "LoRAFinetuneRecipeDistributed" if adapters else "FullFinetuneRecipeDistributed"
     kind = "lora" if adapters else "full"
     recipes = Path(str(find_spec("torchtune").origin)).parents[1] / "recipes"
@@ -108,7 +108,7 @@ def train(adapters: bool) -> None:
     torch.manual_seed(3)
     torch.save(llama2(**SIZES).state_dict(), folder / "model.pt")
     settings = make_settings(folder, adapters)
-    if adapters:  # the other recipe makes its own group
+    if adapters:  # the other recipe creates its own process group
         torch.distributed.init_process_group("gloo")
     recipe = made[name](cfg=settings)
     recipe.setup(cfg=settings)

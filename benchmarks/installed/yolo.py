@@ -1,6 +1,7 @@
-"""ultralytics' trainer of classifiers in two processes: `yolo.py FOLDER`.
+"""Train with ultralytics' classification trainer in two processes: `yolo.py FOLDER`.
 
-Its command starts several processes for GPUs alone; each of these is what it starts.
+The `yolo` command starts several processes only for GPUs; each of these processes runs what that
+command would start.
 """
 
 from __future__ import annotations

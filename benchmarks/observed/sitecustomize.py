@@ -1,12 +1,14 @@
-"""Found by each Python of a program that benchmarks.installed_programs starts: keeps its weights,
-moves its shares, and makes its random numbers depend on rows alone.
+"""Instrument the programs that benchmarks.installed_programs starts.
 
-OBSERVED is the folder for the weights that the first rank's optimizers train: as they are before
-the first step of each, and after its last one. With MOVED, evener's shares go from even to 3:1,
-1:3 and so on, every five steps. With BY_ROW, random numbers that a program draws in the training
-process are the same for all rows, and those that its data set draws follow from a row's index, so
-that a row has the same ones on every rank. Without them, a program with dropout or augmentation
-draws other numbers by other shares, as it does with another seed.
+Each Python process of such a program imports this module: it records the weights, moves the shares,
+and makes random numbers depend on rows only.
+
+OBSERVED is the folder for the weights that the first rank's optimizers train, before the first step
+of each optimizer and after its last. With MOVED, evener's shares change from even to 3:1, 1:3 and
+so on, every five steps. With BY_ROW, random numbers that a program draws in the training process
+are the same for all rows, and those drawn by its data set follow from a row's index, so a row has
+the same ones on every rank. Otherwise a program with dropout or augmentation would draw other
+numbers with other shares, as with another seed.
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook, wrap_function_wrapper
 
-# after this many steps a line is printed; evener must have explained even shares before it
+# a line is printed after this many steps; evener must explain even shares before it
 LATEST_STEP = 8
 _before: list[list[Any]] = []
 _after: list[list[Any]] = []
@@ -31,7 +33,7 @@ _places: weakref.WeakKeyDictionary[Any, int] = weakref.WeakKeyDictionary()
 _steps = [0]
 _modes: list[Any] = []
 _auditing = [0]
-_in_fetch = [False]  # a row of the data set is being read
+_in_fetch = [False]  # whether a row of the data set is being read
 
 
 def _copy(optimizer: Any) -> list[Any]:
@@ -77,12 +79,12 @@ def _watch_torch(torch: Any) -> None:
         register_optimizer_step_pre_hook,
     )
 
-    torch.manual_seed(1)  # for programs that never do
+    torch.manual_seed(1)  # for programs that set no seed
     register_optimizer_step_pre_hook(_begin_step)
     register_optimizer_step_post_hook(_end_step)
     wrap_function_wrapper(torch.nn.parallel, "DistributedDataParallel.__init__", _drop_ids)
     atexit.register(_save)
-    if multiprocessing.parent_process() is not None:  # there, atexit isn't run
+    if multiprocessing.parent_process() is not None:  # atexit doesn't run in such a process
         Finalize(None, _save, exitpriority=2)
     if os.environ.get("BY_ROW"):
         _draw_by_row(torch)
@@ -92,14 +94,14 @@ def _watch_torch(torch: Any) -> None:
 
 def _drop_ids(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
     if any(getattr(each, "type", "cpu") == "cpu" for each in keywords.get("device_ids") or ()):
-        # DistributedDataParallel takes them for GPUs only
+        # DistributedDataParallel accepts them for GPUs only
         keywords.pop("device_ids")
         keywords.pop("output_device", None)
     wrapped(*arguments, **keywords)
 
 
 def _draw_by_row(torch: Any) -> None:
-    """Once a model is wrapped, draw the same random numbers for each row, and drop nothing out."""
+    """Once a model is wrapped, draw the same random numbers for each row, and disable dropout."""
     wrap_function_wrapper(torch.nn.parallel, "DistributedDataParallel.__init__", _begin_draws)
     wrap_function_wrapper(torch.utils.data._utils.fetch, "_MapDatasetFetcher.fetch", _fetch)
 
@@ -110,7 +112,7 @@ def _begin_draws(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
     wrapped(*arguments, **keywords)
 
     class ByRow(EvenRandomness):
-        """As an audit draws, but for the order of rows and what a data set draws."""
+        """Draws numbers as in an audit, except for the order of rows and in the data set."""
 
         def __torch_dispatch__(
             self, function: Any, types: Any, arguments: Any = (), keywords: Any = None
@@ -123,7 +125,7 @@ def _begin_draws(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
     if not _modes:
         _modes.append(ByRow())
         _modes[0].__enter__()
-        # what evener computes again, it computes with the same draws
+        # evener's recomputations draw the same numbers
         home = "evener.torch.audit.randomness"
         wrap_function_wrapper(home, "RandomState.__init__", _keep_draws)
         wrap_function_wrapper(home, "RandomState.restore", _restore_draws)
@@ -132,7 +134,7 @@ def _begin_draws(wrapped: Any, _: Any, arguments: Any, keywords: Any) -> None:
 
 
 def _count_audits(change: int, wrapped: Any, _: Any, arguments: Any, keywords: Any) -> Any:
-    """An audit draws its own numbers."""
+    """Count the audits in progress, which draw their own numbers."""
     _auditing[0] += change
     return wrapped(*arguments, **keywords)
 
@@ -148,7 +150,7 @@ def _restore_draws(wrapped: Any, state: Any, arguments: Any, keywords: Any) -> N
 
 
 def _stay_on_cpu(torch: Any) -> None:
-    """Answer calls for a GPU, as old programs make them without a question, by the CPU."""
+    """Redirect calls for a GPU to the CPU, as older programs require a GPU."""
 
     def is_gpu(given: Any) -> bool:
         return (type(given) is int) or str(given).startswith("cuda")
@@ -192,7 +194,7 @@ def _stay_on_cpu(torch: Any) -> None:
 
 
 def _fetch(_: Any, fetcher: Any, arguments: Any, __: Any) -> Any:
-    """Fetches rows one by one, each with random numbers of its index."""
+    """Fetch rows one by one, each with its index as the random seed."""
     import random
 
     import numpy
@@ -216,7 +218,7 @@ def _fetch(_: Any, fetcher: Any, arguments: Any, __: Any) -> Any:
 
 
 class _Moved:
-    """A rule for shares, in place of a Rebalancer."""
+    """Moves shares back and forth; replaces a Rebalancer."""
 
     windows_needed = windows_seen = 1
 

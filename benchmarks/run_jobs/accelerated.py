@@ -1,9 +1,9 @@
-"""A loop of accelerate, as its examples have it."""
+"""Train in a loop with accelerate, as in its examples."""
 
 import torch
 from accelerate import Accelerator
 
-# beside this script
+# a module in this folder
 from model import ROWS, make_data, make_model  # type: ignore[import-not-found]
 from torch.utils.data import DataLoader
 

@@ -1,11 +1,11 @@
-"""A plain loop in DistributedDataParallel, as torchrun starts it."""
+"""Train in a plain DistributedDataParallel loop under torchrun."""
 
 import os
 
 import torch
 import torch.distributed as dist
 
-# beside this script
+# a module in this folder
 from model import ROWS, make_data, make_model  # type: ignore[import-not-found]
 from torch.nn.parallel import DistributedDataParallel
 from torch.utils.data import DataLoader, DistributedSampler

@@ -1,4 +1,4 @@
-"""A model and data of random tokens, by sizes in the environment, for the programs beside it."""
+"""A model and random tokens for the programs in this folder; the environment sets their sizes."""
 
 import os
 
@@ -19,7 +19,7 @@ WIDTH, LAYERS, LENGTH, ROWS, STEPS = (
 
 
 def make_model() -> LlamaForCausalLM:
-    """A decoder without dropout."""
+    """Return a decoder without dropout."""
     torch.manual_seed(0)
     heads = max(2, WIDTH // 64)
     sizes = {"hidden_size": WIDTH, "intermediate_size": 4 * WIDTH, "num_hidden_layers": LAYERS}
@@ -29,12 +29,12 @@ def make_model() -> LlamaForCausalLM:
 
 
 def make_rows() -> torch.Tensor:
-    """Tokens (rows, length) for all steps of two ranks."""
+    """Return tokens (rows, length) for all steps of two ranks."""
     return torch.randint(
         0, 1024, (2 * ROWS * STEPS, LENGTH), generator=torch.Generator().manual_seed(1)
     )
 
 
 def make_data() -> TensorDataset:
-    """Rows of tokens."""
+    """Return a data set of rows of tokens."""
     return TensorDataset(make_rows())

@@ -1,11 +1,11 @@
-"""TRL's SFTTrainer on texts that are tokens already, as in its documentation."""
+"""Train with TRL's SFTTrainer on tokenized texts, as in its documentation."""
 
 import os
 
 import torch
 from datasets import Dataset
 
-# beside this script
+# a module in this folder
 from model import LENGTH, ROWS, STEPS, make_model, make_rows  # type: ignore[import-not-found]
 from tokenizers import Tokenizer
 from tokenizers.models import WordLevel

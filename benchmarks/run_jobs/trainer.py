@@ -1,10 +1,10 @@
-"""A transformers.Trainer, as in run_clm.py once its texts are in blocks of tokens."""
+"""Train with transformers.Trainer on blocks of tokens, like run_clm.py."""
 
 import os
 
 import torch
 
-# beside this script
+# a module in this folder
 from model import ROWS, STEPS, make_model, make_rows  # type: ignore[import-not-found]
 from transformers import Trainer, TrainingArguments
 

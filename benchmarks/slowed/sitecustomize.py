@@ -1,11 +1,10 @@
-"""Found by each Python of a program that benchmarks.gpu_run starts: slows one rank down, and notes
-each step's end.
+"""Slow one rank down and record each step's end, in programs that benchmarks.gpu_run starts.
 
-SLOWED is "PERCENT OF" of the last rank: MPS holds it to that much of its GPU, or a clock stops it
-on a CPU for the rest of each 25 ms. CORES are those of each rank, where its launcher chooses none.
-STEPS is the file in which the first rank leaves the times of its optimizer's steps, and its
-processor's. GATE is the file that a rank waits for once it has imported
-benchmarks/run_jobs/model.py, and the trainers that are to be there.
+Each Python process of such a program imports this module. SLOWED is "PERCENT KIND" of the last
+rank: MPS limits it to that percentage of its GPU, or on a CPU a clock process stops it for the rest
+of each 25 ms. CORES are the cores of each rank if its launcher chooses none. STEPS is the file in
+which the first rank saves the end times of its optimizer's steps, and its CPU times. GATE is the
+file for which a rank waits once it has imported benchmarks/run_jobs/model.py and the trainers.
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from typing import Any
 
 from wrapt import register_post_import_hook
 
-LONGEST_WAIT = 300.0  # seconds, longer than the training before may take
+LONGEST_WAIT = 300.0  # seconds; longer than the previous training run may take
 CLOCK = """
 import os, signal, sys, time
 process, percent, period = int(sys.argv[1]), int(sys.argv[2]), 0.025
@@ -36,7 +35,7 @@ while True:
 
 
 def _note(_: Any) -> None:
-    ends: list[tuple[float, float]] = []  # on the clock, and of this process
+    ends: list[tuple[float, float]] = []  # wall-clock time, and CPU time of this process
     from torch.optim.optimizer import register_optimizer_step_post_hook
 
     register_optimizer_step_post_hook(

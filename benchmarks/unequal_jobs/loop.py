@@ -1,11 +1,11 @@
-"""A plain loop in DistributedDataParallel over a small decoder, as torchrun starts it."""
+"""Train a small decoder in a plain DistributedDataParallel loop under torchrun."""
 
 from __future__ import annotations
 
 import os
 import time
 
-# beside this script; first, as it chooses the part of the GPU
+# a module in this folder; imported first, because it limits the GPU
 from place import CUDA, SIZES, slow_down  # type: ignore[import-not-found]  # isort: skip
 import torch
 import torch.distributed as dist
@@ -19,7 +19,7 @@ KEPT = 4096
 
 
 class Rows(Dataset[torch.Tensor]):  # type: ignore[misc]  # torch isn't followed
-    """Random tokens; a row may take a while to fetch."""
+    """Random tokens; reading a row may take some time."""
 
     def __init__(self) -> None:
         drawn = torch.Generator().manual_seed(1)
@@ -48,7 +48,7 @@ class Decoder(nn.Module):  # type: ignore[misc]  # torch isn't followed
         self.last = nn.Linear(width, WORDS)
 
     def forward(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits of the words that follow."""
+        """Return the logits of the next words."""
         mask = nn.Transformer.generate_square_subsequent_mask(tokens.shape[1], tokens.device)
         hidden = self.words(tokens)
         for layer in self.layers:

@@ -1,7 +1,8 @@
-"""The part of a GPU that a rank may use, set before CUDA starts, and what is measured of its steps.
+"""Limit a rank to a part of its GPU before CUDA starts, and record its steps.
 
-PARTS are the percentages of all ranks, which MPS holds them to; on a CPU, a rank computes for so
-much longer. FOLDER is where each rank leaves the times of its optimizer's steps and its memory.
+PARTS are the percentages of all ranks, to which MPS limits them; on a CPU, a rank computes for
+correspondingly longer. In FOLDER each rank saves the end times of its optimizer's steps and its
+memory.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ _ends: list[float] = []
 
 
 def slow_down(rows: int) -> None:
-    """Compute for as long as this device would take longer than a whole one, on a CPU."""
+    """Compute for as much longer as this device would take than a whole one, on a CPU."""
     if not CUDA and PART < 100:
         until = time.perf_counter() + rows * ROW_SECONDS * (100 / PART - 1)
         while time.perf_counter() < until:

@@ -1,10 +1,10 @@
-"""A transformers.Trainer over a Llama and rows of tokens, as torchrun starts it."""
+"""Train a Llama with transformers.Trainer on rows of tokens under torchrun."""
 
 from __future__ import annotations
 
 import os
 
-# beside this script; first, as it chooses the part of the GPU
+# a module in this folder; imported first, because it limits the GPU
 from place import CUDA, SIZES, slow_down  # type: ignore[import-not-found]  # isort: skip
 import torch
 from torch.utils.data import Dataset
@@ -30,7 +30,7 @@ class Rows(Dataset[dict[str, torch.Tensor]]):  # type: ignore[misc]
 
 
 class SlowLlama(LlamaForCausalLM):  # type: ignore[misc]
-    """A Llama that a CPU of a smaller part takes longer for."""
+    """A Llama that takes longer on a CPU with a smaller part."""
 
     def forward(
         self,
@@ -39,7 +39,7 @@ class SlowLlama(LlamaForCausalLM):  # type: ignore[misc]
         labels: torch.Tensor | None = None,
         **named: object,
     ) -> object:
-        """The Llama's own."""
+        """Slow down, then return the Llama's output."""
         slow_down(len(input_ids))
         return super().forward(input_ids, attention_mask, labels=labels, **named)
 
