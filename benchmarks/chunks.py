@@ -16,7 +16,7 @@ from typing import Any
 
 from tests.support.rank_server import RankServer, place_ranks
 
-# A run is taken to hang after CPU_SECONDS of CPU time, or after SECONDS of wall time, which are many
+# A run is taken to hang after CPU_SECONDS of CPU time or SECONDS of wall time, which are many,
 # because a busy machine may give it a tenth of a core.
 CPU_SECONDS, SECONDS = 90, 600
 CHUNK_SECONDS = 3600
