@@ -1,5 +1,5 @@
-"""Searches with all families on simulated machines whose truth is known, and the laws of asking and
-telling.
+"""Searches with all families on simulated machines with known best layouts, and the laws of ask and
+tell.
 """
 
 from __future__ import annotations
@@ -32,7 +32,9 @@ ALL = LayoutOptions(placements=(Placement("towers"),))
 
 
 def device(name: str, step_ms: float, **changes: object) -> SimulatedDevice:
-    """A device whose step grows in proportion from a fixed tenth of it, at 256 samples."""
+    """Return a device whose step time is a fixed tenth at 256 samples plus a part proportional to
+    the samples.
+    """
     keys: dict[str, object] = {
         "name": name,
         "memory_mib": 8000.0,
@@ -45,14 +47,14 @@ def device(name: str, step_ms: float, **changes: object) -> SimulatedDevice:
 
 
 def machine(*devices: SimulatedDevice, sync_ms: float = 1.0, towers_ms: float = 100.0) -> Machine:
-    """Devices that train together, and a placement with a step of its own at 256 samples."""
+    """Return devices that train together, and a placement with its own step time at 256 samples."""
     curve = ((16, towers_ms * 0.15), (256, towers_ms))
     placements = (SimulatedPlacement(name="towers", curve=curve),) if len(devices) > 1 else ()
     return Machine(devices, Sync(sync_ms), placements=placements)
 
 
 def problem(of: Machine, batch: int | None = 256, budget: float | None = None) -> Problem:
-    """What the search is given."""
+    """Return the problem that a search gets."""
     sizes = tuple(of.usable_memory_bytes(i) for i in range(len(of.devices)))
     return Problem(len(of.devices), sizes, global_batch=batch, budget_seconds=budget)
 
@@ -60,7 +62,7 @@ def problem(of: Machine, batch: int | None = 256, budget: float | None = None) -
 def run(
     of: Machine, options: LayoutOptions = ALL, batch: int | None = 256, budget: float | None = None
 ) -> Search:
-    """A search to its end."""
+    """Return a search that has run to its end."""
     search, prober = Search(problem(of, batch, budget), options), SimulatedProber(of, seed=1)
     for _ in range(500):
         asked = search.ask()
@@ -79,8 +81,9 @@ def test_the_verdict_names_the_true_winner_on_seeded_machines() -> None:
 
 
 def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> None:
-    """Where no other split is asked for: one device is fastest at about 256 samples, the other at
-    all that fit.
+    """No other split is requested.
+
+    One device is fastest at about 256 samples, the other at the largest batch that fits.
     """
     early = device("B", 40.0, curve=((16, 6.0), (256, 40.0), (512, 400.0), (1024, 3000.0)))
     search = run(
@@ -92,7 +95,9 @@ def test_an_even_split_of_a_free_batch_is_what_the_slower_grower_does_best() -> 
 
 @pytest.mark.parametrize("devices", [2, 3])
 def test_one_device_that_may_win_is_measured_while_the_others_rest(devices: int) -> None:
-    """Also at a batch that it has had beside the others, as they may hold each other up."""
+    """It is measured again at a batch that ran beside the others, because they may slow
+    each other.
+    """
     search = run(
         machine(*(device(name, 40.0) for name in "ABC"[:devices]), sync_ms=200.0), BALANCE, batch=64
     )
@@ -142,7 +147,9 @@ def test_packing_is_measured_against_memory_and_out_of_memory_ends_it() -> None:
 
 
 def test_a_free_batch_makes_room_for_more_trainings() -> None:
-    """The single device fills its memory; packed, each training has a batch that fits N times."""
+    """The single device fills its memory. In a pack, each training has a batch that fits
+    N times.
+    """
     gain = ((1, 1.0), (4, 3.5))
     of = machine(device("A", 40.0, memory_mib=1500.0, memory_base_mib=100.0, pack_gain=gain))
     best = run(of, LayoutOptions(("solo", "pack")), batch=None).best()
@@ -152,7 +159,7 @@ def test_a_free_batch_makes_room_for_more_trainings() -> None:
 
 
 def test_packs_grow_on_when_a_run_gets_more_time() -> None:
-    """Also when the time that it got before was too short for that, and went into more turns."""
+    """They also grow if the earlier time was too short and was spent on more turns."""
     of = machine(device("A", 40.0, pack_gain=((1, 1.0), (13, 8.0)), memory_mib=80000.0))
     prober, seen, best = SimulatedProber(of, seed=1), list[Observation](), list[int]()
     for budget in (6.0, 7.0, 100.0):
@@ -221,7 +228,7 @@ def test_one_device_has_nothing_to_split_or_place() -> None:
 
 
 def test_the_budget_holds() -> None:
-    """Virtual time over all probes stays within the budget and one probe."""
+    """The virtual time of all probes exceeds the budget by one probe at most."""
     of = machine(device("A", 40.0), device("B", 30.0))
     search, prober = Search(problem(of, budget=20.0), ALL), SimulatedProber(of, seed=1)
     while asked := search.ask():
@@ -232,8 +239,9 @@ def test_the_budget_holds() -> None:
 
 
 def test_a_winner_with_knobs_is_measured_in_turns_of_its_own() -> None:
-    """A prober that makes XLA 20 % faster and mixed precision impossible: XLA wins, the other is
-    named.
+    """The prober makes XLA 20 % faster and mixed precision impossible.
+
+    XLA wins, and mixed precision is named as left out.
     """
     of = machine(device("A", 40.0))
     search = Search(problem(of), LayoutOptions(("solo",), knobs=("xla", "mixed")))

@@ -1,5 +1,6 @@
-"""Comparisons on one device whose memory bends: the single batch goes on past the bend, packs stay
-below it.
+"""Comparisons on one device whose memory use bends upwards.
+
+The single batch continues beyond the bend, and packs stay below it.
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ BEND = ((1, 901.2), (500, 1500.0), (1000, 2600.0))  # samples, MiB
 
 
 def compared(**changes: object) -> tuple[Machine, Search, list[Layout]]:
-    """A comparison to its end, and what ran out of memory in it."""
+    """Return a finished comparison, and the layouts that ran out of memory in it."""
     keys: dict[str, object] = {
         "name": "bent",
         "memory_mib": 2601.0,
@@ -36,8 +37,8 @@ def compared(**changes: object) -> tuple[Machine, Search, list[Layout]]:
 
 
 def test_packs_below_the_bend_are_sized_by_the_memory_there() -> None:
-    """The line through the two largest batches, past the bend, says that small ones take less than
-    nothing.
+    """The line through the two largest batches, beyond the bend, predicts less than nothing for
+    small ones.
     """
     machine, search, full = compared(pack_gain=((1, 1.0), (2, 1.5)))
     best = search.best()
@@ -53,7 +54,7 @@ def test_packs_below_the_bend_are_sized_by_the_memory_there() -> None:
 
 
 def test_one_device_is_measured_beyond_what_four_rounds_reach() -> None:
-    """A bend hides how much fits; with nothing to split, the search goes on alone."""
+    """A bend hides how much fits. With nothing to split, the search continues alone."""
     machine, search, _ = compared(curve=((1, 60.0), (1000, 300.0)))
     best = search.best()
     assert best is not None

@@ -1,5 +1,6 @@
-"""A short budget is fair: every wanted layout is measured once before any is measured twice; no
-batch is a guess.
+"""A short budget is fair: every requested layout is measured once before any is measured twice.
+
+No batch is a guess.
 """
 
 from __future__ import annotations
@@ -44,8 +45,9 @@ LABELS = ("SIM:0", "SIM:1")
 
 
 class SlowStarts:
-    """Simulated devices whose children take time to start, each once; `full` layouts run out of
-    memory.
+    """Simulated devices whose children take time to start, each once.
+
+    `full` layouts run out of memory.
     """
 
     def __init__(self, machine: Machine, start_seconds: float) -> None:
@@ -57,7 +59,7 @@ class SlowStarts:
         self.seen: list[Observation] = []
 
     def run(self, search: Search) -> Search:
-        """To its end."""
+        """Run a search to its end."""
         for _ in range(300):
             probes = search.ask()
             if not probes:
@@ -69,7 +71,9 @@ class SlowStarts:
         raise AssertionError("a search ends")
 
     def _measured(self, probes: Sequence[Probe]) -> list[Observation]:
-        """As plain processes: simulated devices know no other mode of packing."""
+        """Measure logical packs like plain processes, because simulated devices have no
+        other mode.
+        """
         plain = tuple(_plain(probe) for probe in probes)
         seen = {
             one.probe: one for one in self._prober.measure(plain, lambda _: None, threading.Event())
@@ -103,7 +107,7 @@ def _plain(probe: Probe) -> Probe:
 
 
 def machine(per_sample_ms: float = 0.8) -> Machine:
-    """Two alike, with two placements; 8 GB and 2 MB a sample."""
+    """Return two equal devices with two placements; 8 GB of memory, and 2 MB per sample."""
     curve = ((8, 6.0), (1024, 6.0 + 1024 * per_sample_ms))
     device = SimulatedDevice(
         name="A",
@@ -120,7 +124,7 @@ def machine(per_sample_ms: float = 0.8) -> Machine:
 def compared(
     budget: float | None, start: float, batch: int | None = None
 ) -> tuple[Search, SlowStarts]:
-    """A search of all families, to its end."""
+    """Return a finished search of all families."""
     of, prober = machine(), SlowStarts(machine(), start)
     sizes = tuple(of.usable_memory_bytes(i) for i in range(2))
     return prober.run(
@@ -132,8 +136,9 @@ def compared(
     ("budget", "start"), [(100.0, 6.0), (60.0, 3.0), (150.0, 9.0), (30.0, 0.5)]
 )
 def test_every_way_is_measured_within_the_budget(budget: float, start: float) -> None:
-    """Children that start slowly, as a framework's do: no family is left out, and none of it comes
-    from a long step.
+    """Children start slowly, as with a real framework.
+
+    No family is left out, and no long step causes that.
     """
     search, _ = compared(budget, start)
     assert search.evaluation.race.unmeasured == ()
@@ -162,25 +167,26 @@ def test_nothing_is_measured_twice_before_everything_was_once() -> None:
 
 
 def reported(search: Search) -> SearchReport:
-    """What a search has come to."""
+    """Return the report of a search."""
     report = search.report()
     assert report is not None
     return report
 
 
 def missing_in(search: Search, devices: int, stop: Stop = Stop.BUDGET) -> list[LeftOut]:
-    """What the budget left out."""
+    """Return what the budget left out."""
     return list(find_unmeasured(reported(search), devices, SearchEnd(End(stop), 20.0)))
 
 
 def short_budget(search: Search, prober: SlowStarts, stop: Stop) -> ShortBudget | None:
-    """What the verdict says of the budget."""
+    """Return what the verdict says about the budget."""
     return find_short_budget(reported(search), prober.seen, SearchEnd(End(stop), 20.0))
 
 
 def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first() -> None:
-    """With one in which a split is measured; nothing is said of it where one was, or of an
-    interrupt.
+    """The message has a budget that suffices for a split.
+
+    There is no message if a split was measured, or after an interrupt.
     """
     search, prober = split_only(20.0)
     short = short_budget(search, prober, Stop.BUDGET)
@@ -192,7 +198,7 @@ def test_a_budget_that_starting_took_before_any_split_was_tried_is_named_first()
 
 
 def split_only(budget: float) -> tuple[Search, SlowStarts]:
-    """A search for the best split alone, of devices whose children take 12 s to start."""
+    """Return a finished search for the best split alone; each child takes 12 s to start."""
     prober = SlowStarts(machine(), 12.0)
     return prober.run(Search(Problem(2, (None, None), budget_seconds=budget))), prober
 
@@ -201,8 +207,9 @@ def split_only(budget: float) -> tuple[Search, SlowStarts]:
 def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(
     budget: float, start: float
 ) -> None:
-    """Starts of 12 s in a budget of 70 s: the verdict stands on what was measured, and the budget
-    named suffices.
+    """Children start in 12 s, and the budget is 70 s.
+
+    The verdict is based on what was measured, and the named budget suffices.
     """
     search, _ = compared(budget, start)
     missing = search.evaluation.race.unmeasured
@@ -219,7 +226,7 @@ def test_a_budget_that_was_too_short_is_named_with_one_that_suffices(
 
 
 def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Search, SlowStarts]:
-    """One device, of which packs get more up to six trainings, to the end of its search."""
+    """Return a finished search of one device on which packs gain up to six trainings."""
     device = msgspec.structs.replace(
         machine().devices[0], pack_gain=((1, 1.0), (6, 2.5), (40, 2.0))
     )
@@ -235,7 +242,7 @@ def packed(budget: float | None, start: float, *modes: PackMode) -> tuple[Search
 def test_packs_that_still_gained_are_named_with_a_budget_that_tries_another(
     budget: float, start: float, modes: tuple[PackMode, ...]
 ) -> None:
-    """Packs leave time for a turn of every candidate; the budget that is named has it too."""
+    """Packs leave time for a turn of every candidate, and so does the named budget."""
     search, _ = packed(budget, start, *modes)
     growing = [one for one in missing_in(search, 1) if one.reason == "packs_growing"]
     enough = float(growing[0].enough_seconds)
@@ -260,7 +267,7 @@ def test_packs_that_were_grown_to_their_best_are_no_matter_of_budget() -> None:
 
 
 def test_modes_of_packing_grow_in_step() -> None:
-    """So that time which ends early ends early for both."""
+    """If the time ends early, it ends early for both modes."""
     search, prober = packed(90.0, 2.0, "", "mps")
     grown = [probe.layout for probe in prober.asked if probe.stage == Stage.PACK]
     assert len(grown) >= 4
@@ -272,7 +279,7 @@ def test_modes_of_packing_grow_in_step() -> None:
 
 @pytest.mark.parametrize("budget", [120.0, 600.0, None])
 def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: float | None) -> None:
-    """Their children are started once, with as many trainings as ran best."""
+    """Their children start once, with the number of trainings that was best."""
     search, prober = packed(budget, 2.0, "", "logical")
     best = max(
         dict(search.evaluation.offers.view.packings)[""].seen,
@@ -292,8 +299,9 @@ def test_equal_parts_of_the_memory_wait_for_the_number_of_trainings(budget: floa
 def test_a_larger_pack_starts_no_slower_than_in_proportion(
     first: float, more: float, least: int, further: int, processes: int
 ) -> None:
-    """And no quicker than the largest one so far, if it is larger; two sizes that took the same
-    promise the same.
+    """It also starts no faster than the largest pack so far.
+
+    Two sizes that took equally long predict the same time for larger ones.
     """
     problem = Problem(1, (None,))
     seen = Observations(problem)
@@ -322,7 +330,7 @@ def test_without_a_budget_nothing_is_left_out() -> None:
 
 
 def test_a_layout_that_runs_out_of_memory_in_the_race_comes_back_smaller() -> None:
-    """Its family is not lost, and the plan says so."""
+    """Its family isn't lost, and the plan mentions the smaller layout."""
     search, _ = compared(None, 0.0)
     even = next(
         one.candidate.layout
@@ -361,7 +369,7 @@ def test_a_batch_that_is_given_does_not_shrink() -> None:
 
 @pytest.mark.parametrize("budget", [40.0, 100.0, None])
 def test_no_split_is_raced_that_memory_is_not_known_to_hold(budget: float | None) -> None:
-    """Each share was run before, alone or in the split stage, or is far below what the memory line
+    """Each share ran before, alone or in the split stage, or is far below what the memory line
     allows.
     """
     _, prober = compared(budget, 2.0)

@@ -26,7 +26,7 @@ from tests.support.search_machines import Bench
 
 
 def candidate(family: str, layout: Layout) -> Candidate:
-    """Of a family of this name."""
+    """Return a candidate of the family with this name."""
     return Candidate(find_family(family), layout)
 
 
@@ -37,7 +37,7 @@ FOUR = Bench(
 
 
 def raced(bench: Bench, options: LayoutOptions, **problem: Any) -> dict[str, list[Layout]]:
-    """The layouts of a whole race, by family."""
+    """Return the layouts of a whole race, by family."""
     search = run_search(Search(bench.problem(**problem), options), bench.measure)
     found: dict[str, list[Layout]] = {}
     for one in search.evaluation.offers.candidates:
@@ -91,7 +91,9 @@ def test_what_ran_out_of_memory_comes_back_with_seven_tenths() -> None:
 
 
 def test_families_and_what_is_simple() -> None:
-    """One device before several, few before many, no knobs before any."""
+    """One device is simpler than several, few are simpler than many, and no knobs are simpler than
+    any.
+    """
     assert family_of(solo(2, 0, 8)).name == "solo"
     assert family_of(Layout("split", (4, 4))).name == "split"
     even, split = (
@@ -114,8 +116,9 @@ def test_even_is_the_same_share_up_to_a_quantum() -> None:
 
 
 def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> None:
-    """And the even split over all devices alone; a comparison also those over two and four of the
-    fastest.
+    """A plan has only the even split over all devices.
+
+    A comparison also has even splits over two and four of the fastest devices.
     """
     plan = raced(FOUR, LayoutOptions(("solo", "even", "split"), scaling=False), global_batch=800)
     assert plan["solo"] == [solo(4, 0, 800)]
@@ -127,7 +130,7 @@ def test_a_plan_needs_the_best_single_the_even_split_and_the_best_split() -> Non
 
 
 def test_a_family_s_further_candidates_are_extra() -> None:
-    """The preferred split and the best single device come before those that may only be a little
+    """The preferred split and the best single device precede candidates that may be slightly
     better.
     """
     three = Bench(((3.0, 0.1, 0, 400), (12.0, 0.3, 0, 2000), (30.0, 0.8, 0, 1000)), 0.003)
@@ -150,7 +153,9 @@ def test_only_what_is_asked_for_races(family: str) -> None:
 
 
 def test_an_even_split_keeps_to_quanta_and_to_the_smallest_memory() -> None:
-    """Of a free batch it has as many as fit on each, at most as many as the best split."""
+    """With a free batch, its shares fit on each device, and aren't larger than those of the best
+    split.
+    """
     small = Bench(((10.0, 0.1, 0, 3000), (10.0, 0.1, 0, 300)), 0.001)
     (even,) = raced(small, LayoutOptions(("solo", "even", "split"), scaling=False), multiple_of=8)[
         "even"
@@ -163,7 +168,7 @@ def test_an_even_split_keeps_to_quanta_and_to_the_smallest_memory() -> None:
 
 
 def test_devices_that_fail_in_an_even_split_leave_the_others() -> None:
-    """The best single device of those that did not break."""
+    """The best single device is one of those that didn't fail."""
     search = Search(FOUR.problem(global_batch=800), LayoutOptions(("solo",)))
     run_search(search, FOUR.measure)
     assert search.evaluation.best_single() is not None
@@ -171,7 +176,9 @@ def test_devices_that_fail_in_an_even_split_leave_the_others() -> None:
 
 
 def test_results_are_listed_from_the_fastest() -> None:
-    """Every layout that ran, with what it had over its turns; each device's own best alone."""
+    """Every layout that ran has the samples/s over its turns; each device has its best result
+    alone.
+    """
     search = run_search(Search(FOUR.problem()), FOUR.measure)
     rates = [one.throughput.value for one in search.evaluation.results()]
     assert len(rates) > 8
@@ -184,7 +191,7 @@ def test_results_are_listed_from_the_fastest() -> None:
 
 
 def test_the_fastest_measured_split_of_a_fixed_batch_races() -> None:
-    """Whatever else was measured, and in whatever order."""
+    """It takes part whatever else was measured, in any order."""
     search = run_search(
         Search(FOUR.problem(global_batch=800), LayoutOptions(("split",), scaling=False)),
         FOUR.measure,

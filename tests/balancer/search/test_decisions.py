@@ -1,4 +1,4 @@
-"""What a search says that it does, and the curves that it shows, while it goes on."""
+"""The messages and the curves that a search shows while it runs."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ SAID = {
 def announced(
     search: Search, machine: Bench | TextMachine, lengths: tuple[int, ...] = ()
 ) -> list[tuple[Probe, str]]:
-    """Each probe with what was said before it."""
+    """Return each probe with the message before it."""
     found = []
     while probes := search.ask():
         found += [(probe, search.belief().doing) for probe in probes]
@@ -88,7 +88,7 @@ def test_rows_of_unequal_length_are_announced_by_what_is_dealt() -> None:
 
 
 def test_a_drawn_curve_goes_from_one_sample_to_the_largest_batch() -> None:
-    """In at most 25 points; before anything ran there is none."""
+    """It has at most 25 points, and none before anything ran."""
     search = Search(PAIR.problem())
     assert not any(curve.points for curve in search.belief().curves)
     announced(search, PAIR)
@@ -107,7 +107,7 @@ def test_a_drawn_curve_goes_from_one_sample_to_the_largest_batch() -> None:
     [(1.0, ""), (1.02, ""), (1.1, "% less samples/s"), (0.8, "% more samples/s")],
 )
 def test_a_figure_that_the_devices_contradict_is_doubted(times: float, unsure: str) -> None:
-    """By over 3 % and more than its interval."""
+    """They differ by over 3 % and by more than the interval."""
     search, _ = searched(PAIR, PAIR.problem(budget_seconds=60.0))
     best = search.best()
     assert best is not None
@@ -119,9 +119,7 @@ def test_a_figure_that_the_devices_contradict_is_doubted(times: float, unsure: s
 
 
 def test_a_search_that_ran_out_of_memory_again_and_again_says_so() -> None:
-    """Such a device may hold more than its share; the search says that it is unsure, not
-    settled.
-    """
+    """Such a device may be able to hold more than its share, so the search ends as unsure."""
     (case,) = (one for one in hard.cases("memory_bend", 17008) if one.mode == "free")
     found = trials.run(case.machine, case.ask, case.seed)
     assert not found.settled

@@ -1,4 +1,4 @@
-"""A failure is no loss of a device: kernels that end at some size, and pairs that can't step
+"""A failure doesn't exclude a device: kernels that fail above a size, pairs that can't step
 together.
 """
 
@@ -16,7 +16,7 @@ PAIR = Bench(((10.0, 0.05, 0, 20_000), (10.0, 0.1, 0, 20_000)), 0.002)
 
 
 def searched(breaks: Callable[[Layout], tuple[int, ...]]) -> Search:
-    """A whole search over the pair, in which `breaks` names the devices that fail in a layout."""
+    """Return a whole search over the pair. `breaks` returns the devices that fail in a layout."""
     search = Search(Problem(devices=2, memory_bytes=(None, None)))
     while probes := search.ask():
         for probe in probes:
@@ -33,9 +33,7 @@ def _seen(probe: Probe, broken: tuple[int, ...]) -> Observation:
 
 @pytest.mark.parametrize("largest", [100, 900, 5000])
 def test_a_kernel_that_ends_at_a_size_is_a_ceiling_and_no_loss(largest: int) -> None:
-    """Above `largest` samples the first device fails every time; it still has its part of the
-    plan.
-    """
+    """Above `largest` samples, the first device always fails. It still has a share in the plan."""
     search = searched(lambda layout: (0,) if layout.shares[0] > largest else ())
     best = search.best()
     assert best is not None
@@ -44,7 +42,7 @@ def test_a_kernel_that_ends_at_a_size_is_a_ceiling_and_no_loss(largest: int) -> 
 
 
 def test_a_pair_that_can_not_step_together_still_has_its_devices() -> None:
-    """Whichever device the failure of a split names, the faster one alone is the answer."""
+    """Whichever device the failure of a split names, the result is the faster device alone."""
     for named in (0, 1):
         best = searched(
             lambda layout, named=named: (
@@ -58,7 +56,7 @@ def test_a_pair_that_can_not_step_together_still_has_its_devices() -> None:
 
 
 def test_a_device_that_fails_at_its_first_batch_is_left_out() -> None:
-    """Nothing ran on it, so there is no size to retreat to."""
+    """Nothing ran on it, so there is no smaller size to use."""
     search = searched(lambda layout: (1,) if layout.shares[1] else ())
     best = search.best()
     assert best is not None
@@ -66,7 +64,7 @@ def test_a_device_that_fails_at_its_first_batch_is_left_out() -> None:
 
 
 def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
-    """Eight run out of memory, and then a kernel fails with four."""
+    """Eight rows run out of memory, and then a kernel fails with four rows."""
     search = Search(Problem(devices=2, memory_bytes=(None, None)))
     while (probes := search.ask()) and probes[0].stage == Stage.SOLO:
         for probe in probes:
@@ -80,7 +78,7 @@ def test_a_device_that_ran_one_row_alone_is_not_lost_when_more_fail() -> None:
 
 
 def test_a_device_that_is_lost_at_the_second_try_is_left_out() -> None:
-    """Its child had ended for no known reason before, which took longer."""
+    """Its child had exited for no known reason before, which took longer."""
     search = Search(PAIR.problem())
     first, second = search.ask()
     search.tell(PAIR.measure([first])[0])
@@ -92,7 +90,7 @@ def test_a_device_that_is_lost_at_the_second_try_is_left_out() -> None:
 
 @pytest.mark.parametrize("stage", ["race", "check"])
 def test_a_device_that_goes_late_is_left_out_of_the_plan_and_of_its_rivals(stage: str) -> None:
-    """Whatever the stage, the others share the batch."""
+    """In every stage, the other devices share the batch."""
     bench = Bench(((10.0, 1.0, 0, 300), (10.0, 1.1, 0, 300), (12.0, 1.3, 0, 150)), 0.001)
     search, gone = Search(bench.problem()), False
     while probes := search.ask():

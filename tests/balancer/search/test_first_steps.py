@@ -1,6 +1,4 @@
-"""The first step at a new size may last as long as a hundred others, while kernels of that size are
-tried out.
-"""
+"""The first step at a new size may take as long as a hundred others, while kernels are tuned."""
 
 from __future__ import annotations
 
@@ -10,7 +8,7 @@ from evener.balancer.search.search import Search
 from evener.balancer.types import OutOfMemory, Probe, Problem, Stage, Timed
 
 BUDGET = 100.0
-FIXED, EACH = 0.005, 64e-6  # seconds a step, and a sample
+FIXED, EACH = 0.005, 64e-6  # seconds per step, and per sample
 
 
 def _seconds(batch: int) -> float:
@@ -27,7 +25,9 @@ def _seen(probe: Probe, tuning: float) -> Timed:
 
 
 def _third(tuning: float) -> tuple[Search, tuple[Probe, ...]]:
-    """The third round of two devices with a lot of memory, whose first step takes so many steps."""
+    """Return the third round of two devices with much memory, whose first step takes `tuning`
+    steps.
+    """
     search = Search(Problem(2, (128 << 30, 128 << 30), budget_seconds=BUDGET))
     for _ in range(2):
         for probe in search.ask():
@@ -37,7 +37,7 @@ def _third(tuning: float) -> tuple[Search, tuple[Probe, ...]]:
 
 @pytest.mark.parametrize("tuning", [20.0, 100.0])
 def test_a_larger_batch_is_tried_only_if_its_first_step_fits_into_the_budget(tuning: float) -> None:
-    """At most a fifth of what is left goes into one round, the first step counted."""
+    """At most a fifth of the time left goes into one round, including the first step."""
     search, probes = _third(tuning)
     left = BUDGET - search._seen.spent_seconds()
     assert probes
@@ -48,12 +48,12 @@ def test_a_larger_batch_is_tried_only_if_its_first_step_fits_into_the_budget(tun
 
 
 def test_without_tuning_larger_batches_are_tried() -> None:
-    """A first step that is like any other takes nothing away."""
+    """A first step like any other takes no time away."""
     assert _largest_alone(0.0) > 2 * _largest_alone(200.0)
 
 
 def _largest_alone(tuning: float) -> int:
-    """The largest batch of the solo rounds."""
+    """Return the largest batch of the solo rounds."""
     search, probes = _third(tuning)
     largest = 0
     while probes and probes[0].stage == Stage.SOLO:
@@ -65,8 +65,9 @@ def _largest_alone(tuning: float) -> int:
 
 
 def _step_on(probe: Probe, limits: tuple[int, ...]) -> Timed | OutOfMemory:
-    """Samples take 7 MiB each beside 1100 MiB; the optimizer's own peak of 1573 MiB hides that at
-    first.
+    """Return a step in which samples take 7 MiB each, besides 1100 MiB.
+
+    The optimizer's own peak of 1573 MiB hides their memory at first.
     """
     used = tuple(
         (max(1573, 1100 + 7 * share) << 20) if share else None for share in probe.layout.shares
@@ -80,8 +81,9 @@ def _step_on(probe: Probe, limits: tuple[int, ...]) -> Timed | OutOfMemory:
 
 
 def test_memory_that_hardly_rises_costs_two_tries_at_most() -> None:
-    """8 GiB and 5 GiB, as capped GPUs had them: each runs out at most twice, and the plan nearly
-    fills the smaller.
+    """The devices have 8 GiB and 5 GiB, like capped GPUs.
+
+    Each runs out of memory at most twice, and the plan nearly fills the smaller one.
     """
     limits = (8 << 30, 5 << 30)
     search = Search(Problem(2, limits, tolerance=0.0, budget_seconds=120.0, micro=False))
@@ -95,5 +97,5 @@ def test_memory_that_hardly_rises_costs_two_tries_at_most() -> None:
     best = search.best()
     assert best is not None
     assert max(full) <= 2
-    # as fast as each other, so the smaller memory bounds both
+    # both are equally fast, so the smaller memory limits both
     assert min(best.layout.shares) > 0.9 * 574

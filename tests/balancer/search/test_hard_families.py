@@ -1,6 +1,6 @@
-"""One machine of each hard family: it can be measured, and a run of it ends with a plan.
+"""One machine of each hard family can be measured, and its run ends with a plan.
 
-How good the plans are is what `python -m benchmarks.search --families hard` measures.
+`python -m benchmarks.search --families hard` measures how good the plans are.
 """
 
 from __future__ import annotations
@@ -27,8 +27,10 @@ def test_a_run_ends_with_a_plan(family: str) -> None:
 
 @pytest.mark.parametrize("seed", [661_012, 661_077])
 def test_slow_steps_are_shared_by_what_each_device_did(seed: int) -> None:
-    """With steps of 3 to 12 s, of which the budget has ten, two of the devices look alike at 8 and
-    16 rows and aren't beyond; the verdict says what to do.
+    """Steps take 3 to 12 s, and the budget has time for ten.
+
+    Two of the devices look equal at 8 and 16 rows and aren't at larger batches. The verdict says
+    what to do.
     """
     case = hard.cases("slow_knee", seed)[0]
     found = trials.run(case.machine, case.ask, case.seed)
@@ -67,8 +69,10 @@ def test_slow_steps_leave_time_for_the_plan_that_matters(family: str, seed: int,
     ],
 )
 def test_a_search_of_slow_steps_counts_all_of_its_time(family: str, seed: int, mode: str) -> None:
-    """A device that was left out of the second round has one of its own, and a check after lone
-    steps has to warm up: what the search counts is what the clock says, so it ends in time.
+    """The time that the search counts equals the clock's, so the search ends in time.
+
+    A device that was left out of the second round has its own round, and a check after lone steps
+    has to warm up.
     """
     (case,) = [one for one in hard.cases(family, seed) if one.mode == mode]
     prober = trials.StartingProber(case.machine, seed, case.ask)

@@ -1,5 +1,6 @@
-"""Layouts over several hosts: what exchange over the network costs is learnt apart, and decides how
-many take part.
+"""Layouts over several hosts.
+
+The cost of exchange over the network is learned separately, and decides how many hosts take part.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from tests.support.machines import samples_per_second
 
 
 def make_machine(hosts: int, each: int, sync: Sync, seed: int = 1, noise: float = 0.003) -> Machine:
-    """Hosts of unequal GPUs, some hosts far faster than others."""
+    """Return hosts of unequal GPUs, some hosts far faster than others."""
     rng = random.Random(seed)
     devices = []
     for host in range(hosts):
@@ -53,7 +54,7 @@ def make_machine(hosts: int, each: int, sync: Sync, seed: int = 1, noise: float 
 
 
 def search_on(machine: Machine, **options: Any) -> tuple[Search, Layout]:
-    """A whole search, and its best layout."""
+    """Return a whole search, and its best layout."""
     names = list(dict.fromkeys(device.host for device in machine.devices))
     count = len(machine.devices)
     problem = Problem(
@@ -72,9 +73,10 @@ def search_on(machine: Machine, **options: Any) -> tuple[Search, Layout]:
 
 
 def best_rate(machine: Machine, batch: int | None = None) -> float:
-    """The most samples/s: for each finish time and number of hosts, the hosts that do most by then.
+    """Return the highest possible samples/s.
 
-    Exact where exchange doesn't depend on the number of devices.
+    For each finish time and number of hosts, it uses the hosts that compute most by then. It is
+    exact if exchange doesn't depend on the number of devices.
     """
     hosts: dict[str, list[tuple[float, float, int]]] = {
         device.host: [] for device in machine.devices
@@ -119,7 +121,9 @@ def test_the_network_decides_how_many_hosts_take_part(network_ms: float, batch: 
 @pytest.mark.parametrize("part", [None, 0.03, 0.15, 0.3])
 @pytest.mark.parametrize("seed", [7, 14, 16, 19])
 def test_of_several_hosts_the_best_set_is_found(seed: int, part: float | None) -> None:
-    """As good as the best of all sets, of a free batch and of parts of the most that fits."""
+    """It is as good as the best of all sets, for a free batch and for fractions of the largest
+    batch.
+    """
     rng = random.Random(seed)
     lines = [
         (rng.uniform(0.001, 0.05), rng.uniform(1e-4, 1e-3), rng.randint(50, 1000)) for _ in range(8)
@@ -188,7 +192,7 @@ curve = [[1, 10], [800, 90]]
 
 @pytest.mark.parametrize("network_ms", [0, 300])
 def test_the_verdict_says_what_the_network_takes(network_ms: int, tmp_path: Path) -> None:
-    """A machine file with hosts, through a whole session."""
+    """A machine file with hosts runs through a whole session."""
     path = tmp_path / "hosts.toml"
     devices = "".join(DEVICE.format(number=i, host="left" if i < 2 else "right") for i in range(4))
     path.write_text(devices + MACHINE.format(network_ms=network_ms))

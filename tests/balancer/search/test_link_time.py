@@ -1,4 +1,4 @@
-"""Exchange costs by a known link, before a split has shown them."""
+"""Exchange costs according to a known link, before a split has shown them."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def test_a_ring_sends_less_than_twice_the_gradients_over_each_link() -> None:
 
 
 def test_a_pass_of_shards_gathers_twice_and_reduces_once() -> None:
-    """Each sends 50 MB between two ranks."""
+    """Each of these sends 50 MB between two ranks."""
     assert shard_pass_seconds(100 * MB, 2, LINK) == pytest.approx(0.15)
 
 
@@ -39,9 +39,10 @@ def list_splits(bench: Bench, **options: Any) -> list[Layout]:
 
 
 def test_slow_devices_are_left_out_if_a_slow_link_costs_more_than_they_save() -> None:
-    """Two of the four have a tenth of the speed, and save 5 of 50 ms if an exchange costs nothing.
+    """Two of the four devices have a tenth of the speed, and save 5 of 50 ms if an exchange costs
+    nothing.
 
-    Over the link, it takes 200 ms between two and 300 between four.
+    Over the link, it takes 200 ms between two and 300 ms between four.
     """
     first, *_ = list_splits(FOUR)
     assert len(first.active) == 4
@@ -50,7 +51,7 @@ def test_slow_devices_are_left_out_if_a_slow_link_costs_more_than_they_save() ->
 
 
 def test_a_predicted_step_has_what_the_link_takes_and_computing_does_not_hide() -> None:
-    """Each computes 50 ms of a step alone, and hides at most two thirds of them."""
+    """Each device computes for 50 ms of a step alone, and hides at most two thirds of it."""
     search = Search(PAIR.problem(global_batch=1000, link=LINK, gradient_bytes=100 * MB))
     for one in PAIR.measure([Probe(solo(2, i, 500), Stage.SOLO, 1.0) for i in range(2)]):
         search.tell(one)
@@ -66,7 +67,7 @@ def test_an_exchange_that_computing_hides_changes_nothing(gradient_bytes: int) -
 
 
 def test_a_measured_split_overrules_the_link() -> None:
-    """The exchange takes 2 ms of a step, though the link promises over 200."""
+    """The exchange takes 2 ms of a step, though the link predicts over 200 ms."""
     search, _ = searched(PAIR, PAIR.problem(global_batch=1000, link=LINK, gradient_bytes=300 * MB))
     assert search.evaluation.machine.exchange_seconds((0, 1)) == pytest.approx(0.002, abs=1e-4)
     best = search.best()

@@ -1,5 +1,6 @@
-"""What the observations say of a machine: who is left, limits, exchange costs, predicted rates,
-equal shares.
+"""What the observations show about a machine.
+
+It is which devices are left, limits, exchange costs, predicted rates, and equal shares.
 """
 
 from __future__ import annotations
@@ -39,7 +40,7 @@ def model(
     bench: Bench = BENCH,
     **options: Any,
 ) -> MachineModel:
-    """The model after these layouts were measured."""
+    """Return the model after these layouts were measured."""
     problem = bench.problem(**options)
     seen = Observations(problem)
     turns: dict[Stage, int] = {}
@@ -53,7 +54,7 @@ def model(
 
 
 def read(problem: Problem, seen: Observations) -> MachineModel:
-    """As a search reads them."""
+    """Return the model that a search makes of the observations."""
     return MachineModel(problem, seen, TimeLeft(problem, BALANCE, seen))
 
 
@@ -74,8 +75,10 @@ def test_a_device_that_is_full_at_the_smallest_share_is_left_out() -> None:
 
 
 def test_passes_are_as_large_as_fits_unless_fewer_rows_were_clearly_faster() -> None:
-    """1500 rows make 98 % of the samples/s of 2000, which a pass saves the cost of; a full device
-    has no passes.
+    """1500 rows reach 98 % of the samples/s of 2000 rows, and larger passes save the cost of a
+    pass.
+
+    A full device has no passes.
     """
     larger: tuple[tuple[Layout, Stage], ...] = (
         (solo(2, 0, 1500), Stage.SOLO),
@@ -112,7 +115,7 @@ def test_what_slows_devices_in_splits_does_not_slow_one_alone() -> None:
 
 
 def test_splits_without_their_devices_own_times_cost_what_the_curves_leave() -> None:
-    """60 ms is what the slower of the two would take alone."""
+    """The slower of the two would take 60 ms alone."""
     found = model(*SOLOS)
     (one,) = BENCH.measure([Probe(SPLIT, Stage.SPLIT, 1.0)])
     assert isinstance(one, Timed)
@@ -176,7 +179,9 @@ def test_the_same_shares_in_more_passes_are_another_measurement() -> None:
 
 
 def test_predictions_are_what_brute_force_finds() -> None:
-    """Of a fixed batch, over all splits; of one device alone, as measured at rest where it was."""
+    """For a fixed batch, over all splits; for one device, as measured with the others idle if it
+    was.
+    """
     found = model(*SOLOS, (SPLIT, Stage.SPLIT), global_batch=600)
     predicted = Predictions(found)
     split = predicted.fastest_split

@@ -12,7 +12,7 @@ from evener.balancer.search.model.memory import Memory
 
 
 def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
-    """Two small batches tell the largest one."""
+    """Two small batches determine the largest one."""
     memory = Memory(1_000_000, ((8, 1000 + 8 * 300), (64, 1000 + 64 * 300)), largest_ran=64)
     assert memory.largest_to_try(10**9) == pytest.approx((1_000_000 - 1000) / 300, rel=0.005)
     assert memory.largest_to_try(10**9) <= (1_000_000 - 1000) / 300
@@ -24,8 +24,9 @@ def test_a_straight_memory_line_is_predicted_to_the_sample_or_nearly() -> None:
 def test_the_retreat_from_out_of_memory_ends_near_the_edge(
     most: int, bend: float, at: float, known: bool
 ) -> None:
-    """Whatever the memory's shape, few probes end near the largest batch that fits, and few of them
-    run out.
+    """For any shape of memory use, few probes suffice to come near the largest batch that fits.
+
+    Few of them run out of memory.
     """
 
     def used(batch: int) -> int:
@@ -58,8 +59,8 @@ def test_the_retreat_from_out_of_memory_ends_near_the_edge(
 def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
     batches: list[int], rounded: int, chance: random.Random
 ) -> None:
-    """However near the batches that ran lie, the line is off by what their bytes are, and not by
-    many times that.
+    """Even if the batches that ran are close, the line's error is that of their bytes, not many
+    times that.
     """
     points = tuple(
         (batch, 10_000 + 100 * batch + chance.randint(0, rounded))
@@ -72,8 +73,9 @@ def test_what_an_allocator_rounds_is_not_taken_for_what_samples_take(
 
 
 def test_safe_is_what_ran_or_little_more() -> None:
-    """A batch is safe if it ran, or is a quarter larger at most, far below the limit, and nothing
-    failed.
+    """A batch is safe if it ran.
+
+    It is also safe if it is at most a quarter larger and far below the limit, and nothing failed.
     """
     points = ((8, 1800), (64, 7400), (200, 21_000))
     assert Memory(1_000_000, points, 200).largest_safe(10**6) == 250
@@ -84,13 +86,13 @@ def test_safe_is_what_ran_or_little_more() -> None:
     )
 
 
-LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
+LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes, and 100 per sample
 
 
 @pytest.mark.parametrize(
     ("memory", "most"),
     [
-        (Memory(31_000, LINE, 200), 300),  # less a margin for what allocators round
+        (Memory(31_000, LINE, 200), 300),  # minus a margin for the rounding of allocators
         # the line is refuted: a quarter of the way
         (Memory(1_000_000, LINE, 200, smallest_failed=240, failure_count=1), 210),
         (Memory(31_000, LINE, 200, smallest_failed=500, failure_count=1), 300),
@@ -99,13 +101,13 @@ LINE = ((8, 1800), (64, 7400), (200, 21_000))  # 1,000 bytes and 100 a sample
         (Memory(1_000_000, LINE, 200, smallest_failed=208, failure_count=1), 202),
         (Memory(1_000_000, LINE, 2, smallest_failed=3, failure_count=1), 2),  # one quantum apart
         (Memory(None, (), 64), 512),  # unknown: it grows by a factor,
-        # is cut at the geometric mean where that is far,
+        # is cut at the geometric mean if the gap is wide,
         (Memory(None, (), 64, smallest_failed=512, failure_count=1), 181),
-        # and at a quarter where it is near
+        # and at a quarter if it is narrow
         (Memory(None, (), 64, smallest_failed=200, failure_count=1), 98),
         (Memory(None, (), 0), 1),
         (Memory(None, (), 0, smallest_failed=8, failure_count=1), 2),
-        (Memory(20_000, LINE, 200), 200),  # what ran fits, whatever the line says
+        (Memory(20_000, LINE, 200), 200),  # what ran fits, whatever the line predicts
     ],
 )
 def test_the_next_batch_to_try(memory: Memory, most: int) -> None:
@@ -127,7 +129,10 @@ def test_whole_quanta_and_the_cap_bound_what_is_tried() -> None:
 
 
 def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
-    """Or where memory ran out below what the line says; unless the batch has to go somewhere."""
+    """The same holds if memory ran out below the line's prediction.
+
+    A batch that has to run somewhere is an exception.
+    """
     unknown = Memory(None, (), 64)
     assert unknown.largest_in_split(10**6) == 64
     assert unknown.largest_in_split(60, 8) == 56
@@ -145,8 +150,9 @@ def test_in_a_split_only_what_ran_is_tried_where_bytes_are_unknown() -> None:
 
 
 def test_a_bend_is_believed_to_go_on_for_a_part_of_the_way() -> None:
-    """100 bytes a sample, then 200: at least 200, and maybe 300 from here on; 80 % of what that
-    leaves.
+    """100 bytes per sample, then 200: at least 200 and perhaps 300 above.
+
+    80 % of the memory left by that is used.
     """
     bent = Memory(100_000, ((8, 1800), (100, 11_000), (200, 31_000)), 200)
     most = bent.predict_largest()
@@ -164,7 +170,9 @@ def test_a_line_that_is_unknown_flat_or_falling_predicts_nothing() -> None:
 
 
 def test_batches_are_read_off_the_lines_between_points() -> None:
-    """Between points, beyond them, and in proportion from one point alone."""
+    """They are interpolated between points, extrapolated beyond them, and proportional for a single
+    point.
+    """
     bent = Memory(None, ((100, 2000), (200, 4000), (300, 9000)), 300)
     for batch, used in ((50, 1000), (150, 3000), (250, 6500), (400, 14_000)):
         assert bent.largest_within(used) == batch

@@ -1,4 +1,4 @@
-"""Asked in another way, a search does no worse: pairs of whole runs on machines of every second
+"""A search that is asked in another way does no worse: pairs of runs on machines of every second
 family.
 
 `python -m benchmarks.search --families hard --laws` tries all families, and other seeds.
@@ -24,7 +24,7 @@ FAMILIES = (
     "knee",
 )
 SEED = 4
-# what still fails, with the cause; a change that mends a cause removes its lines
+# known failures, with their cause; a change that fixes a cause removes its lines
 TODAY = {
     ("more time", "knee"): (
         "97 % of the best in 120 s; in 240 s the second size is 64 rows, in three slow steps, the "
@@ -54,8 +54,8 @@ def test_a_pair_of_searches_keeps_the_law(law: str, family: str) -> None:
     ("family", "seed"), [("stairs64", 17007), ("tol_jagged", 17001), ("small_memory", 23001)]
 )
 def test_a_useless_device_changes_nothing_for_the_others(family: str, seed: int) -> None:
-    """Their even share, their looks and their retreats from too large batches are those that they
-    have without it.
+    """They have the same even share, probes and smaller batches after running out of memory as
+    without it.
     """
     for case in hard.cases(family, seed):
         loss = LAWS["a useless device more"](case)

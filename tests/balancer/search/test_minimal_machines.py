@@ -1,5 +1,4 @@
-"""Machines on which searches went wrong, each as small as it could be made: a user's run is near
-the best on all.
+"""Minimal machines on which searches once went wrong: a user's run is near the best on all of them.
 
 `machines/*.toml` are machine files. The comments at their top are the commands that are run here;
 `starts 5 s` is how long each group of children takes to start. Events happen when the file says,
@@ -20,12 +19,13 @@ from tests.support.search_trials import Ask
 
 FOLDER = Path(__file__).parent / "machines"
 SEEDS = 3
-NEAR = 0.03  # regret, beyond the tolerance where the batch is free
-LATE = 0.1  # of the budget
-FAILURES = 2  # out of memory on one device
-MOMENTS = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0)  # seconds: when an event begins, beside the file's own
+NEAR = 0.03  # regret in addition to the tolerance, if the batch is free
+LATE = 0.1  # fraction of the budget
+FAILURES = 2  # out-of-memory failures on one device
+# seconds at which an event begins, besides the file's own
+MOMENTS = (2.0, 4.0, 6.0, 8.0, 12.0, 16.0)
 
-# what still fails, with the cause; a change that mends a cause removes its lines
+# known failures, with their cause; a change that fixes a cause removes its lines
 TODAY: dict[str, str] = {}
 
 
@@ -53,7 +53,7 @@ def _cases() -> list[Any]:
 
 
 def _moved(machine: Machine, moment: float | None) -> Machine:
-    """Its events begin at that moment instead, and last as long."""
+    """Return the machine with its events beginning at that moment, with the same duration."""
     if moment is None:
         return machine
     events = tuple(
@@ -67,7 +67,7 @@ def _moved(machine: Machine, moment: float | None) -> Machine:
 
 @pytest.mark.parametrize(("machine", "ask", "seeds"), _cases())
 def test_a_run_comes_near_the_best(machine: Machine, ask: Ask, seeds: range) -> None:
-    """In time, and seldom out of memory."""
+    """It ends in time, and rarely runs out of memory."""
     for seed in seeds:
         found = trials.run(machine, ask, seed)
         said = (

@@ -1,5 +1,5 @@
-"""The store of observations: what counts of several on one probe, what a device and a layout are
-read as.
+"""The store of observations: which of several counts for one probe, and how devices and layouts are
+read.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ SPLIT = Layout("split", (60, 40))
 
 
 def probe(layout: Layout, stage: Stage = Stage.SOLO, turn: int = 0, seconds: float = 1.0) -> Probe:
-    """A measurement to make."""
+    """Return a measurement to run."""
     return Probe(layout, stage, seconds, turn)
 
 
 def timed(at: Probe, step: float = 0.1, **changes: Any) -> Timed:
-    """One that ran, known to 1 %, with 10 bytes a sample."""
+    """Return an observation of a layout that ran, precise to 1 %, with 10 bytes per sample."""
     layout = at.layout
     memory = tuple(10 * share if share else None for share in layout.shares)
     own = tuple(step if share else None for share in layout.shares)
@@ -45,17 +45,17 @@ def timed(at: Probe, step: float = 0.1, **changes: Any) -> Timed:
 
 
 def full(at: Probe, *devices: int) -> OutOfMemory:
-    """One that ran out of memory."""
+    """Return an observation of a layout that ran out of memory."""
     return OutOfMemory(at, devices, "full", 1.0)
 
 
 def failed(at: Probe, *devices: int, cause: Cause = "exit") -> Failed:
-    """One that failed."""
+    """Return an observation of a layout that failed."""
     return Failed(at, cause, "it ended", devices, 1.0)
 
 
 def store(*seen: Timed | OutOfMemory | Failed, problem: Problem = PAIR) -> Observations:
-    """A store with these."""
+    """Return a store with these observations."""
     found = Observations(problem)
     for one in seen:
         found.add(one)
@@ -63,7 +63,7 @@ def store(*seen: Timed | OutOfMemory | Failed, problem: Problem = PAIR) -> Obser
 
 
 def alone(batch: int, position: int = 0, turn: int = 0, stage: Stage = Stage.SOLO) -> Probe:
-    """A probe of one of the two devices."""
+    """Return a probe of one of the two devices."""
     return probe(solo(2, position, batch), stage, turn)
 
 
@@ -103,7 +103,7 @@ def test_of_two_on_one_probe_the_worse_news_counts() -> None:
 
 
 def test_what_says_nothing_new_changes_nothing() -> None:
-    """A repeat, less than what is there, another request's layout, a layout of no device."""
+    """A duplicate, less than is known, a layout of another request, a layout without devices."""
     found = store(timed(alone(8)))
     for one in (timed(alone(8)), timed(alone(8), steps=5), timed(probe(solo(3, 0, 8)))):
         found.add(one)
@@ -114,7 +114,7 @@ def test_what_says_nothing_new_changes_nothing() -> None:
 
 
 def test_the_order_of_telling_decides_no_order_of_probes() -> None:
-    """Not of two that differ by placement alone either."""
+    """Not even of two probes that differ only by placement."""
     packs = [
         timed(probe(Layout("pack", (8, 0), 2, placement), Stage.PACK))
         for placement in ("", "logical", "mps")
@@ -139,7 +139,7 @@ def test_a_failure_is_open_until_it_had_its_tries() -> None:
 
 
 def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> None:
-    """A failure that was tried twice costs twice."""
+    """A failure with two attempts costs twice."""
     seen: list[Timed | Failed] = [
         timed(alone(8, 0), elapsed_seconds=2.0),
         timed(alone(8, 1), elapsed_seconds=3.0),
@@ -161,7 +161,9 @@ def test_solo_probes_of_one_turn_cost_the_longest_and_all_others_their_sum() -> 
 
 
 def test_what_exploration_measured_at_rest_is_the_first_turn() -> None:
-    """Of one device among several only at rest; the race's own first turn counts before it."""
+    """One device among several counts only if the others were idle. The race's own first turn
+    precedes it.
+    """
     others_idle, crowd = timed(alone(64, 0, 0, Stage.REST)), timed(alone(8))
     split, raced = timed(probe(SPLIT, Stage.SPLIT)), timed(probe(SPLIT, Stage.RACE), 0.2)
     later = timed(probe(SPLIT, Stage.RACE, 2))
@@ -175,13 +177,13 @@ def test_what_exploration_measured_at_rest_is_the_first_turn() -> None:
 
 
 def test_one_device_is_always_at_rest() -> None:
-    """So its solo probes are turns."""
+    """Its solo probes are therefore turns."""
     at = probe(solo(1, 0, 64))
     assert store(timed(at), problem=Problem(1, (None,))).turns(solo(1, 0, 64)) == {0: timed(at)}
 
 
 def test_a_layout_is_broken_by_the_first_turn_that_did_not_run() -> None:
-    """In the race; a split that failed before it is exploration's matter."""
+    """Only in the race: a split that failed earlier belongs to exploration."""
     first, second = full(probe(SPLIT, Stage.RACE, 1), 0), full(probe(SPLIT, Stage.RACE, 2), 1)
     assert store(second, first, timed(probe(SPLIT, Stage.RACE))).first_failure(SPLIT) == first
     assert store(full(probe(SPLIT, Stage.SPLIT), 0)).first_failure(SPLIT) is None
@@ -221,7 +223,7 @@ def test_a_device_that_has_gone_twice_takes_its_layouts_with_it() -> None:
 
 
 def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
-    """And what ran out while others held more says nothing."""
+    """What ran out of memory while others held more doesn't count."""
     before = full(probe(Layout("split", (50, 40)), Stage.SPLIT), 0)
     before = msgspec.structs.replace(before, short_bytes=(4000, 0))
     split = timed(probe(SPLIT, Stage.SPLIT))
@@ -235,8 +237,9 @@ def test_once_raced_a_device_has_what_others_left_in_its_last_turn() -> None:
 
 
 def test_the_most_that_others_held_counts() -> None:
-    """Whatever was seen later in exploration; less than the device has is left, and something
-    always is.
+    """What was seen later in exploration doesn't matter.
+
+    Less than the device's memory is left, but always something.
     """
     found = store(
         timed(alone(8), short_bytes=(4000, 0)), timed(alone(64, 0, 1), short_bytes=(1000, 0))
@@ -251,7 +254,7 @@ def test_the_most_that_others_held_counts() -> None:
 
 
 def test_a_device_is_read_from_exploration_alone() -> None:
-    """By where it ran: with the others at work, with them at rest, as a part of splits."""
+    """By its neighbours' state: others busy, others idle, or part of a split."""
     seen = store(
         timed(alone(8)),
         timed(alone(64, 0, 1)),
@@ -275,7 +278,7 @@ def test_a_device_is_read_from_exploration_alone() -> None:
 
 
 def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
-    """What ran above it before no longer counts as a batch that runs."""
+    """A larger batch that ran earlier no longer counts as one that runs."""
     found = read_device(
         store(
             timed(alone(64)),
@@ -293,7 +296,7 @@ def test_the_smallest_batch_that_failed_bounds_what_ran() -> None:
 
 
 def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
-    """50 of at most 64 is nearer than 50 of 500; of equals the first."""
+    """50 of at most 64 is nearer than 50 of 500. If equal, the first device counts."""
     seen = [timed(alone(64)), timed(alone(500, 1))]
     found = store(*seen, full(probe(Layout("split", (50, 50)), Stage.SPLIT)))
     assert tuple(read_device(found, i).memory.smallest_failed for i in (0, 1)) == (50, None)
@@ -302,8 +305,9 @@ def test_nobody_named_means_the_device_nearest_to_its_largest_batch() -> None:
 
 
 def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
-    """Above what ran, for good, it is a size at which its kernels end; with one mate, it may be the
-    mate.
+    """A permanent failure above what ran is a size at which its kernels fail.
+
+    In a pair, the other device may be the cause.
     """
     at = alone(8)
     assert read_device(store(*[failed(at, 0)] * 2), 0).lost == "it ended"
@@ -321,23 +325,26 @@ def test_a_device_that_failed_where_nothing_smaller_ran_is_lost() -> None:
 
 
 def test_the_check_of_a_layout_that_never_raced_is_its_turn() -> None:
-    """It was measured in the solo stage alone, before its device was held back: that figure is no
-    more true.
+    """It was measured only in the solo stage, before its device was throttled, so that value is
+    outdated.
     """
     slow = timed(probe(solo(2, 0, 64), Stage.CHECK, 1), 0.2)
     assert list(store(timed(alone(64)), slow).turns(slow.probe.layout).values()) == [slow]
 
 
 def errors(*splits: Timed) -> list[tuple[float, ...]]:
-    """The errors of each device's points: 60 and 40 rows alone in 0.1 s, and these splits."""
+    """Return the errors of each device's points.
+
+    They are 60 and 40 rows alone in 0.1 s, and these splits.
+    """
     found = store(timed(alone(60)), timed(alone(40, 1)), *splits)
     devices = with_drift([read_device(found, i) for i in range(2)])
     return [tuple(point.error for point in (*one.alone, *one.in_splits)) for one in devices]
 
 
 def test_two_probes_of_one_batch_show_by_how_much_speed_moves_between_probes() -> None:
-    """All points are as uncertain as most of these pairs say, beyond what rows and errors
-    explain.
+    """All points are as uncertain as most of these pairs show, beyond the effect of rows and
+    errors.
     """
     one = timed(probe(SPLIT, Stage.SPLIT), device_seconds=(0.12, 0.08))
     own = relative_error(one)
@@ -355,8 +362,9 @@ def test_a_lasting_neighbour_of_one_device_says_nothing_of_all() -> None:
 
 
 def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
-    """A lucky narrow interval of few steps isn't much better than its steps; a burst says nothing
-    of other probes.
+    """A narrow interval of few steps isn't much more precise than its steps.
+
+    A burst has no effect on other probes.
     """
     wide, lucky = timed(alone(8)), timed(alone(64, 0, 1))
     lucky = msgspec.structs.replace(lucky, low_seconds=0.0999, high_seconds=0.1001, steps=5)
@@ -367,7 +375,7 @@ def test_errors_are_at_least_what_the_noise_of_all_steps_says() -> None:
     assert second.error > 3 * relative_error(lucky)
     burst = msgspec.structs.replace(timed(alone(128, 0, 2)), low_seconds=0.01, high_seconds=0.19)
     assert max(one.error for one in read_device(store(wide, lucky, burst), 0).alone[:2]) < 0.01
-    # of steps of few rows
+    # of probes with few rows
     jitter = msgspec.structs.replace(timed(alone(8)), low_seconds=0.09, high_seconds=0.11)
     assert read_device(store(jitter, lucky), 0).alone[1].error < 0.003
     assert relative_error(wide) == pytest.approx(0.01 / 2.3646)

@@ -1,6 +1,4 @@
-"""Growing the number of trainings: it follows the gain, ends where it should, and finds the
-best.
-"""
+"""Growing the number of trainings follows the gain, ends where it should, and finds the best."""
 
 from __future__ import annotations
 
@@ -19,7 +17,7 @@ ONE = Bench(((10.0, 0.1, 0, 3000),))
 
 
 def grow(rate: Callable[[int], float], most: int = MOST_PROCESSES) -> dict[int, float]:
-    """Follow the advice to its end; the sizes in the order in which they were tried."""
+    """Follow the advice to its end, and return the sizes in the order in which they were tried."""
     tried: dict[int, float] = {}
     while (size := next_size(tried, most)) is not None:
         assert size not in tried, "nothing is tried twice"
@@ -72,8 +70,9 @@ def test_nothing_that_ran_is_no_best() -> None:
     most=st.integers(1, MOST_PROCESSES),
 )
 def test_growth_ends_soon_and_near_the_peak(peak: int, rise: float, fall: float, most: int) -> None:
-    """On any curve with one peak, at most 15 sizes are tried, and the best is within 7 % of what
-    `most` allows.
+    """On any curve with one peak, at most 15 sizes are tried.
+
+    The best is within 7 % of the best that `most` allows.
     """
 
     def rate(n: int) -> float:
@@ -88,7 +87,7 @@ def test_growth_ends_soon_and_near_the_peak(peak: int, rise: float, fall: float,
 
 
 def test_more_trainings_must_gain_more_than_a_twentieth() -> None:
-    """34 trainings side by side made 4.6 % more than 8, and each took 4.2 times as long."""
+    """34 trainings side by side reached 4.6 % more than 8, and each took 4.2 times as long."""
     search, size = Search(Problem(1, (None,), global_batch=256), LayoutOptions(("solo", "pack"))), 0
     while probes := search.ask():
         for probe in probes:

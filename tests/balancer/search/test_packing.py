@@ -28,8 +28,8 @@ MODES: tuple[PackMode, ...] = ("", "logical")
 
 
 def searched(runs: int, budget: float | None = None) -> Search:
-    """The end of a search at 256 rows in which up to so many trainings side by side take as long as
-    one.
+    """Return a finished search at 256 rows in which up to `runs` trainings side by side take as
+    long as one.
     """
     options = LayoutOptions(("solo", "pack"), pack_modes=MODES)
     search = Search(Problem(1, (31000,), global_batch=256, budget_seconds=budget), options)
@@ -41,7 +41,7 @@ def searched(runs: int, budget: float | None = None) -> Search:
 
 
 def logical(search: Search) -> list[int]:
-    """How many trainings the logical packs of the race have."""
+    """Return the numbers of trainings of the logical packs in the race."""
     return [
         one.layout.processes
         for one in search.evaluation.offers.candidates
@@ -52,8 +52,9 @@ def logical(search: Search) -> list[int]:
 def packs(
     bench: Bench, memory: int | None, batch: int | None = None, free: int = 89
 ) -> list[tuple[int, int]]:
-    """(trainings, rows of each) of every pack that a search of one device measures; `free` take as
-    long as one.
+    """Return (trainings, rows of each) of every pack that a search of one device measures.
+
+    Up to `free` trainings take as long as one.
     """
     search, found = (
         Search(Problem(1, (memory,), global_batch=batch), LayoutOptions(("solo", "pack"))),
@@ -79,7 +80,7 @@ def test_packs_grow_as_far_as_memory_allows_and_to_89_where_it_can_not_be_read()
 
 
 def test_packs_leave_others_the_memory_that_they_hold() -> None:
-    """What was free when the request was made may not be when a probe begins."""
+    """Memory that was free at the request may not be free when a probe begins."""
 
     class Taken(Bench, frozen=True):
         def measure(self, probes: Iterable[Probe], scale: float = 1.0) -> list[Observation]:
@@ -99,13 +100,13 @@ def test_packs_leave_others_the_memory_that_they_hold() -> None:
 def test_a_pack_that_ran_is_not_tried_again_with_the_memory_that_it_left_free(
     fixed_ms: float,
 ) -> None:
-    """Also where rows hardly take time, so that 2 % more of them would gain nearly 2 %."""
+    """Also if rows hardly take time, so that 2 % more rows would gain nearly 2 %."""
     sizes = [size for size, _ in packs(Bench(((fixed_ms, 0.1, 0, 3000),)), memory=31_000, free=2)]
     assert len(sizes) == len(set(sizes)) > 1
 
 
 def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
-    """Where memory can't be read; the device holds 3000 rows in all."""
+    """Memory can't be read, and the device holds 3000 rows in all."""
     search, tried = (
         Search(Problem(1, (None,)), LayoutOptions(("solo", "pack"))),
         list[tuple[int, int]](),
@@ -126,8 +127,9 @@ def test_packs_that_run_out_of_memory_are_tried_with_fewer_rows_each() -> None:
 
 
 def test_packs_leave_time_for_the_winner_s_knobs() -> None:
-    """Of 20 s; children take 0.5 s to start for each training, so that packs would take all of
-    it.
+    """The budget is 20 s.
+
+    Children take 0.5 s to start for each training, so that packs would use all of it.
     """
     options, started = LayoutOptions(("solo", "pack"), knobs=("xla", "mixed")), set[Layout]()
     search = Search(Problem(1, (200_000,), global_batch=256, budget_seconds=20.0), options)
@@ -155,7 +157,7 @@ def test_a_logical_pack_is_as_large_as_the_best_of_plain_processes() -> None:
 def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_another(
     seconds: float, kept: int
 ) -> None:
-    """The best number of plain processes may be another than it was, when the budget is over."""
+    """The best number of plain processes may have changed by the end of the budget."""
     search = searched(runs=5, budget=1000.0)
     again = Search(search.problem, search.options)
     plain = [one for one in search._seen.timed() if one.probe.layout.placement != "logical"]
@@ -172,7 +174,7 @@ def test_the_largest_logical_pack_that_ran_stays_once_there_is_no_time_for_anoth
 def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
     runs: int, named: list[int]
 ) -> None:
-    """Not one on which a larger pack failed: there, that is how the largest was found."""
+    """Not if a larger pack failed: that is how the largest number is found."""
     layouts: list[Layout] = [
         one.layout
         for one, _ in searched(runs).evaluation.offers.list_failed()
@@ -182,7 +184,7 @@ def test_a_device_that_can_not_be_packed_is_named_by_the_smallest_pack(
 
 
 def test_a_pack_that_its_check_refutes_gives_way_to_a_smaller_one() -> None:
-    """As on a GPU: five trainings seemed 7 % faster than three, and were 2 % faster when measured
+    """On a GPU, five trainings seemed 7 % faster than three, and were 2 % faster when measured
     again.
     """
     rates = {2: 45_400.0, 3: 56_000.0, 5: 60_000.0}

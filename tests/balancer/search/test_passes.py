@@ -1,4 +1,4 @@
-"""Shares in passes: the wall limits the pass, not the share."""
+"""Shares in passes: memory limits the pass, not the share."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def card(
     overhead_ms: float | None = None,
     curve: Sequence[tuple[int, float]] = ((1, 1.1), (8192, 820.2)),
 ) -> SimulatedDevice:
-    """A card on which this many rows fit at once; a step takes 1 ms + 0.1 ms a row."""
+    """Return a card on which this many rows fit in a pass. A step takes 1 ms + 0.1 ms per row."""
     return SimulatedDevice(
         name="card",
         memory_mib=1000 + rows + 0.5,
@@ -65,7 +65,7 @@ def card(
 def plan(
     machine: Machine, batch: int | None, micro: bool = True
 ) -> tuple[Result | None, list[Observation]]:
-    """What a search ends with, and what it saw."""
+    """Return the result of a search, and its observations."""
     memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
     prober = RecordingProber(machine, 1)
     search = run_search(
@@ -81,7 +81,9 @@ def rate(machine: Machine, found: Result | None) -> float:
 
 @st.composite
 def curves(draw: st.DrawFn) -> Curve:
-    """Straight, or level up to 50 rows; a row never takes less time in a smaller batch."""
+    """Draw a curve that is straight, or level up to 50 rows. A row never takes less time in a
+    smaller batch.
+    """
     fixed, slope = draw(st.floats(0.5, 20.0)), draw(st.floats(0.01, 1.0))
     if draw(st.booleans()):
         return Curve((0.0, 1.0), (fixed, fixed + slope), slope)
@@ -100,7 +102,7 @@ def pass_curves(draw: st.DrawFn) -> PassCurve:
 def test_the_most_rows_by_a_time_are_what_trying_every_share_finds(
     curve: PassCurve, quantum: int, seconds: float
 ) -> None:
-    """A wall is a whole number of quanta."""
+    """The limit of a pass is a whole number of quanta."""
     times = [curve.seconds(share) for share in range(quantum, 401, quantum)]
     found = sum(1 for time in times if time <= seconds * (1 + 1e-9)) * quantum
     assert abs(curve.largest(seconds, 400, quantum) - found) <= quantum
@@ -134,8 +136,9 @@ def test_a_share_that_fits_at_once_is_one_pass_and_others_are_as_few_as_fit(
 def test_fewer_passes_of_more_rows_are_taken_where_they_are_faster(
     knee: int, room: float, steep: float, seconds: float
 ) -> None:
-    """Level to a knee, which a pass does best: 1,024 rows in two passes of 512 take less than in
-    three of 342.
+    """The curve is level up to a knee, which is the best size of a pass.
+
+    1,024 rows in two passes of 512 take less time than in three of 342.
     """
     curve = Curve((0.0, float(knee)), (1.0, 1.0), steep / knee)
     fits = int(room * knee)
@@ -196,7 +199,7 @@ def test_four_times_what_fits_is_a_plan(devices: int) -> None:
 
 
 def test_small_cards_are_used_as_the_best_of_all_pass_sizes() -> None:
-    """A smaller run of `python -m benchmarks.search`, of the fixed batches that don't fit."""
+    """A smaller run of `python -m benchmarks.search`, with the fixed batches that don't fit."""
     regrets = []
     for seed in range(8):
         for devices in (2, 4):
@@ -213,9 +216,7 @@ def test_small_cards_are_used_as_the_best_of_all_pass_sizes() -> None:
 @settings(max_examples=12, deadline=None)
 @given(benches(fewest=1, most=3), st.data())
 def test_where_everything_fits_passes_cost_nothing(bench: Bench, data: st.DataObject) -> None:
-    """A fixed batch that any of the devices could hold, on curves along which a pass more is never
-    faster.
-    """
+    """Any of the devices could hold the fixed batch, and another pass is never faster."""
     batch = data.draw(
         st.integers(
             len(bench.devices), max(len(bench.devices), min(m for *_, m in bench.devices) // 2)
@@ -264,8 +265,8 @@ class Keeping(Bench, frozen=True):
 
 @pytest.mark.parametrize("known", [True, False])
 def test_gradients_that_are_kept_between_passes_make_them_smaller(known: bool) -> None:
-    """Exploration may run out of memory, the race doesn't; the plan is near what such passes
-    allow.
+    """Exploration may run out of memory, the race doesn't. The plan is near the best with such
+    passes.
     """
     bench = Keeping(PAIR.devices, PAIR.sync_seconds)
     search, seen = searched(bench, bench.problem(known, global_batch=8000))
@@ -287,7 +288,7 @@ def test_passes_are_as_even_as_the_quantum_allows() -> None:
 
 
 def test_a_workload_that_can_not_be_cut_keeps_its_devices() -> None:
-    """It raises in passes: the plan is what fits at once."""
+    """It raises an exception in passes, so the plan has what fits in one."""
     search = Search(PAIR.problem(global_batch=2200))
     while probes := search.ask():
         for probe in probes:
@@ -311,7 +312,9 @@ def test_a_card_that_holds_no_row_is_left_out() -> None:
 
 
 def test_a_plan_that_is_known_to_fit_comes_before_one_that_may_not() -> None:
-    """4 and 8 rows say that 17 fit, and 15 do; the time left is too short for a second try."""
+    """4 and 8 rows predict that 17 fit, and 15 do. The time left is too short for a
+    second attempt.
+    """
     memory, curve = (
         ((4, 3180.0), (8, 4594.0), (15, 7990.0), (16, 9000.0), (64, 40000.0)),
         ((1, 28.0), (8, 31.5)),
@@ -325,8 +328,9 @@ def test_a_plan_that_is_known_to_fit_comes_before_one_that_may_not() -> None:
 
 
 def test_out_of_memory_means_more_passes_or_a_smaller_batch() -> None:
-    """Of a fixed batch the device that ran out takes more; a free one keeps its passes and
-    shrinks.
+    """With a fixed batch, the device that ran out uses more passes.
+
+    A free batch keeps its passes and shrinks.
     """
     layout = layout_of((820, 400), (410, 400))
     assert divide(layout, (0,)) == layout_of((820, 400), (287, 400))
@@ -380,9 +384,7 @@ def test_the_oracle_tries_every_pass_size(
 
 
 def test_four_hosts_share_a_batch_that_fits_on_none_of_them() -> None:
-    """A device takes it in passes; which hosts share it is decided by the times at which passes
-    end.
-    """
+    """A device computes it in passes. The times at which passes end decide which hosts share it."""
     machine = Machine(
         tuple(card(200, curve=((1, 5.3), (1000, 305.0))) for _ in range(4)), Sync(1.0, 0.0, 100.0)
     )

@@ -1,5 +1,5 @@
-"""What a probe should cost, how long it may measure, and which part of a budget each stage may
-spend.
+"""The cost of probes, how long they may measure, and which part of a budget each stage
+may spend.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ ALL = LayoutOptions(placements=(Placement("towers"), Placement("alternate")), kn
 def timed(
     layout: Layout, stage: Stage = Stage.SOLO, step: float = 0.1, turn: int = 0, **changes: Any
 ) -> Timed:
-    """Ten steps in 2 s, of which one is not timed."""
+    """Return ten steps in 2 s, of which one isn't timed."""
     nothing = (None,) * len(layout.shares)
     seen = Timed(
         Probe(layout, stage, 1.0, turn),
@@ -45,7 +45,7 @@ def budget(
     devices: int = 2,
     **others: Any,
 ) -> Budget:
-    """A budget of which these were spent."""
+    """Return a budget of which these probes were spent."""
     problem = Problem(devices, (None,) * devices, budget_seconds=seconds)
     found = Observations(problem)
     for one in seen:
@@ -71,8 +71,9 @@ def test_without_a_budget_a_probe_lasts_for_its_stage_or_for_twelve_steps(
 
 
 def test_a_budget_is_shared_out_over_the_probes_of_a_stage() -> None:
-    """Later turns may take 95 of 100 s; 2 s are spent, a split's children start in 1.5 times 1
-    s.
+    """Later turns may use 95 of 100 s.
+
+    2 s are spent, and a split's children start in 1.5 times 1 s.
     """
     found = budget(timed(solo(2, 0, 8), elapsed_seconds=2.0, start_seconds=1.0))
     left = 100 - 2 - 1.5
@@ -99,9 +100,7 @@ def test_a_probe_of_exploration_has_a_tenth_of_what_is_left() -> None:
 
 @pytest.mark.parametrize("step", [1.0, 2.0, 12.0])
 def test_a_probe_is_of_a_lone_step_where_six_would_take_more_than_a_tenth(step: float) -> None:
-    """The timer stops after a step that takes longer than the whole probe was meant to. Such a
-    probe has two steps, of which the first took 0.5 s longer.
-    """
+    """The timer stops after a step that takes longer than the whole probe should."""
     found = budget(
         timed(solo(2, 0, 8), step=4.0, first_step_seconds=4.5, elapsed_seconds=41.0),
     )
@@ -112,7 +111,7 @@ def test_a_probe_is_of_a_lone_step_where_six_would_take_more_than_a_tenth(step: 
 
 
 def test_a_lone_step_needs_slow_steps_and_a_budget() -> None:
-    """Short ones say too little; where the first step tunes kernels, they save nothing."""
+    """Short steps say too little. If the first step tunes kernels, lone steps save nothing."""
     spent = timed(solo(2, 0, 8), elapsed_seconds=93.0)
     assert budget(spent).probe_seconds(SPLIT, Stage.SPLIT, 1, 0.3) >= 2 * 0.3
     assert budget(seconds=None).probe_seconds(SPLIT, Stage.SPLIT, 1, 12.0) >= 2 * 12.0
@@ -164,8 +163,9 @@ def test_when_the_race_is_over_exploration_may_have_the_rest() -> None:
 
 
 def test_children_that_stand_start_in_no_time() -> None:
-    """New ones as long as the slowest of a device alone, for each kind of layout; packs for each
-    training.
+    """New children take as long as the slowest start of a device alone, for each kind of layout.
+
+    Packs take that time for each training.
     """
     found = budget(timed(solo(2, 0, 8), start_seconds=4.0), timed(solo(2, 1, 8), start_seconds=3.0))
     assert found.starts.seconds(solo(2, 0, 64)) == 0.0
@@ -178,7 +178,7 @@ def test_children_that_stand_start_in_no_time() -> None:
 
 
 def test_packs_start_in_proportion_or_sooner_where_a_second_size_did() -> None:
-    """Two trainings in 6 s, four in 8: each of the next takes a second, not three."""
+    """Two trainings start in 6 s, four in 8 s, so each further one takes one second, not three."""
     two, four = (
         timed(Layout("pack", (8, 0), size), Stage.PACK, start_seconds=seconds)
         for size, seconds in ((2, 6.0), (4, 8.0))
@@ -198,7 +198,7 @@ def test_children_that_make_way_again_and_again_pay_their_least_start_each_time(
 
 
 def test_the_shortest_probe_has_five_steps_and_its_warm_up() -> None:
-    """A layout that ran takes what it took beside its steps; another one the median."""
+    """A layout that ran takes its own extra time again, another layout the median."""
     found = budget(
         timed(solo(2, 0, 8)),
         timed(solo(2, 1, 8), elapsed_seconds=4.0),
@@ -212,8 +212,9 @@ def test_the_shortest_probe_has_five_steps_and_its_warm_up() -> None:
 
 
 def test_steps_that_try_kernels_out_are_counted_by_how_they_grow() -> None:
-    """A first step of 0.3 s at 10 ms, of 11.2 s at 110: 109 / 0.1 - 1 steps more; none where sizes
-    hardly differ.
+    """A first step of 0.3 s at 10 ms, and of 11.2 s at 110 ms, is 109 / 0.1 - 1 steps more.
+
+    There are none if sizes hardly differ.
     """
     quick = timed(solo(2, 0, 8), step=0.01, first_step_seconds=0.3)
     slow = timed(solo(2, 0, 64), step=0.11, turn=1, first_step_seconds=11.2)
@@ -227,7 +228,7 @@ def test_steps_that_try_kernels_out_are_counted_by_how_they_grow() -> None:
 
 
 def test_a_layout_that_never_ran_steps_as_its_devices_alone_promise() -> None:
-    """Together for a split, as the slower ones wait; as the fastest for a pack. Two slow steps."""
+    """A split is as slow as its slowest device, a pack as fast as the fastest. Two slow steps."""
     found = budget(timed(solo(2, 0, 10)), timed(solo(2, 1, 5)), timed(solo(2, 0, 1), turn=1))
     assert found.least_seconds(Layout("split", (300, 300))) == pytest.approx(2 * 600 / 150)
     assert found.least_seconds(Layout("pack", (100, 0), 4)) == pytest.approx(2 * 400 / 100)
@@ -237,7 +238,7 @@ def test_a_layout_that_never_ran_steps_as_its_devices_alone_promise() -> None:
 
 
 def test_turns_left_are_those_that_the_rest_of_the_budget_pays() -> None:
-    """Of 95 %, each turn of at least a usual probe for every layout."""
+    """Of 95 % of the budget, each turn takes at least a usual probe for every layout."""
     found = budget(timed(solo(2, 0, 10), elapsed_seconds=15.0))
     assert found.turns_left([SPLIT, Layout("split", (50, 50))]) == pytest.approx(80 / (2 * 19))
     quick = budget(timed(solo(2, 0, 1000), elapsed_seconds=15.0, steps=150))
@@ -259,14 +260,14 @@ def test_a_budget_that_grows_packs_counts_the_first_turns_alone() -> None:
 
 
 def test_a_plan_may_explore_with_all_of_its_budget_and_a_comparison_with_a_part() -> None:
-    """Packs and placements follow it, each with children that have to start."""
+    """Packs and placements follow exploration, and their children have to start."""
     assert budget().time.explore_seconds == 95
     for options in (ALL, LayoutOptions(("solo", "pack"))):
         assert budget(options=options).time.explore_seconds == pytest.approx(40)
 
 
 def test_the_longest_step_is_a_part_of_what_exploration_has_left() -> None:
-    """40 % of it for a probe of two steps, alone or in a split; at most a fifth of a minute."""
+    """It is 40 % for a probe of two steps, alone or in a split, and at most a fifth of a minute."""
     assert budget(seconds=50.0).time.longest_step() == pytest.approx(0.4 * 0.95 * 50 / 2)
     assert budget(seconds=1000.0).time.longest_step() == pytest.approx(60 / 5)
     spent = timed(solo(2, 0, 8), elapsed_seconds=31.0)
