@@ -1,6 +1,4 @@
-"""What a measurement does beyond its step's time, to say what holds that up: with a group of GPUs
-that is made up.
-"""
+"""The extra measurements that find the limits of a step, on invented GPUs."""
 
 from __future__ import annotations
 
@@ -29,7 +27,7 @@ from evener.balancer.probes.protocol import (
 )
 from evener.balancer.types import Probe, Stage, Timed, solo
 
-STEP = 0.02  # seconds, of which `input` are waiting for rows
+STEP = 0.02  # seconds of a step, of which `input` are spent waiting for rows
 
 
 class Gpu:
@@ -63,7 +61,7 @@ class Gpu:
 
 
 class Watch:
-    """Devices that tell nothing."""
+    """Devices that report nothing."""
 
     def read(self, _positions: object) -> dict[int, object]:
         return {}
@@ -72,7 +70,7 @@ class Watch:
 
 
 def measure(group: Gpu, closer: bool = True) -> Timed:
-    """A probe of a second on this group."""
+    """Return a probe of one second on this group."""
     probe = Probe(solo(1, 0, 8), Stage.CHECK, 1.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     found = Measurement(

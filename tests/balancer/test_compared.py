@@ -31,9 +31,11 @@ def make_training(
     disturbed: float = 0.0,
     rare: bool = False,
 ) -> RecordedTraining:
-    """A training of steps that differ by 4 %, on a machine whose speed wanders by 2 % and drifts by
-    up to 2 %; its first windows take longer. Other programs slow most of its steps by up to
-    `disturbed`, another part in each window. A `rare` slowdown isn't in its quick steps.
+    """Return a training whose steps differ by 4 %, on a machine whose speed varies.
+
+    The speed varies by 2 % and drifts by up to 2 %, and the first windows take longer. Other
+    programs slow most steps by up to `disturbed`, differently in each window. A `rare` slowdown
+    isn't in its quick steps.
     """
     draw = random.Random(seed)
     load = draw.uniform(0, disturbed)
@@ -74,7 +76,7 @@ def test_equal_trainings_pass_and_slower_ones_are_found() -> None:
 
 
 def test_what_disturbs_a_training_makes_it_no_slower() -> None:
-    """Equal trainings of which other programs slow each by another part, up to 40 %."""
+    """Other programs slow equal trainings differently, by up to 40 %."""
     found = [
         compare_trainings(
             make_training(2 * seed, windows=10, disturbed=0.4),
@@ -90,7 +92,7 @@ def test_what_disturbs_a_training_makes_it_no_slower() -> None:
 
 
 def test_what_only_some_steps_have_more_of_counts_by_its_mean() -> None:
-    """Late rows and checkpoints: the quick steps of both trainings are equal."""
+    """Late rows and checkpoints count, though the quick steps of both trainings are equal."""
     before = make_training(1, disturbed=0.01)
     for phase in ("input_s", "files_s"):
         late = make_training(2, 0.3, phase=phase, disturbed=0.01, rare=True)
@@ -102,7 +104,7 @@ def test_what_only_some_steps_have_more_of_counts_by_its_mean() -> None:
 
 
 def test_the_interval_holds_what_is_true() -> None:
-    """In 19 of 20 pairs, about: drift of the whole machine is part of each training's mean."""
+    """In about 19 of 20 pairs: the machine's drift is part of each training's mean."""
     held = 0
     for seed in range(200):
         found = compare_trainings(make_training(2 * seed), make_training(2 * seed + 1, 0.1))
@@ -132,7 +134,7 @@ def test_only_the_last_start_counts_and_a_short_training_says_so() -> None:
 
 
 def keep(training: RecordedTraining) -> str:
-    """A training's journal on disk; its run."""
+    """Write a training's journal to disk and return its run."""
     run_id = f"20261129-01{training.run.removeprefix('run-'):0>4}-abcd"
     folder = run_folder(run_id)
     make_private(folder)

@@ -1,4 +1,4 @@
-"""What a comparison that was asked for means on GPUs: what is said of MPS."""
+"""What a requested comparison means on GPUs, and its messages about MPS."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from evener.balancer.request import Request
 def request_of_two(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> Request:
-    """Two GPUs of a scripted driver, no daemon where programs look for one."""
+    """Return two GPUs of a scripted driver, without a daemon where programs look for one."""
     fake_nvml(2)
     monkeypatch.setenv("CUDA_MPS_PIPE_DIRECTORY", str(tmp_path))
     return Request(devices="gpu", workload="synthetic")
@@ -26,7 +26,7 @@ def request_of_two(
 def test_a_daemon_is_named_as_processes_share_through_it(
     request_of_two: Request, tmp_path: Path
 ) -> None:
-    """It is known by the file that it keeps its process id in."""
+    """It is recognized by the file in which it keeps its process id."""
     (tmp_path / "nvidia-cuda-mps-control.pid").write_text(f"{os.getpid()}\n")
     wanted = make_comparison_job(request_of_two).request.compare
     assert wanted is not None

@@ -1,6 +1,4 @@
-"""A dry run says what a search then does: on simulated devices, against the search itself; failures
-in one sentence.
-"""
+"""A dry run predicts a search on simulated devices, and reports failures in one sentence."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ REAL = Request(devices="cpu/2", workload="synthetic", framework="none", settings
 
 
 def dry_run_request(request: Request) -> DryRunResult:
-    """What the dry run says; it makes no run."""
+    """Return the result of a dry run, which makes no run."""
     result = dry_run(make_job(request), lambda _: None, threading.Event())
     assert result is not None
     assert not runs.list_runs()
@@ -53,7 +51,7 @@ def test_the_batches_that_it_says_are_those_of_the_search(batch: int | None) -> 
 
 @two_cores
 def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None:
-    """Only on the first device; what the workload raises is named."""
+    """Only on the first device. The workload's exception is named."""
     phases: list[ProbeProgress] = []
     result = dry_run(make_job(REAL), phases.append, threading.Event())
     assert result is not None
@@ -85,7 +83,7 @@ def test_one_real_child_builds_and_steps_and_a_failure_is_one_sentence() -> None
 
 @two_cores
 def test_a_workload_that_hangs_ends_with_the_budget() -> None:
-    """And says where it was."""
+    """The message says where it was."""
     hanging = msgspec.structs.replace(REAL, settings={"fail": "hang"}, budget_seconds=1.5)
     with pytest.raises(
         NoLayoutError, match=r"The first steps of synthetic had not ended after \d s on CPU:0"
@@ -96,7 +94,7 @@ def test_a_workload_that_hangs_ends_with_the_budget() -> None:
 def test_the_command_prints_a_row_for_each_device_and_makes_no_plan(
     capsys: pytest.CaptureFixture[str], own_folder: object
 ) -> None:
-    """What fits; with options that want a plan it is refused."""
+    """The row says what fits. Options that need a plan are refused."""
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--dry-run"]) == 0
     out = capsys.readouterr().out
     assert "SIM:1   GTX 1080     7.93 GiB   about 694 samples" in out
@@ -109,9 +107,7 @@ def test_the_command_prints_a_row_for_each_device_and_makes_no_plan(
 def test_a_model_that_simulated_devices_do_not_run_is_not_named_as_if_they_had(
     capsys: pytest.CaptureFixture[str], own_folder: Path, tmp_path: Path
 ) -> None:
-    """A model of the user's own that would never return gets a plan there, whose first warning says
-    why.
-    """
+    """A user's model that would never return gets a plan there, whose first warning says why."""
     (tmp_path / "hangs.py").write_text("def build():\n    while True:\n        pass\n")
     own = ["-d", "sim:gtx1080ti,gtx1080", "-w", f"{tmp_path}/hangs.py:build"]
     assert run(["balance", *own, "--dry-run"]) == 0

@@ -1,5 +1,5 @@
-"""Energy: what drivers count becomes watts of a probe, and samples per joule decide where they are
-asked to.
+"""Energy: driver counters become the watts of a probe, and samples per joule decide if
+requested.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ power_watts = 450
 
 
 def timed(layout: Layout, rate: float, *watts: float | None) -> Timed:
-    """A layout that ran at so many samples/s."""
+    """Return a layout that ran at this rate in samples/s."""
     step = layout.global_batch / rate
     probe = Probe(layout, Stage.RACE, 1.0)
     return Timed(
@@ -62,7 +62,7 @@ def timed(layout: Layout, rate: float, *watts: float | None) -> Timed:
 
 
 def value_of(turns: dict[int, Timed]) -> float:
-    """Samples per joule of a layout by its turns."""
+    """Return the samples per joule of a layout from its turns."""
     return ENERGY.value(throughput(turns).value, turns.values())
 
 
@@ -77,8 +77,8 @@ def value_of(turns: dict[int, Timed]) -> float:
 def test_the_most_efficient_layout_within_the_slowdown_is_chosen(
     drawn: list[tuple[float, float | None, float]], slowdown: float
 ) -> None:
-    """No layout that is fast enough trains more samples per joule, and the chosen one is fast
-    enough.
+    """No layout that is fast enough has more samples per joule, and the chosen one is
+    fast enough.
     """
     layouts = [layout_of((10 + place, 10)) for place in range(len(drawn))]
     turns = {
@@ -105,7 +105,7 @@ def test_idle_devices_count_and_unknown_ones_leave_the_figure_unknown() -> None:
 
 
 class Driver:
-    """Two GPUs at 300 and 50 W; the second may be gone, the third tells nothing."""
+    """Two GPUs at 300 and 50 W. The second may be gone, the third reports nothing."""
 
     def __init__(self) -> None:
         self.at, self.gone = 10.0, False
@@ -156,8 +156,9 @@ def test_a_chip_without_the_counter_is_asked_for_its_power(
 def test_a_search_by_energy_takes_the_lean_device_alone(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The split is 5 % faster and draws three times as much; the plan, its evidence and the texts
-    say so.
+    """The split is 5 % faster and draws three times as much power.
+
+    The plan, its evidence and the texts say so.
     """
     Path("machine.toml").write_text(LEAN)
     asked = ["balance", "-d", "sim:machine.toml", "--global-batch", "4096", "--export", "plan.toml"]
@@ -192,12 +193,12 @@ def test_a_search_by_energy_takes_the_lean_device_alone(
 
 
 def test_simulated_machines_train_most_samples_per_joule_within_the_slowdown() -> None:
-    """Against an oracle of every set of devices; benchmarks/efficiency.py tries 200."""
+    """Compared with an oracle of every set of devices; benchmarks/efficiency.py tries 200."""
     assert sum(map(is_efficient, range(30))) >= 29
 
 
 def test_a_slower_card_that_draws_little_is_raced_alone(own_folder: Path) -> None:
-    """It has less than half of the samples/s, and draws a seventeenth."""
+    """It has less than half of the samples/s, and draws a seventeenth of the power."""
     slower = LEAN.replace(
         "[[1, 10.0], [1000, 110.0], [4000, 410.0]]", "[[1, 4.0], [1000, 28.0], [4000, 100.0]]"
     )
@@ -222,8 +223,9 @@ def test_a_slower_card_that_draws_little_is_raced_alone(own_folder: Path) -> Non
 def test_a_probe_says_samples_per_joule_of_each_run_and_of_all(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Devices that are left out count, and stand apart; where one tells no energy, there is no
-    figure.
+    """Unused devices count, and are listed separately.
+
+    If a device reports no energy, there is no value.
     """
     Path("machine.toml").write_text(LEAN)
     asked = ["probe", "-d", "sim:machine.toml", "--batches", "4096", "--repeat", "2"]

@@ -1,4 +1,4 @@
-"""Which engine keeps TensorFlow's splits in step, where a person chooses one."""
+"""Which engine synchronizes TensorFlow's splits if the user chooses one."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ SPLIT = layout_of((6, 2))
 
 
 def asked(**fields: Any) -> Request:
-    """For the small Keras network, with an engine."""
+    """Return a request for the small Keras network with an engine."""
     return Request(**{"devices": "cpu", "workload": "keras_mnist", "engine": "towers", **fields})
 
 
 @pytest.mark.parametrize(("engine", "children"), [("towers", 1), ("multiworker", 2)])
 def test_the_engine_asked_for_says_how_many_processes_there_are(engine: str, children: int) -> None:
-    """Whatever `auto` would have taken; a solo has no engine."""
+    """Whatever `auto` would choose. A solo layout has no engine."""
     gpus = tuple(Device(f"GPU-{i}", i, "H200", "gpu", 1 << 30) for i in range(2))
     resolved = Job(Request(engine=engine), gpus, "keras_mnist", "tensorflow")
     assert choose_engine(resolved, SPLIT.children) == engine
@@ -59,7 +59,7 @@ def test_an_engine_that_cannot_be_is_refused(fields: dict[str, Any], words: str)
 def test_limits_that_an_engine_can_keep_are_let_through(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process for each device keeps any; one for all GPUs keeps each of them to its memory."""
+    """One process per device keeps any limit; one for all GPUs keeps each of them to its memory."""
     # TensorFlow need not be installed
     monkeypatch.setattr("evener.balancer.jobs.find_spec", lambda _: True)
     fake_nvml(2)
@@ -74,9 +74,7 @@ def test_limits_that_an_engine_can_keep_are_let_through(
 @pytest.mark.slow
 @pytest.mark.usefixtures("shared_servers")
 def test_one_process_trains_on_both_slices_by_the_engine_asked_for() -> None:
-    """Real steps of uneven shares, by the engine that nothing else would choose; the plan would
-    name it.
-    """
+    """Real steps of uneven shares by an engine that isn't the default. The plan would name it."""
     prober = make_prober(make_job(asked()))
     try:
         (seen,) = prober.measure(

@@ -40,26 +40,26 @@ DEVICES = tuple(Device(f"GPU-{i}", i, "NVIDIA A", "gpu", 1 << 33) for i in range
 
 
 def driven(**options: object) -> list[Event]:
-    """The events of a session on simulated cards."""
+    """Return the events of a session on simulated cards."""
     session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", **options)))  # type: ignore[arg-type]
     with closing(session):
         return list(session.events())
 
 
 def faulted(**options: object) -> NoLayoutError:
-    """The fault of one."""
+    """Return the error of such a session."""
     with pytest.raises(NoLayoutError) as fault:
         driven(**options)
     return fault.value
 
 
 def record(header: Header, *seen: Observation) -> JournalContents:
-    """The journal of a run that saw this."""
+    """Return the journal of a run with these observations."""
     return JournalContents(header, tuple(ObservationEntry(one, 1.0) for one in seen), 0)
 
 
 def late(unfinished: tuple[Unfinished, ...]) -> SearchEnd:
-    """The time was over."""
+    """Return the end of a run whose time was over."""
     return SearchEnd(End(Stop.LATE), 60.0, unfinished=unfinished)
 
 
@@ -99,7 +99,7 @@ def test_a_failure_that_all_devices_share_is_said_once() -> None:
 
 
 def raised(position: int, error: str) -> Failed:
-    """A device's failure while warming up."""
+    """Return a device's failure while warming up."""
     probe = Probe(solo(2, position, 8), Stage.SOLO, 1.0)
     detail = f"GPU:{position}, warming up: {error} (traceback in errors.txt)"
     return Failed(probe, "raised", detail, (position,), 1.0)
@@ -108,7 +108,7 @@ def raised(position: int, error: str) -> Failed:
 def test_an_error_of_every_device_is_the_code_s_and_names_where_the_model_is_made(
     tmp_path: Path,
 ) -> None:
-    """Where no line of the user's own was running; memory and devices aren't to blame."""
+    """No line of the user's code was running; memory and devices aren't to blame."""
     file = tmp_path / "bug.py"
     file.write_text("import torch\n\ndef build():\n    return None\n")
     request = Request(devices="gpu:0,1", framework="torch")
@@ -133,7 +133,7 @@ def test_an_error_of_every_device_is_the_code_s_and_names_where_the_model_is_mad
 
 @pytest.mark.parametrize("batch", [1800, 1_000_000])
 def test_a_global_batch_that_does_not_fit_is_said_with_one_that_does(batch: int) -> None:
-    """And the largest that is named can be balanced."""
+    """The largest batch that is named can be balanced."""
     fault = faulted(global_batch=batch, micro="off")
     assert f"A global batch of {batch} samples doesn't fit" in fault.message
     assert "SIM:0 holds" in fault.message
@@ -142,7 +142,7 @@ def test_a_global_batch_that_does_not_fit_is_said_with_one_that_does(batch: int)
 
 
 def test_four_times_what_fits_is_a_plan_in_passes() -> None:
-    """As is a batch that only the largest card's memory would hold."""
+    """So is a batch that only the largest card's memory would hold."""
     for batch in (1800, 4 * 1500):
         end = driven(global_batch=batch)[-1]
         assert isinstance(end, Finished)
@@ -151,7 +151,7 @@ def test_four_times_what_fits_is_a_plan_in_passes() -> None:
 
 
 def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
-    """It fits, and time is left: neither is the reason."""
+    """It fits, and time is left, so neither is the reason."""
     alone = Timed(
         Probe(solo(2, 0, 8), Stage.SOLO, 1.0), 1.0, 1.0, 1.0, 5, (1, None), (1.0, None), 1.0, 5.0
     )
@@ -175,7 +175,7 @@ def test_a_split_that_fails_is_said_though_each_device_ran_alone() -> None:
 
 
 def test_a_budget_that_was_too_short_is_said_with_a_longer_one() -> None:
-    """Devices ran alone, at less than the batch that is asked for."""
+    """Devices ran alone, below the requested batch."""
     fault = faulted(budget_seconds=2.0, global_batch=1024)
     assert (
         fault.message
@@ -185,7 +185,7 @@ def test_a_budget_that_was_too_short_is_said_with_a_longer_one() -> None:
 
 
 def building(position: int, seconds: float, phase: str = "building") -> ProbeProgress:
-    """A probe that was in a phase for so long."""
+    """Return a probe that was in a phase for this long."""
     return ProbeProgress(
         Probe(solo(2, position, 8), Stage.SOLO, 1.0), phase, None, None, 60.0, seconds
     )
@@ -205,7 +205,7 @@ def building(position: int, seconds: float, phase: str = "building") -> ProbePro
 def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(
     workload: str, words: str
 ) -> None:
-    """What was being measured is no reason."""
+    """Measuring itself isn't a reason."""
     running = [building(1, 28.2), building(0, 27.0), building(0, 3.0, "measuring")]
     (late_one,) = find_unfinished(workload, DEVICES, running)
     assert write_unfinished(late_one) == words
@@ -214,7 +214,7 @@ def test_what_had_not_ended_is_named_with_its_devices_and_the_longest_time(
 
 
 def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
-    """Stopped within an import statement, within the file's own lines, within the function."""
+    """It was stopped within an import statement, the file's own lines, or the function."""
     header = Header(
         "run",
         "2026-01-01T00:00:00Z",
@@ -244,7 +244,7 @@ def test_a_slow_import_is_not_blamed_on_the_user_s_function() -> None:
 
 
 def test_the_end_names_what_had_not_ended_of_the_user_s_own_instead_of_the_budget() -> None:
-    """Of a built-in workload, or if the user stopped it, in addition to that."""
+    """For a built-in workload, or if the user stopped it, it names both."""
     header = Header(
         "run", "2026-01-01T00:00:00Z", Request(), DEVICES, "train.py:build", "tensorflow", "0"
     )

@@ -1,4 +1,4 @@
-"""What is said of the measurements behind a plan: doubts with what helps, memory that others hold,
+"""Texts about the measurements of a plan: doubts with remedies, memory of others,
 devices left out.
 """
 
@@ -46,7 +46,7 @@ def timed(
     short: tuple[int, ...] = (),
     step: float = 1.0,
 ) -> Timed:
-    """A measurement with doubts, what others held, and seconds of a step ± 10 %."""
+    """Return a measurement with doubts, memory that others held, and seconds of a step ± 10 %."""
     probe, seconds = Probe(layout, stage, 1.0), (step, 0.9 * step, 1.1 * step)
     return Timed(probe, *seconds, 5, (1, 1), (1.0, 1.0), 1.0, 5.0, doubts, short_bytes=short)
 
@@ -54,13 +54,13 @@ def timed(
 def explain_doubts(
     doubts: Iterable[MeasurementDoubt], devices: Sequence[Device], *longer: str
 ) -> tuple[str, ...]:
-    """Each doubt as a sentence."""
+    """Return each doubt as a sentence."""
     on_gpus = any(not device.on_cpu for device in devices)
     return tuple(write_doubt(one, on_gpus, *longer) for one in describe_doubts(doubts, devices))
 
 
 def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
-    """Only where a share is taken in passes, and with the smallest of them."""
+    """Only if a share is computed in passes, and with the smallest of them."""
     passes = layout_of((820, 568), (410, 568))
     assert find_pass_statistics(passes, "BatchNorm2d") == PassStatistics("BatchNorm2d", 410)
     assert find_pass_statistics(SPLIT, "BatchNorm2d") is None
@@ -68,7 +68,7 @@ def test_a_layer_that_sees_one_pass_is_a_warning() -> None:
 
 
 def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> None:
-    """In a fixed order, with the device and what helps."""
+    """In a fixed order, with the device and a remedy."""
     seen = [
         *map(timed, EVERY),
         timed(MeasurementDoubt("drift", -0.3, 1)),
@@ -89,7 +89,7 @@ def test_every_doubt_has_a_sentence_and_the_worst_of_a_kind_is_said_once() -> No
 
 
 def test_a_busy_cpu_is_not_to_be_cooled() -> None:
-    """A GPU that is held back may be hot."""
+    """A throttled GPU may be hot."""
     slices = [Device(f"cpu-{i}-of-2", i, "EPYC", "cpu", None) for i in range(2)]
     (busy,), (hot,) = (
         explain_doubts([MeasurementDoubt("throttled", 0.1, 0)], devices)
@@ -101,9 +101,7 @@ def test_a_busy_cpu_is_not_to_be_cooled() -> None:
 
 
 def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
-    """But other work that a rival saw in its turns, for most of its blocks, was there in this one's
-    too.
-    """
+    """But other work during most of a rival's blocks was there during this layout's blocks too."""
     assert not find_doubts([timed(MeasurementDoubt("drift", 0.1))], EVEN)
     assert find_doubts([timed(MeasurementDoubt("disturbed", 0.9))], EVEN)
     assert not find_doubts([timed(MeasurementDoubt("disturbed", 0.4))], EVEN)
@@ -114,7 +112,7 @@ def test_a_doubt_about_another_layout_is_none_about_this_one() -> None:
 
 
 def test_a_figure_is_rough_only_where_the_search_would_have_measured_on() -> None:
-    """Of all turns together, whatever one measurement alone said: a longer budget would change
+    """All turns together count, whatever one measurement alone showed: a longer budget changes
     nothing.
     """
     noisy = [timed(MeasurementDoubt("noisy", 0.12))]
@@ -123,8 +121,8 @@ def test_a_figure_is_rough_only_where_the_search_would_have_measured_on() -> Non
 
 
 def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
-    """Whichever layout it was; not within the intervals, nor where all devices ran at once in one
-    of the two.
+    """For any layout, but not within the intervals, nor if all devices ran at once in one of the
+    two.
     """
     twice = [timed(layout=EVEN, step=1.3), timed(layout=EVEN), timed(layout=EVEN, step=1.1)]
     (doubt,) = find_doubts(twice, SPLIT)
@@ -146,7 +144,7 @@ def test_a_layout_that_ran_at_two_speeds_is_a_doubt_about_every_gain() -> None:
 
 
 def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> None:
-    """Also of a layout that wasn't chosen: the model is the same."""
+    """Also for a layout that wasn't chosen, because the model is the same."""
     seen = [
         timed(MeasurementDoubt("not_finite", 57.0, 1), layout=EVEN),
         timed(MeasurementDoubt("not_finite", 3.0, 0), layout=EVEN),
@@ -158,7 +156,7 @@ def test_a_loss_that_was_not_finite_anywhere_is_said_with_its_first_step() -> No
 
 
 def test_noise_is_that_of_the_figure_over_all_turns() -> None:
-    """One figure has one error: a rough first turn is no doubt once the others have settled it."""
+    """A rough first turn is no doubt once the other turns have made the result precise."""
     seen = [timed(MeasurementDoubt("noisy", 0.8)), timed()]
     assert find_doubts(seen, SPLIT, error=0.02) == ()
     assert find_doubts(seen, SPLIT, error=0.09) == (MeasurementDoubt("noisy", 0.09),)
@@ -172,13 +170,13 @@ def test_memory_that_others_hold_is_said_with_the_most_that_was_seen() -> None:
 
 
 def failed(position: int, batch: int = 8, cause: str = "exit") -> Failed:
-    """One device that failed alone."""
+    """Return a failure of one device alone."""
     probe = Probe(solo(2, position, batch), Stage.SOLO, 1.0)
     return Failed(probe, cause, f"GPU:{position}, building: SIGABRT", (position,), 1.0)  # type: ignore[arg-type]
 
 
 def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
-    """One that ran somewhere is not, whatever else failed on it."""
+    """A device on which anything ran isn't, whatever else failed on it."""
     alone = timed(layout=solo(2, 0, 8), stage=Stage.SOLO)
     (one,) = find_left_out([alone, failed(1)], DEVICES, alone.probe.layout)
     assert (one.name, one.reason) == ("GPU:1", "nothing_ran")
@@ -187,7 +185,7 @@ def test_a_device_on_which_nothing_ran_is_said_to_be_left_out() -> None:
 
 
 def test_a_device_that_ran_and_then_failed_to_the_last_is_said_to_be_left_out() -> None:
-    """Unless something ran on it again, or it has a part all the same."""
+    """Unless something ran on it again, or the plan uses it."""
     (one,) = find_left_out([timed(), failed(1)], DEVICES, solo(2, 0, 8))
     assert (one.name, one.reason) == ("GPU:1", "failed")
     assert not find_left_out([timed(), failed(1), timed()], DEVICES, solo(2, 0, 8))
@@ -207,13 +205,13 @@ RAISED = "GPU:0, warming up: limit.py:9: ValueError: this table holds 200 rows"
 
 
 def raised(position: int, batch: int, detail: str = RAISED) -> Failed:
-    """The user's own code raised with so many rows on one device."""
+    """Return a failure of the user's own code with this many rows on one device."""
     probe = Probe(solo(2, position, batch), Stage.SOLO, 1.0)
     return Failed(probe, "raised", detail, (position,), 1.0)
 
 
 def test_a_limit_of_the_user_s_code_is_where_more_rows_always_raise() -> None:
-    """With its message, and the rows on both sides; whatever fails below what ran is no limit."""
+    """With its message and the rows on both sides. A failure below what ran is no limit."""
     ran = [timed(layout=solo(2, 0, size), stage=Stage.SOLO) for size in (8, 197)]
     limit = find_code_limit([*ran, raised(0, 512), raised(0, 212)])
     assert limit is not None

@@ -1,4 +1,4 @@
-"""The run that docs/architecture.md explains probe by probe is what the search does."""
+"""The search does what docs/architecture.md explains probe by probe."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ ROW = re.compile(
 
 
 def test_the_explained_run_is_what_the_search_does(own_folder: Path) -> None:
-    """Each row of the table: the stage, the rows of both devices, and the milliseconds that were
-    seen.
+    """Each row of the table has the stage, the rows of both devices, and the measured
+    milliseconds.
     """
     steps: dict[tuple[str, int], list[tuple[tuple[int, ...], float]]] = {}
     with closing(Session(open_run(Request("sim:gtx1080ti,gtx1080", global_batch=256)))) as session:

@@ -1,4 +1,4 @@
-"""Which ends of a child mean that memory ran out."""
+"""Which exits of a child mean that memory ran out."""
 
 from __future__ import annotations
 
@@ -35,21 +35,21 @@ OTHER = [
 
 @pytest.mark.parametrize(("types", "text"), MEMORY)
 def test_these_exceptions_mean_memory(types: tuple[str, ...], text: str) -> None:
-    """By the type, or by the text where a framework has no type for it."""
+    """By the type, or by the text if a framework has no type for it."""
     assert failures.error_is_memory(types, text)
 
 
 @pytest.mark.parametrize(("types", "text"), OTHER)
 def test_these_do_not(types: tuple[str, ...], text: str) -> None:
-    """Errors of other kinds stay what they are."""
+    """Other errors keep their kind."""
     assert not failures.error_is_memory(types, text)
 
 
 @pytest.mark.parametrize(
     ("code", "cap_share", "killed", "stderr", "memory"),
     [
-        (-signal.SIGKILL, 0.0, True, "", True),  # the kernel's killer counted one more
-        (-signal.SIGKILL, 1.0, False, "", False),  # somebody else's kill
+        (-signal.SIGKILL, 0.0, True, "", True),  # the kernel has killed one more process
+        (-signal.SIGKILL, 1.0, False, "", False),  # killed by somebody else
         (-signal.SIGSEGV, 0.9, False, "", True),  # at its cap
         (-signal.SIGSEGV, 0.2, False, "", False),
         (
@@ -61,18 +61,18 @@ def test_these_do_not(types: tuple[str, ...], text: str) -> None:
         ),
         (1, 0.0, False, "RuntimeError: CUDA out of memory", True),
         (1, 0.1, False, "Traceback", False),
-        (0, 1.0, False, "out of memory", False),  # it ended in order
+        (0, 1.0, False, "out of memory", False),  # an orderly exit
     ],
 )
 def test_an_end_means_memory_by_its_signal_its_cap_or_its_last_words(
     code: int, cap_share: float, killed: bool, stderr: str, memory: bool
 ) -> None:
-    """A signal alone says nothing."""
+    """A signal alone doesn't suffice."""
     assert failures.exit_is_memory(code, cap_share, killed, stderr) is memory
 
 
 def test_ends_in_words_name_the_signal_or_the_code() -> None:
-    """Also for a signal that has no name."""
+    """Also for a signal without a name."""
     assert failures.describe_exit(-11) == ("signal", "its process was ended by SIGSEGV")
     assert failures.describe_exit(7)[0] == "exit"
     assert "7" in failures.describe_exit(7)[1]
@@ -80,7 +80,7 @@ def test_ends_in_words_name_the_signal_or_the_code() -> None:
 
 
 def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
-    """Two names are no answer."""
+    """Two names don't decide."""
     assert (
         failures.find_gpu_number(
             "OOM on /job:localhost/replica:0/task:0/device:GPU:1 by allocator GPU_1_bfc"
@@ -93,22 +93,20 @@ def test_a_gpu_is_blamed_only_if_one_is_named() -> None:
 
 @given(st.text())
 def test_one_line_is_one_bounded_line_that_a_terminal_can_take(text: str) -> None:
-    """No control character, no escape, nothing without end."""
+    """No control character, no escape, bounded length."""
     line = failures.one_line(text)
     assert len(line) <= 300
     assert not any(ord(character) < 32 or 0x7F <= ord(character) < 0xA0 for character in line)
 
 
 def test_a_traced_error_is_reported_by_its_last_line() -> None:
-    """TensorFlow's "in user code:" is not what a person needs."""
+    """Users don't need TensorFlow's "in user code:"."""
     text = "in user code:\n\n    File x.py, line 3\n\n    ValueError: 3 != 4\n"
     assert failures.one_line(text) == "ValueError: 3 != 4"
 
 
 def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
-    """Its graph errors begin with where they were; the cause stands last, before the node's
-    name.
-    """
+    """Its graph errors begin with the place; the cause is last, before the node's name."""
     text = "Graph execution error:\n\nDetected at node conv defined at (most recent call last):\n"
     text += (
         '  File "train.py", line 3, in step\n\nCUDNN_STATUS_BAD_PARAM in cudnnSetTensorNdDescriptor'
@@ -119,7 +117,7 @@ def test_a_heading_of_tensorflow_s_gives_way_to_what_went_wrong() -> None:
 
 
 def test_a_layer_s_error_is_reported_without_colors_and_without_its_arguments() -> None:
-    """Keras names the layer first, then in bold what was wrong, then the arguments."""
+    """Keras names the layer first, then the error in bold, then the arguments."""
     text = (
         "Exception encountered when calling Net.call().\n\n\x1b[1mno such "
         "layer\x1b[0m\n\nArguments received: x"
@@ -128,5 +126,5 @@ def test_a_layer_s_error_is_reported_without_colors_and_without_its_arguments() 
 
 
 def test_a_long_line_is_cut_between_words() -> None:
-    """A cut token would be read as another one."""
+    """A truncated word could be read as another one."""
     assert failures.one_line("shape (12, 345) is wrong", 16) == "shape (12, …"

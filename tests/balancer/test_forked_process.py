@@ -1,5 +1,6 @@
-"""The process that children are forked from: what it can't import, and what it can't survive, is
-left to each child.
+"""The process from which children are forked.
+
+What it can't import or survive is left to each child.
 """
 
 from __future__ import annotations
@@ -35,7 +36,7 @@ def servers() -> Iterator[list[ServerProcess]]:
 
 
 def is_ready(server: ServerProcess) -> bool:
-    """Whether a child of it starts."""
+    """Return whether a child of the server starts."""
     inbox: Inbox = queue.Queue()
     child = Child(0, inbox, server, ChildEnvironment({}), None)
     try:
@@ -47,7 +48,7 @@ def is_ready(server: ServerProcess) -> bool:
 def test_what_starts_cuda_is_not_imported_before_the_fork(
     servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """It was once; then the program started again without."""
+    """It was imported once; then the program restarted without it."""
     (tmp_path / "opens_a_gpu.py").write_text(OPENS_A_GPU.format(folder=str(tmp_path)))
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     servers.append(server := ServerProcess({}, ("opens_a_gpu",)))
@@ -73,7 +74,7 @@ def test_what_can_t_be_imported_is_left_to_the_children(
 def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
     servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As from a stop right after the start: Python itself takes a moment to begin."""
+    """As from a stop right after the start, because Python takes a moment to begin."""
     (tmp_path / "sitecustomize.py").write_text("import time; time.sleep(0.5)")
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
     servers.append(server := ServerProcess({}, ()))
@@ -84,14 +85,14 @@ def test_a_server_outlives_a_signal_that_comes_before_it_can_answer(
 def test_a_child_runs_in_the_folder_that_its_session_is_in(
     servers: list[ServerProcess], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A workload is named by a path from there; the server may have been started elsewhere."""
+    """A workload is named by a path relative to it. The server may have been started elsewhere."""
     servers.append(server := ServerProcess({}, ()))
     monkeypatch.chdir(tmp_path)
     inbox: Inbox = queue.Queue()
     child = Child(0, inbox, server, ChildEnvironment({}), None)
     assert isinstance(inbox.get(timeout=SECONDS)[1], Ready)
     end = time.monotonic() + SECONDS
-    while not child.pid:  # the server's answer comes by another way than the child's
+    while not child.pid:  # the server's answer takes another route than the child's
         assert time.monotonic() < end
         time.sleep(0.01)
     assert Path(f"/proc/{child.pid}/cwd").readlink() == tmp_path
@@ -101,8 +102,8 @@ def test_a_child_runs_in_the_folder_that_its_session_is_in(
 def test_a_server_that_has_ended_starts_nothing_and_leaves_no_pipe_open(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The child has ended as the server did, with what it wrote: it may have died just before it
-    was asked.
+    """The child ends like the server, with its output: the server may have died just before the
+    request.
     """
     (tmp_path / "sitecustomize.py").write_text(
         "import os; os.write(2, b'no such instruction'); os.kill(os.getpid(), 4)"

@@ -14,12 +14,12 @@ from evener.errors import DeviceError
 from evener.tui.cli.main import run
 from tests.support.fake_nvml import GIB, FakeProcess
 
-TOTAL_BYTES = 140 * GIB  # of the scripted driver's GPUs, beside what it reserves
+TOTAL_BYTES = 140 * GIB  # memory of the scripted driver's GPUs, without what it reserves
 
 
 @pytest.fixture
 def nvml(fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Two idle GPUs."""
+    """Return two idle GPUs."""
     monkeypatch.setattr("evener.devices.discover.SETTLE_SECONDS", 0.0)
     double = fake_nvml(2)
     for gpu in double.gpus:
@@ -28,13 +28,13 @@ def nvml(fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 def fill(nvml: Any, gpu: int, free_bytes: int, pids: tuple[int, ...] = (41, 42, 43, 44)) -> None:
-    """Others leave so much of a GPU."""
+    """Let other processes leave only `free_bytes` of a GPU."""
     nvml.gpus[gpu].used_bytes = TOTAL_BYTES - free_bytes
     nvml.gpus[gpu].processes = [FakeProcess(pid) for pid in pids]
 
 
 def resolve_notes(devices: str = "gpu") -> tuple[str, ...]:
-    """What is said of the devices before a search."""
+    """Return the notes on the devices before a search."""
     return make_job(Request(devices=devices, workload="synthetic", global_batch=1024)).notes
 
 
@@ -57,7 +57,7 @@ def test_when_every_gpu_is_full_nothing_is_measured(nvml: Any) -> None:
 def test_the_command_ends_with_exit_code_3_before_it_measures(
     nvml: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One sentence, and what to do."""
+    """One sentence with a remedy."""
     fill(nvml, 0, GIB)
     fill(nvml, 1, GIB)
     assert run(["balance", "-d", "gpu", "-w", "synthetic", "--global-batch", "1024"]) == 3
@@ -68,7 +68,7 @@ def test_the_command_ends_with_exit_code_3_before_it_measures(
 
 
 def test_a_full_gpu_beside_one_with_room_is_a_warning(nvml: Any) -> None:
-    """With the pids; asked for alone, it is refused."""
+    """With the pids. If it is requested alone, it is refused."""
     fill(nvml, 1, GIB)
     (note,) = (note for note in resolve_notes() if "too little free memory" in note)
     assert note.startswith("GPU:1 ")
@@ -78,7 +78,7 @@ def test_a_full_gpu_beside_one_with_room_is_a_warning(nvml: Any) -> None:
 
 
 def test_a_gpu_with_enough_room_is_measured(nvml: Any) -> None:
-    """2 GiB of a large one, or as much as the request holds it to."""
+    """2 GiB of a large GPU, or the limit in the request."""
     fill(nvml, 0, 2 * GIB)
     fill(nvml, 1, GIB)
     assert not any("too little free memory" in note for note in resolve_notes("gpu:0,gpu:1@1GiB"))
@@ -87,7 +87,7 @@ def test_a_gpu_with_enough_room_is_measured(nvml: Any) -> None:
 def test_memory_that_is_being_freed_is_waited_for(
     nvml: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A process that has just ended still holds its memory for a moment."""
+    """A process that has just exited still holds its memory for a moment."""
     fill(nvml, 0, GIB)
     fill(nvml, 1, GIB)
     monkeypatch.setattr("evener.devices.discover.time.sleep", lambda _: fill(nvml, 0, 100 * GIB))

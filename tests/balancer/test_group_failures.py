@@ -1,4 +1,4 @@
-"""Which of a group's ranks is said to have failed, and with which words."""
+"""Which rank of a group counts as failed, and with which message."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ from evener.balancer.probes.protocol import Built, ChildError, Exited, Stack
 
 @pytest.fixture(autouse=True)
 def short_grace(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Once a rank has failed, the others get a moment to say why they stopped: here all has been
-    said.
+    """Shorten the time in which the other ranks may say why they stopped: here all messages are
+    there.
     """
     monkeypatch.setattr(children, "GRACE_SECONDS", 0.1)
 
 
 def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
-    """What a group of two makes of these messages while it builds."""
+    """Return the error that a group of two raises for these messages while it builds."""
     inbox: Inbox = queue.Queue()
     for message in messages:
         inbox.put(message)
@@ -44,7 +44,7 @@ def receive(*messages: tuple[int, Any], seconds: float = 600.0) -> GroupError:
     "text", ["collective aborted: shapes differ", "Connection reset by peer", "no such data set"]
 )
 def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None:
-    """Whatever that one's words: nobody waited for the silent one as long as it may take."""
+    """Whatever the other's message: the silent rank hasn't had all of its time."""
     started = time.monotonic()
     error = receive((1, ChildError(("RuntimeError",), text)))
     assert time.monotonic() - started < 60
@@ -53,7 +53,7 @@ def test_a_silent_rank_is_not_the_culprit_when_another_failed(text: str) -> None
 
 
 def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
-    """Both of them, if neither said anything."""
+    """Of both ranks, if neither replied."""
     error = receive(seconds=0.2)
     assert {(failure.rank, failure.cause) for failure in error.failures} == {
         (0, "timeout"),
@@ -65,7 +65,7 @@ def test_no_answer_is_said_of_ranks_that_had_the_time() -> None:
 
 
 def test_a_rank_that_only_lost_its_peer_is_not_the_culprit() -> None:
-    """The one whose process ended is, with what it wrote last."""
+    """The rank whose process exited is, with its last output."""
     error = receive(
         (0, ChildError(("UnavailableError",), "Connection reset by peer")),
         (1, Exited(-11, output="its last words")),
@@ -76,13 +76,13 @@ def test_a_rank_that_only_lost_its_peer_is_not_the_culprit() -> None:
 
 
 def test_running_out_of_memory_comes_before_every_other_failure() -> None:
-    """Others may fail because of it."""
+    """It may have caused the others."""
     memory = RankFailure(1, "raised", "out of memory", out_of_memory=True)
     assert GroupError(RankFailure(0, "device", "gone"), memory).root is memory
 
 
 def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None:
-    """The time is up all the same."""
+    """The time ends all the same."""
     inbox: Inbox = queue.Queue(10)
     ended = threading.Event()
 
@@ -130,7 +130,8 @@ def test_a_rank_that_floods_the_inbox_does_not_keep_the_others_waiting() -> None
 def test_an_error_of_the_user_s_own_is_certain_from_one_of_a_device(
     error: ChildError, own: bool
 ) -> None:
-    """The first would be the same on every device; a GPU's error may pass through the user's lines
-    too.
+    """A user's error would occur on every device.
+
+    A GPU's error may pass through the user's lines too.
     """
     assert receive((0, error)).root.user_code is own

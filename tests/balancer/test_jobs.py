@@ -1,4 +1,4 @@
-"""The way in: a request is checked once, before a run is made, and its journal gives the same
+"""A request is checked once, before a run is created, and its journal gives the same
 problem again.
 """
 
@@ -45,7 +45,7 @@ PAIR = Request("sim:gtx1080ti,gtx1080")
     ],
 )
 def test_a_request_that_no_search_can_meet_is_refused(asked: dict[str, Any]) -> None:
-    """Also where a journal has it, as somebody may have changed the file."""
+    """Also in a journal, because somebody may have changed the file."""
     request = Request(**asked)
     with pytest.raises(RequestError) as caught:
         check_request(request)
@@ -71,7 +71,7 @@ def test_what_the_devices_can_not_do_is_refused_before_a_run_is_made() -> None:
     [{}, {"global_batch": 512, "micro": "off"}, {"objective": ENERGY.name, "multiple_of": 4}],
 )
 def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> None:
-    """The job of a new run and the header on disk are two ways to one problem."""
+    """The job of a new run and the header on disk give one problem."""
     devices = "sim:h200,h200" if asked.get("objective") else PAIR.devices
     job = make_job(msgspec.structs.replace(PAIR, devices=devices, **asked))
     run = begin(job)
@@ -81,7 +81,7 @@ def test_a_run_s_journal_has_the_problem_of_its_job(asked: dict[str, Any]) -> No
 
 
 def test_problems_and_searches_are_made_in_one_place() -> None:
-    """A problem where the request comes in; a search in the replay of a record."""
+    """A problem is made from the request, a search in the replay of a record."""
     made: dict[str, set[str]] = {"Problem": set(), "Search": set()}
     for path in (path for folder in ("balancer", "tui") for path in (ROOT / folder).rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_bytes())):

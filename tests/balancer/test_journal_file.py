@@ -1,4 +1,4 @@
-"""The journal: on the disk at once, torn ends cut off, broken middles named, strangers' files
+"""The journal: on disk at once, incomplete ends cut off, broken lines named, other users' files
 refused.
 """
 
@@ -51,7 +51,7 @@ ENTRIES: list[LaterEntry] = [
 
 @pytest.fixture
 def path(tmp_path: Path) -> Path:
-    """A journal with a header and an entry of each kind."""
+    """Return a journal with a header and an entry of each kind."""
     path = tmp_path / "run" / "journal.jsonl"
     written = journal.create(path, HEADER)
     for entry in ENTRIES:
@@ -80,7 +80,7 @@ def test_an_old_verdict_is_read_by_its_new_names() -> None:
 
 
 def test_what_was_written_is_read_back(path: Path) -> None:
-    """Header and entries, in order, in a file for this user alone."""
+    """Header and entries, in order, in a file that only this user can read."""
     record = journal.read(path)
     assert record.header == HEADER
     assert list(record.entries) == ENTRIES
@@ -90,7 +90,7 @@ def test_what_was_written_is_read_back(path: Path) -> None:
 
 @pytest.mark.parametrize("cut", [1, 5, 40])
 def test_a_torn_last_line_is_cut_off_on_resume(path: Path, cut: int) -> None:
-    """What stood before it is kept, and the next line begins where it did."""
+    """The lines before it are kept, and the next line begins in its place."""
     content = path.read_bytes()
     path.write_bytes(content[:-cut])
     assert list(journal.read(path).entries) == ENTRIES[:-1]
@@ -101,7 +101,7 @@ def test_a_torn_last_line_is_cut_off_on_resume(path: Path, cut: int) -> None:
 
 
 def test_a_broken_line_in_the_middle_is_an_error_with_its_number(path: Path) -> None:
-    """Nothing behind it is believed silently."""
+    """Nothing after it is silently trusted."""
     lines = path.read_bytes().split(b"\n")
     lines[2] = lines[2][:20]
     path.write_bytes(b"\n".join(lines))
@@ -122,7 +122,7 @@ def test_a_broken_line_in_the_middle_is_an_error_with_its_number(path: Path) -> 
     ],
 )
 def test_numbers_that_no_measurement_has_are_refused(path: Path, old: bytes, new: bytes) -> None:
-    """Negative times, crossed intervals, shares for devices that are not there."""
+    """Negative times, crossed intervals, shares for devices that don't exist."""
     content = path.read_bytes()
     assert old in content
     path.write_bytes(content.replace(old, new))
@@ -131,7 +131,7 @@ def test_numbers_that_no_measurement_has_are_refused(path: Path, old: bytes, new
 
 
 def test_a_newer_schema_says_so(path: Path) -> None:
-    """Also if it has entries that this version does not know."""
+    """Also if it has entries that this version doesn't know."""
     path.write_bytes(path.read_bytes().replace(b'"schema":2', b'"schema":7,"more":true'))
     with pytest.raises(RequestError, match="schema 7"):
         journal.read(path)
@@ -141,14 +141,14 @@ def test_a_newer_schema_says_so(path: Path) -> None:
     "content", [b"", b"\n", b"{}\n", b'{"entry":"asked","probes":[],"at_seconds":0}\n']
 )
 def test_a_file_without_a_header_is_no_journal(path: Path, content: bytes) -> None:
-    """One sentence, whatever it holds."""
+    """One sentence, whatever the file contains."""
     path.write_bytes(content)
     with pytest.raises(RequestError):
         journal.read(path)
 
 
 def test_a_file_that_others_may_write_is_not_trusted(path: Path) -> None:
-    """Nor a link, a folder or a pipe in its place."""
+    """Nor is a link, a folder or a pipe in its place."""
     path.chmod(0o666)
     with pytest.raises(RequestError, match="not trusted"):
         journal.read(path)
@@ -167,7 +167,7 @@ def test_a_file_that_others_may_write_is_not_trusted(path: Path) -> None:
 
 @pytest.mark.skipif(os.getuid() != 0, reason="only root can give a file away")
 def test_a_file_of_somebody_else_is_not_trusted(path: Path) -> None:
-    """Whatever its mode says."""
+    """Whatever its mode."""
     os.chown(path, 12345, 12345)
     with pytest.raises(RequestError, match="belongs to"):
         journal.read(path)
@@ -190,7 +190,7 @@ except RequestError as fault:
 
 
 def test_a_full_disk_is_one_sentence_and_leaves_what_was_written(path: Path) -> None:
-    """A line that no longer fits is taken back whole."""
+    """A line that no longer fits is removed completely."""
     content = path.read_bytes()
     code = FILL.format(path=str(path), limit=len(content) + 30)
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -201,7 +201,7 @@ def test_a_full_disk_is_one_sentence_and_leaves_what_was_written(path: Path) -> 
 
 
 def test_a_folder_that_can_t_be_made_is_one_sentence(tmp_path: Path) -> None:
-    """A file stands where the folder should."""
+    """There is a file in place of the folder."""
     (tmp_path / "in the way").write_text("")
     with pytest.raises(RequestError, match="can't be written") as fault:
         journal.create(tmp_path / "in the way" / "journal.jsonl", HEADER)
@@ -209,7 +209,7 @@ def test_a_folder_that_can_t_be_made_is_one_sentence(tmp_path: Path) -> None:
 
 
 def test_two_journals_of_one_name_are_never_one(path: Path) -> None:
-    """Creating anew does not touch what is there."""
+    """Creating a journal doesn't touch an existing file."""
     content = path.read_bytes()
     with pytest.raises(RequestError):
         journal.create(path, HEADER)
@@ -221,7 +221,7 @@ def test_two_journals_of_one_name_are_never_one(path: Path) -> None:
 def test_any_damage_is_read_or_refused_in_one_sentence(
     tmp_path_factory: pytest.TempPathFactory, data: st.DataObject
 ) -> None:
-    """Bytes changed, cut out or put in anywhere: a record or a fault, never a traceback."""
+    """Bytes changed, removed or inserted anywhere give a record or an error, never a traceback."""
     content = b"\n".join(msgspec.json.encode(entry) for entry in [HEADER, *ENTRIES]) + b"\n"
     for _ in range(data.draw(st.integers(1, 3))):
         at = data.draw(st.integers(0, len(content)))

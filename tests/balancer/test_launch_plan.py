@@ -1,5 +1,6 @@
-"""Which children a layout gets, what they build, and which idle ones end for their memory; on GPUs
-that aren't here.
+"""Which children a layout gets, what they build, and which idle ones are killed for their memory.
+
+The GPUs don't exist.
 """
 
 from __future__ import annotations
@@ -39,17 +40,17 @@ CAPPED = Limit(memory_bytes=100 * MIB)
 
 
 def gpu(index: int, limit: Limit = FREE, memory_bytes: int = 1000 * MIB) -> Device:
-    """A GPU by name only."""
+    """Return a GPU that exists only by name."""
     return Device(f"GPU-{index}", index, "H200", "gpu", memory_bytes, (), limit)
 
 
 def resolved_for(framework: str, *devices: Device) -> Job:
-    """A request for some workload on these devices."""
+    """Return a request for some workload on these devices."""
     return Job(Request(), devices, "some workload", framework)
 
 
 def commands(framework: str, layout: Layout, *devices: Device) -> list[Build]:
-    """What each child of a layout has to build."""
+    """Return the build command of each child of a layout."""
     resolved, key = resolved_for(framework, *devices), layout.children
     assigned = assign_devices(resolved, key)
     environments = [child_environment(group, framework) for group in assigned]
@@ -74,7 +75,7 @@ SPLIT = layout_of((8, 8))
 def test_how_a_split_is_kept_in_step(
     framework: str, limits: tuple[Limit, Limit], engine: str
 ) -> None:
-    """One TensorFlow process drives free GPUs; limited ones and PyTorch have a process each."""
+    """One TensorFlow process drives free GPUs. Limited GPUs, and PyTorch, have one process each."""
     resolved = resolved_for(framework, gpu(0, limits[0]), gpu(1, limits[1]))
     assert choose_engine(resolved, SPLIT.children) == engine
     assert runs_in_one_process(resolved, SPLIT.children) == (engine == "towers")
@@ -82,8 +83,9 @@ def test_how_a_split_is_kept_in_step(
 
 
 def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
-    """All have the same peers, each its own rank and cap; its one GPU is number 0 to it; a device
-    left out has none.
+    """All have the same peers, each its own rank and cap.
+
+    Each rank's GPU is its number 0. A device that is left out has no rank.
     """
     found = commands("torch", layout_of((8, 0, 8)), gpu(0), gpu(1), gpu(2, CAPPED))
     assert [command.setup.rank for command in found] == [0, 1]
@@ -94,7 +96,7 @@ def test_the_ranks_of_a_group_have_peers_and_their_own_limits() -> None:
 
 
 def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -> None:
-    """In the order of the request; no peers."""
+    """In the order of the request, without peers."""
     (command,) = commands(
         "tensorflow", Layout("split", (8, 8), knobs=("xla", "mixed")), gpu(0), gpu(1)
     )
@@ -105,7 +107,7 @@ def test_towers_are_one_child_that_sees_every_gpu_and_knobs_change_the_build() -
 
 
 def test_a_pack_is_as_many_children_without_a_group() -> None:
-    """Each alone on the same device."""
+    """Each is alone on the same device."""
     found = commands("torch", Layout("pack", (0, 8), 3), gpu(0), gpu(1))
     assert len(found) == 3
     assert {command.setup.peers for command in found} == {()}
@@ -115,7 +117,7 @@ def test_a_pack_is_as_many_children_without_a_group() -> None:
 
 
 def test_layouts_that_need_other_children_have_other_keys() -> None:
-    """Devices, kind, processes, placement and knobs; not the sizes."""
+    """Devices, kind, processes, placement and knobs matter; sizes don't."""
     assert layout_of((8, 4)).children == layout_of((2, 90)).children
     different = {
         layout_of((8, 4)).children,
@@ -128,12 +130,12 @@ def test_layouts_that_need_other_children_have_other_keys() -> None:
 
 
 def test_ports_are_free_and_different() -> None:
-    """All held open until the last is found."""
+    """All are held open until the last is found."""
     assert len(set(find_free_ports(8))) == 8
 
 
 def test_a_port_is_nobody_else_s_until_its_server_begins() -> None:
-    """A server that may use an address again gets it, and nobody who asks for any port does."""
+    """A server with SO_REUSEADDR gets it, and no program that requests any port does."""
     (port,) = find_free_ports(1)
     with socket.socket() as other, pytest.raises(OSError, match="in use"):
         other.bind(("127.0.0.1", port))
@@ -143,7 +145,7 @@ def test_a_port_is_nobody_else_s_until_its_server_begins() -> None:
 
 @pytest.fixture
 def crowd() -> Iterator[ChildProber]:
-    """Two GPUs of 1000 MiB beside one context, whose trainings use 4 MiB a sample, and may hold
+    """Yield two GPUs of 1000 MiB besides one context. Trainings use 4 MiB a sample, and may hold
     5.6.
     """
     settings: dict[str, Any] = {
@@ -158,7 +160,7 @@ def crowd() -> Iterator[ChildProber]:
 
 
 def measure(prober: ChildProber, layout: Layout) -> Timed:
-    """A short probe."""
+    """Return a short probe."""
     stage: Stage = Stage.SOLO if layout.kind == "solo" else Stage.SPLIT
     (seen,) = prober.measure((Probe(layout, stage, 0.1),), lambda _: None, threading.Event())
     assert isinstance(seen, Timed), seen
@@ -166,30 +168,30 @@ def measure(prober: ChildProber, layout: Layout) -> Timed:
 
 
 def pids() -> set[int]:
-    """The living children."""
+    """Return the pids of the living children."""
     return {one.pid for one in list_probe_children()}
 
 
 def test_idle_children_stay_where_all_fit_and_end_where_they_would_not(crowd: ChildProber) -> None:
-    """What a coming probe may hold is bounded by what others held for as much or less."""
+    """The memory that a probe may hold is bounded by what others held for similar sizes."""
     measure(crowd, solo(2, 0, 20))
     measure(crowd, solo(2, 1, 20))
     alone = pids()
     assert len(alone) == 2
-    measure(crowd, layout_of((20, 10)))  # 112 MiB beside 112 MiB
+    measure(crowd, layout_of((20, 10)))  # 112 MiB and 112 MiB
     assert alone < pids()
     assert len(pids()) == 4
-    measure(crowd, layout_of((130, 10)))  # 728 MiB at most beside 112 MiB, of 920: all stay
+    measure(crowd, layout_of((130, 10)))  # at most 728 MiB and 112 MiB of 920: all stay
     assert alone < pids()
-    measure(crowd, solo(2, 0, 60))  # 336 MiB beside the group, which gave its 728 back
+    measure(crowd, solo(2, 0, 60))  # 336 MiB besides the group, which released its 728
     assert len(pids()) == 4
-    # 952 MiB at most, which is all of the first GPU: its other child ends
+    # at most 952 MiB, which is all of the first GPU, so its other child is killed
     measure(crowd, layout_of((170, 10)))
     assert len(pids()) == 3
 
 
 def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
-    """A first split over a device that never ran may need everything of it."""
+    """A first split over a device that never ran may need all of its memory."""
     budget, split, alone = (
         MemoryBudget(crowd._devices, available_memory_bytes),
         Probe(layout_of((1, 1)), Stage.SPLIT, 0.1),
@@ -202,7 +204,7 @@ def test_with_nothing_known_idle_children_go(crowd: ChildProber) -> None:
 
 
 def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> None:
-    """What would fit beside them on an empty device does not on one that is half taken."""
+    """What would fit beside them on an empty device doesn't fit on a half-full one."""
     budget, key = MemoryBudget(crowd._devices, available_memory_bytes), layout_of((1, 1)).children
     budget.record_held(0, 100, 400 * MIB)
     probe, idle = Probe(solo(2, 0, 100), Stage.SOLO, 0.1), {key: {0: 400 * MIB, 1: MIB}}
@@ -212,8 +214,9 @@ def test_idle_children_go_where_others_hold_the_memory(crowd: ChildProber) -> No
 
 
 def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
-    """Each knows how many there are, as more threads than cores would slow them all; a split's
-    ranks know it anyway.
+    """Each knows how many there are, because more threads than cores would slow all of them.
+
+    The ranks of a split know it anyway.
     """
     pack = pack_on(solo(1, 0, 8), 5)
     assert [command.setup.trainings for command in commands("torch", pack, gpu(0))] == [5] * 5
@@ -224,7 +227,7 @@ def test_trainings_of_a_pack_share_the_hosts_cores() -> None:
 
 
 def test_a_slowed_rank_and_its_own_work_go_by_the_cores_that_its_step_kept_busy_alone() -> None:
-    """By its solo probe, else its threads; the command to build carries it."""
+    """They are known from its solo probe, or else its threads count. The build command has them."""
     wide = Device("cpu-0-of-1", 0, "CPU", "cpu", None, tuple(range(4)), Limit(percent=50.0))
     resolved, key = resolved_for("none", wide, wide), SPLIT.children
     environments = [ChildEnvironment({}, threads=4)] * 2

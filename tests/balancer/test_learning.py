@@ -1,4 +1,4 @@
-"""What a batch costs in learning, said beside every free one."""
+"""The cost of a batch in learning, which is reported for every free batch."""
 
 from __future__ import annotations
 
@@ -34,8 +34,9 @@ MACHINE = "".join(
 
 @pytest.fixture
 def balance(own_folder: Any, capsys: pytest.CaptureFixture[str]) -> Any:
-    """Search on the written-down machine; gives what the verdict says of learning, and all of the
-    JSON.
+    """Return a function that searches on a simulated machine.
+
+    It returns what the verdict says about learning, and the whole JSON.
     """
     own_folder.joinpath("machine.toml").write_text(MACHINE)
 

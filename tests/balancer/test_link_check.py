@@ -1,4 +1,4 @@
-"""Before a split is measured its link is: with ranks over gloo, in place of GPUs' NCCL."""
+"""Before a split is measured, its link is checked: ranks use gloo in place of NCCL."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ sums = dist.all_reduce
 def split_of(
     tmp_path: Path, shared_servers: None, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Any]:
-    """Measures a split of a training whose code is given, with its link."""
+    """Yield a function that measures a split of a training with the given code, and its link."""
     skip_without("torch")
     monkeypatch.setattr(child_prober, "needs_link_check", lambda *_: True)
     made: list[ChildProber] = []

@@ -31,25 +31,26 @@ from tests.support.frameworks import skip_without
 from tests.support.python_path import python_path
 
 ROOT = Path(__file__).parents[2]
-# until a rank counts as hung; those that work answer at once, but for PyTorch's
+# seconds after which a rank counts as hung; working ranks answer at once, except for PyTorch's
+# imports
 SOON, PYTORCH_SECONDS = 3.0, 30.0
 
 
 def faulty(fault: str, rank: int = 1) -> tuple[str, ...]:
-    """The program of ranks of which one has this fault."""
+    """Return the program of ranks of which one has this fault."""
     return sys.executable, str(ROOT / "tests" / "support" / "faulty_links.py"), fault, str(rank)
 
 
 @pytest.fixture
 def hasty(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Ranks that hang are noticed sooner."""
+    """Shorten the time after which hung ranks are noticed."""
     monkeypatch.setenv("PYTHONPATH", python_path(ROOT))
     for name in ("JOIN_SECONDS", "SUM_SECONDS"):
         monkeypatch.setattr(links, name, SOON)
 
 
 def figure(**changes: object) -> LinkMeasurement:
-    """A link that works."""
+    """Return a link that works."""
     own = LinkMeasurement(("GPU:0", "GPU:1"), "as it is", "ok", 6.1e9, 28e-6)
     return msgspec.structs.replace(own, **changes)
 
@@ -208,7 +209,9 @@ def test_a_link_that_is_faster_by_another_way_is_told_with_its_variable() -> Non
 
 
 def test_links_of_earlier_versions_are_still_read() -> None:
-    """Files and `--json` call the transport `way`, its remedy `cure`, and ranks that met `met`."""
+    """Files and `--json` call the transport `way`, its remedy `cure`, and ranks that
+    joined `met`.
+    """
     stored = {"devices": ["GPU:0"], "way": "sockets", "outcome": "hangs", "met": False, "cure": "X"}
     found = msgspec.convert(stored, LinkMeasurement)
     assert (found.transport, found.ranks_met, found.remedy) == ("sockets", False, "X")

@@ -1,5 +1,5 @@
-"""A family that evener hasn't: one device trains and another is kept spare. Nothing but this file
-knows it.
+"""A family that evener doesn't have: one device trains and another is a spare. Only this file knows
+it.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from evener.tui.cli.main import run
 
 
 class SpareFamily(Family):
-    """One training on one device, and another device that waits for the first to break."""
+    """One training on one device, and another device that waits for the first to fail."""
 
     name = kind = "spare"
     fewest_devices = 2

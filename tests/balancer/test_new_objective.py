@@ -1,4 +1,4 @@
-"""An objective that evener hasn't: samples per dollar, of devices that are paid for while they are
+"""An objective that evener doesn't have: samples per dollar, for devices that cost money while
 used.
 """
 
@@ -17,7 +17,7 @@ from evener.balancer.store.runs import find, journal_path
 from evener.balancer.types import Timed
 from evener.tui.cli.main import run
 
-DOLLARS_AN_HOUR = (0.40, 2.00)  # of the first device, and of the second, which is a little faster
+DOLLARS_AN_HOUR = (0.40, 2.00)  # of the first device, and of the second, which is slightly faster
 MACHINE = "".join(
     f'[[device]]\nname = "{name}"\nmemory_mib = 8000\nmemory_base_mib = '
     f"100\nmemory_per_sample_mib = 1\n"
@@ -27,7 +27,9 @@ MACHINE = "".join(
 
 
 class Dollars(Objective, frozen=True):
-    """Samples/s over what the devices that train cost a second; idle ones are given back."""
+    """Samples/s divided by the price per second of the devices that train. Idle devices cost
+    nothing.
+    """
 
     def value(self, samples_per_second: float, turns: Iterable[Timed]) -> float:
         used = next((one.probe.layout.active for one in turns), ())

@@ -39,8 +39,8 @@ XLA = msgspec.structs.replace(SPLIT, knobs=("xla",))
     ],
 )
 def test_a_probe_is_in_the_stage_that_it_has_today(old: Probe, new: Probe) -> None:
-    """One device with the others at rest was a split, other knobs were turns of the race from 1000
-    on.
+    """One device with the others idle was a split; other knobs were turns of the race
+    from 1000 on.
     """
     assert upgrade_probe(old) == new
     assert upgrade_probe(new) == new

@@ -1,5 +1,6 @@
-"""The time of trainings side by side, where nothing counts that one did alone, and of the parts of
-a split.
+"""The timing of trainings side by side, and of the parts of a split.
+
+Time in which one training of a pack was alone doesn't count.
 """
 
 from __future__ import annotations
@@ -18,12 +19,12 @@ from evener.balancer.probes.measurement import Measurement, ProgressReporter, Ti
 from evener.balancer.probes.protocol import Command, Prepare, Prepared, Ran, Reply, RunSteps
 from evener.balancer.types import Layout, Probe, Stage
 
-STEP = 0.02  # seconds, while both train; alone it takes half of that
+STEP = 0.02  # seconds while both train; half of that alone
 
 
 class Pair:
-    """Two trainings on one device; the second one builds for its first commands, while the first
-    has it alone.
+    """Two trainings on one device. The second still builds while the first is alone on
+    the device.
     """
 
     ranks, fresh, import_seconds, link_speed, link_path = RankMap((0, 0)), False, 0.0, 0.0, ""
@@ -50,7 +51,7 @@ def ran(steps: int, seconds: float) -> Ran:
 
 @pytest.mark.parametrize("builds", [0, 2])
 def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None:
-    """And in blocks of some steps, as they don't end together."""
+    """And in blocks of several steps, because they don't end together."""
     probe, pair = Probe(Layout("pack", (8,), processes=2), Stage.PACK, 2.0), Pair(builds)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     monitor = cast(Any, Watch())
@@ -62,7 +63,7 @@ def test_a_pack_is_timed_once_all_of_its_trainings_are_warm(builds: int) -> None
 
 
 class Split:
-    """Two GPUs; the first waits for a quarter of each step, and says so, and the second for a
+    """Two GPUs. The first waits for a quarter of each step and reports it, the second for a
     hundredth.
     """
 
@@ -94,7 +95,7 @@ def test_what_a_gpu_waits_is_no_part_of_its_own_work() -> None:
 
 
 class Disturbed:
-    """A slice of a CPU of whose core others take a third."""
+    """A slice of a CPU of whose core other programs take a third."""
 
     ranks, fresh, import_seconds, link_speed, link_path = (
         RankMap((1,), own_cores=True),
@@ -119,7 +120,7 @@ class Disturbed:
 
 
 def test_what_others_take_of_a_slice_s_core_is_no_part_of_its_own_work() -> None:
-    """Alone as in a split; its samples/s are those that it has."""
+    """Alone and in a split. Its samples/s are the actual ones."""
     probe = Probe(Layout("solo", (0, 16)), Stage.SOLO, 2.0)
     progress = ProgressReporter(probe, lambda _: None, time.monotonic)
     found = Measurement(
@@ -131,7 +132,7 @@ def test_what_others_take_of_a_slice_s_core_is_no_part_of_its_own_work() -> None
 
 
 class Watch:
-    """Devices that tell nothing."""
+    """Devices that report nothing."""
 
     def read(self, _positions: object) -> dict[int, object]:
         return {}

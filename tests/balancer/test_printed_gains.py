@@ -1,5 +1,6 @@
-"""Figures of a result: who reads the printed text alone, and works each gain out again from the
-figures beside it, finds no contradiction.
+"""The numbers in a printed result are consistent.
+
+Computing each gain again from the printed numbers beside it gives no contradiction.
 """
 
 from __future__ import annotations
@@ -21,13 +22,13 @@ RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
 
 
 def printed(found: Finished, labels: tuple[str, ...]) -> list[str]:
-    """The text of a result, as a pipe gets it."""
+    """Return the text of a result, as a pipe gets it."""
     return summary_lines(found.plan, labels, found.verdict, None, found.found)
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_run_s_text_holds_no_contradiction(path: Path) -> None:
-    """And the plan that was written then can be read and shown."""
+    """The plan that was written then can still be read and shown."""
     record = journal.read(path)
     labels = tuple(device.label for device in record.header.devices)
     found = runs.recover(record)
@@ -38,7 +39,7 @@ def test_a_recorded_run_s_text_holds_no_contradiction(path: Path) -> None:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
-    """Random devices, noise, fixed and free batches, time that runs out."""
+    """Random devices, noise, fixed and free batches, and budgets that run out."""
     for number in range(80 * seed, 80 * seed + 80):
         found, labels = draw_outcome(random.Random(number))
         text = printed(found, labels)
@@ -62,7 +63,7 @@ def test_the_text_of_drawn_searches_holds_no_contradiction(seed: int) -> None:
     ],
 )
 def test_a_reader_finds_each_kind_of_contradiction(was: str, becomes: str) -> None:
-    """Of a text in which nothing else is wrong."""
+    """In a text that is otherwise correct."""
     text = SOUND.replace(was, becomes)
     assert text != SOUND
     assert not list(find_faults(SOUND.splitlines()))

@@ -1,7 +1,7 @@
-"""Probes on the hosts of a Ray cluster, and trainings over them: two nodes on loopback, each test
-on cores of its own.
+"""Probes and trainings on the hosts of a Ray cluster: two nodes on loopback, each test on its own
+cores.
 
-One file, as a cluster takes ten seconds of CPU to start.
+They are in one file, because a cluster takes ten seconds of CPU to start.
 """
 
 from __future__ import annotations
@@ -91,7 +91,7 @@ BOTH = f"ray:{FIRST}/cpu:0,ray:{SECOND}/cpu:1"
 
 @pytest.fixture(scope="module")
 def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
-    """The cluster, to which this process is connected."""
+    """Yield the cluster, to which this process is connected."""
     with running_cluster(tmp_path_factory.mktemp("state")) as cluster:
         discover("ray", ray_address=cluster.address)
         yield cluster
@@ -99,12 +99,12 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Any]:
 
 @pytest.fixture
 def devices(cluster: Any) -> tuple[Device, ...]:
-    """A slice of the CPU on each of two hosts."""
+    """Return a CPU slice on each of two hosts."""
     return discover(BOTH).devices
 
 
 def measure(prober: ChildProber, *layouts: Layout, seconds: float = 0.2) -> list[Observation]:
-    """What comes of these layouts, measured at once."""
+    """Return the observations of these layouts, measured at the same time."""
     stages: list[Stage] = [
         Stage.SOLO if layout.kind == "solo" else Stage.SPLIT for layout in layouts
     ]
@@ -212,7 +212,7 @@ def test_a_device_is_locked_on_its_host(devices: tuple[Device, ...]) -> None:
 
 
 def search(session: Session, enough: Callable[[Event], object]) -> Finished:
-    """The end of a search, which is stopped once there is enough."""
+    """Return the end of a search that is stopped once `enough` is true."""
     with closing(session):
         for event in session.events():
             if enough(event):
@@ -222,12 +222,14 @@ def search(session: Session, enough: Callable[[Event], object]) -> Finished:
 
 
 def is_known(seen: Timed) -> bool:
-    """Whether it is certain enough for a verdict, which is silent about figures of ± 25 %."""
+    """Return whether a measurement is precise enough for a verdict, which ignores ± 25 %
+    and more.
+    """
     return seen.high_seconds - seen.low_seconds < 0.2 * seen.step_seconds
 
 
 def was_timed(event: Event, stage: Stage) -> bool:
-    """Whether a measurement of this stage went well."""
+    """Return whether a measurement of this stage succeeded."""
     return (
         isinstance(event, Observed)
         and event.seen.probe.stage == stage
@@ -262,14 +264,14 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(
         return was_timed(event, Stage.RACE)
 
     ended = search(Session(open_run(request)), compared)
-    # steps that are held back on a busy machine leave figures unknown: the remedy is more time
+    # steps that are slowed on a busy machine leave rates uncertain: the remedy is more time
     for _ in range(8):
         if "too uncertain" in ended.verdict:
             ended = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert len(ended.plan.layout.active) == 1
     costs = re.search(r"synchronizing the devices costs (\d+) ms a step", ended.verdict)
     assert costs is not None, ended.verdict
-    # nearly 50; what the devices compute is predicted from steps that others slowed
+    # nearly 50; the devices' compute time is predicted from steps that others slowed
     assert int(costs[1]) >= 25
     more = search(Session(open_run(Request(), resume="last", extend_seconds=60.0)), raced)
     assert more.plan.search.probes > ended.plan.search.probes
@@ -277,7 +279,7 @@ def test_a_slow_network_makes_one_host_the_verdict_and_more_time_is_measured(
 
 @pytest.mark.usefixtures("quick_probes")
 def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -> None:
-    """It is named, nothing of it runs on, and the plan is for the others."""
+    """It is named, nothing runs on it any more, and the plan is for the others."""
     node = cluster.add_node(node_ip_address=THIRD, **NODE)
     until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
     ran: list[psutil.Process] = []
@@ -320,7 +322,7 @@ def test_a_host_that_goes_in_a_split_is_left_out(cluster: Any, tmp_path: Path) -
 
 @pytest.mark.usefixtures("quick_probes")
 def test_a_host_whose_actor_ends_gets_another_one(cluster: Any) -> None:
-    """As where Ray's memory monitor kills it: one probe is lost, and no device."""
+    """As if Ray's memory monitor kills it: one probe is lost, and no device."""
     ended: list[psutil.Process] = []
     later: list[Observation] = []  # on that host
     before = find_agent(SECOND).generation
@@ -350,12 +352,12 @@ def test_a_host_whose_actor_ends_gets_another_one(cluster: Any) -> None:
 
 
 def is_split(event: Event) -> bool:
-    """Whether a split over both hosts begins to be measured."""
+    """Return whether the measurement of a split over both hosts begins."""
     return isinstance(event, ProbeStarted) and all(event.probe.layout.shares)
 
 
 def list_servants(host: str) -> list[psutil.Process]:
-    """evener's actors on a host, the newest last."""
+    """Return evener's actors on a host, the newest last."""
     raylets = {
         process.pid
         for process in list_processes("raylet")
@@ -483,7 +485,7 @@ def test_nothing_is_left_of_a_driver_that_was_killed(cluster: Any, tmp_path: Pat
 
 @pytest.fixture
 def free_cluster(cluster: Any) -> Any:
-    """The cluster with nothing of this process on it."""
+    """Return the cluster without anything of this process on it."""
     end_agents()
     return cluster
 
@@ -491,10 +493,9 @@ def free_cluster(cluster: Any) -> Any:
 @pytest.mark.slow
 @pytest.mark.timeout(400)
 def test_a_training_goes_on_without_a_host_that_is_lost(free_cluster: Any, tmp_path: Path) -> None:
-    """The others start again with its rows, and meet at another host, as it was the first; they
-    name the plan.
+    """The others restart with its rows, and rendezvous at another host, because it was the first.
 
-    Each process is on its device; one that fails ends all of them.
+    They name the plan. Each process is on its device; one that fails ends all of them.
     """
     node = free_cluster.add_node(node_ip_address=THIRD, **NODE)
     until(lambda: THIRD in [each.host for each in list_nodes()], "the third host")
@@ -554,7 +555,7 @@ def test_a_training_goes_on_without_a_host_that_is_lost(free_cluster: Any, tmp_p
 def test_a_training_goes_on_with_a_host_whose_actor_ended(
     free_cluster: Any, tmp_path: Path
 ) -> None:
-    """All start again by the same plan, each host with all its devices."""
+    """All restart with the same plan, each host with all its devices."""
     (tmp_path / "train.py").write_text(WAITING_ONCE)
     plan = plan_over(("cpu-0-of-1", FIRST), ("cpu-0-of-1", SECOND), engine="multiworker")
     msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
@@ -580,7 +581,7 @@ def test_a_training_goes_on_with_a_host_whose_actor_ended(
 
 
 class Training:
-    """One host's part: it says nothing, and ends with its code once `end` is set."""
+    """One host's part: it prints nothing, and ends with its exit code once `end` is set."""
 
     def __init__(self, code: int) -> None:
         self.code, self.end = code, threading.Event()
@@ -625,7 +626,7 @@ def test_ray_train_has_refusals(free_cluster: Any) -> None:
 def test_ray_train_trains_by_a_plan_over_hosts(
     free_cluster: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A slice on each of two hosts: the weights of one process, to 1e-12, also from Ray's
+    """A slice on each of two hosts has the weights of one process, to 1e-12, also from Ray's
     checkpoint.
     """
     skip_without("torch")
@@ -637,7 +638,7 @@ def test_ray_train_trains_by_a_plan_over_hosts(
     from evener.ray import trainer
     from tests.support import ray_training, torch_ranks
 
-    # each a process of its own, and unused here
+    # each is a separate process, and isn't used here
     for name in ("DatasetsCallback", "PlacementGroupCleanerCallback"):
         made_by = f"ray.train.v2.api.data_parallel_trainer.{name}"
         monkeypatch.setattr(made_by, lambda **_: WorkerGroupCallback(), raising=False)
@@ -665,8 +666,9 @@ def test_ray_train_trains_by_a_plan_over_hosts(
 def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again(
     free_cluster: Any, tmp_path: Path
 ) -> None:
-    """The last test, as the cluster loses its head. Ray alone ends the launcher after a minute, and
-    no rank.
+    """The last test, because the cluster loses its head.
+
+    Ray alone would end the launcher after a minute, and no rank.
     """
     import ray
 
@@ -675,7 +677,7 @@ def test_a_launch_without_ray_s_head_ends_in_a_sentence_and_starts_nothing_again
     msgspec.structs.replace(plan, framework="tensorflow").save(tmp_path / "plan.toml")
     started = tmp_path / "started"
     started.mkdir()
-    ray.shutdown()  # Ray would end this process too
+    ray.shutdown()  # Ray would also end this process
     words = [
         "--ray",
         "--ray-address",

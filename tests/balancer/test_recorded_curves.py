@@ -1,6 +1,4 @@
-"""The search on machines made of what real GPUs measured: it ends near the best that their curves
-have.
-"""
+"""Searches on machines built from measurements of real GPUs end near the best of their curves."""
 
 from __future__ import annotations
 
@@ -12,20 +10,20 @@ from tests.support import recorded_machines as recorded
 
 RECORDS = recorded.records()
 CURVES = recorded.curves(RECORDS.values())
-# beyond the tolerance: curves are of few points, and each step has half a per cent of noise
+# in addition to the tolerance: curves have few points, and each step has half a per cent of noise
 NOISE_COSTS = 0.03
 
 
 @pytest.mark.parametrize(("name", "seed"), [(name, i % 2) for i, name in enumerate(RECORDS)])
 def test_the_search_ends_near_the_best_of_the_recorded_curves(name: str, seed: int) -> None:
-    """Within the tolerance that was asked for and a little more, on every recorded machine."""
+    """Within the requested tolerance and a little more, on every recorded machine."""
     record = RECORDS[name]
     found = recorded.search(record, recorded.machine(record, CURVES), seed)
     assert found.regret <= record.header.request.tolerance + NOISE_COSTS
 
 
 def test_a_recorded_machine_gives_back_what_was_measured() -> None:
-    """At a batch that one journal alone timed, its step takes what that journal says."""
+    """At a batch that only one journal timed, its step takes as long as in that journal."""
     (name,) = [name for name in RECORDS if name.endswith("keras_maxer-60percent-strategy")]
     made = recorded.machine(RECORDS[name], CURVES)
     alone = {

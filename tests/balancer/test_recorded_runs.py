@@ -1,6 +1,4 @@
-"""Runs on real GPUs, replayed: the same observations give the plan and the verdict that they gave
-there.
-"""
+"""Runs on real GPUs, replayed: the same observations give the same plan and verdict as there."""
 
 from __future__ import annotations
 
@@ -21,14 +19,15 @@ RECORDED = sorted((Path(__file__).parents[1] / "recorded").glob("*.jsonl"))
 
 
 def test_there_are_recordings() -> None:
-    """A folder that is empty would make the tests below say nothing."""
+    """With an empty folder, the tests below would check nothing."""
     assert len(RECORDED) >= 5
 
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
-    """Layout, throughput and what the search took, from the observations alone; curves as near to
-    what was measured.
+    """Layout, throughput and duration follow from the observations alone.
+
+    Curves are equally near to the measurements.
     """
     record = journal.read(path)
     assert record.ended is not None
@@ -58,13 +57,15 @@ def test_a_recorded_run_replays_to_its_plan(path: Path) -> None:
 
 
 def _without_curves(layout: PlanLayout) -> PlanLayout:
-    """The layout without what is fitted to its measurements."""
+    """Return the layout without the curves fitted to its measurements."""
     shares = tuple(msgspec.structs.replace(share, curve=(), most=0) for share in layout.share)
     return msgspec.structs.replace(layout, share=shares)
 
 
 def _off(record: journal.JournalContents, position: int, curve: Knots) -> float:
-    """By how much a curve is off at most, of the device's times alone that are known to 1 %."""
+    """Return the largest error of a curve against the device's times alone that are
+    known to 1 %.
+    """
     times = [
         (one.probe.layout.global_batch, one.step_seconds)
         for one in (entry.seen for entry in record.seen)
@@ -79,7 +80,7 @@ def _off(record: journal.JournalContents, position: int, curve: Knots) -> float:
 
 @pytest.mark.parametrize("path", RECORDED, ids=lambda path: path.stem)
 def test_the_chosen_layout_is_within_the_tolerance_of_all_that_was_measured(path: Path) -> None:
-    """The winner's curse aside, nothing that ran was clearly faster than what was chosen."""
+    """Except for the winner's curse, nothing that ran was clearly faster than the chosen layout."""
     record = journal.read(path)
     assert record.ended is not None
     chosen = record.ended.plan.throughput.samples_per_second
@@ -105,8 +106,9 @@ def test_memory_caps_are_met_with_few_runs_out_of_memory(path: Path) -> None:
 
 
 def test_some_ran_out_of_memory_and_were_met_by_a_retreat() -> None:
-    """Real errors of a framework: the plan's passes have fewer samples than what ran out on the
-    same device.
+    """Real errors of a framework.
+
+    The plan's passes have fewer samples than what ran out of memory on the same device.
     """
     found = 0
     for record in map(journal.read, RECORDED):

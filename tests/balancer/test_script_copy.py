@@ -1,4 +1,6 @@
-"""What of the user's own code is sent to another host, and the errors that come back from there."""
+"""Which of the user's own code is sent to another host, and the errors that come back
+from there.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +19,7 @@ SENT = ["parts/__init__.py", "parts/deep/__init__.py", "parts/deep/c.py", "sizes
 
 @pytest.fixture
 def script(tmp_path: Path) -> Path:
-    """A script with a neighbour, a package, and folders that are no packages."""
+    """Return a script with a neighbour, a package, and folders that aren't packages."""
     files = {
         "train.py": "a",
         "sizes.py": "b",
@@ -73,7 +75,7 @@ def test_too_much_is_refused(script: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_errors_keep_what_they_say_on_their_way_from_a_host() -> None:
-    """They are taken apart and made again, as copies are."""
+    """They are serialized and made again, like copies."""
     failure = RankFailure(1, "device", "gone")
     assert copy.copy(GroupError(failure)).root == failure
     fault = copy.copy(DeviceError("No driver.", "Install it."))

@@ -1,5 +1,5 @@
-"""Whole sessions on simulated devices: found, stopped, paused, cut off at any line, resumed to the
-same plan.
+"""Whole sessions on simulated devices: completed, stopped, paused, cut off at any line, and
+resumed.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Ended(Finished, frozen=True):
 
 
 def ended(events: list[Event]) -> Ended:
-    """The last event, and the run that the first one names."""
+    """Return the last event, with the run that the first one names."""
     begun, end = events[0], events[-1]
     assert isinstance(begun, Started)
     assert isinstance(end, Finished)
@@ -76,12 +76,14 @@ def ended(events: list[Event]) -> Ended:
 
 
 def observed(events: list[Event]) -> list[Probe]:
-    """The probes that were measured, in order."""
+    """Return the probes that were measured, in order."""
     return [event.seen.probe for event in events if isinstance(event, Observed)]
 
 
 def test_evidence_says_which_device_alone_was_measured_while_the_others_worked() -> None:
-    """Contention slows it then; what was raced or measured at rest had the machine for itself."""
+    """Contention slows it then. Raced devices, and devices measured alone, had the machine to
+    themselves.
+    """
     request = msgspec.structs.replace(PAIR, global_batch=256)
     events = drive(request)
     alone = {
@@ -98,8 +100,9 @@ def test_evidence_says_which_device_alone_was_measured_while_the_others_worked()
 
 
 def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
-    """At least 2120 samples/s, three fifths for the faster card, at most 16 probes of which 2 run
-    out of memory.
+    """At least 2120 samples/s, three fifths for the faster card, and at most 16 probes.
+
+    Two of the probes run out of memory.
     """
     plan = ended(drive(PAIR)).plan
     assert plan.throughput.samples_per_second >= 2120
@@ -113,7 +116,7 @@ def test_the_seed_s_pair_of_cards_is_balanced_in_few_probes() -> None:
 
 
 def test_shares_that_nothing_was_compared_with_are_not_recommended() -> None:
-    """A budget of 3 s leaves no time for equal shares or one device; one of 30 s does."""
+    """A budget of 3 s leaves no time for equal shares or one device; a budget of 30 s does."""
     hasty = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=3.0)))
     assert hasty.found is not None
     assert hasty.found.recommendation is not None
@@ -129,7 +132,9 @@ def test_shares_that_nothing_was_compared_with_are_not_recommended() -> None:
 
 
 def test_a_device_that_is_held_back_explains_what_is_missing_of_the_sum() -> None:
-    """And the warning says for how long the shares hold, beside advice to train by them."""
+    """The warning says for how long the shares are valid, besides the recommendation to
+    use them.
+    """
     machine = Path(__file__).parent / "search/machines/throttled_in_splits.toml"
     found = ended(drive(Request(devices=f"sim:{machine}", budget_seconds=60.0))).found
     assert found is not None
@@ -140,7 +145,7 @@ def test_a_device_that_is_held_back_explains_what_is_missing_of_the_sum() -> Non
 
 @pytest.mark.parametrize("batch", [1400, 4096])
 def test_the_shares_of_a_plan_follow_from_its_own_curves_and_walls(batch: int) -> None:
-    """At a batch that fits at once, and at one that takes passes."""
+    """At a batch that fits in one pass, and at one that needs several."""
     plan = ended(drive(msgspec.structs.replace(PAIR, global_batch=batch))).plan
     active = plan.layout.active
     assert all(share.micro <= share.most <= batch for share in active)
@@ -154,8 +159,9 @@ def test_the_shares_of_a_plan_follow_from_its_own_curves_and_walls(batch: int) -
 def test_a_search_keeps_to_the_rows_of_the_data_and_so_does_its_replay(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As soon as a child has reported them: an epoch keeps 20 steps, and the verdict says how many
-    it has.
+    """As soon as a child has reported them: an epoch keeps 20 steps.
+
+    The verdict has the number of steps.
     """
     monkeypatch.setattr(
         SimulatedProber, "facts", lambda _self: Facts(engine="simulated", rows=14000)
@@ -167,7 +173,7 @@ def test_a_search_keeps_to_the_rows_of_the_data_and_so_does_its_replay(
 
 
 def test_events_come_in_order_and_every_observation_is_journalled_first() -> None:
-    """Started, then each probe's start before its end, then the plan that the journal has too."""
+    """Started, then each probe's start before its end, then the plan, which the journal has too."""
     events = drive(PAIR)
     assert isinstance(events[0], Started)
     begun = [event.probe for event in events if isinstance(event, ProbeStarted)]
@@ -198,14 +204,14 @@ def test_what_a_run_has_recorded_is_not_copied_for_each_observation(
 
 
 class LateReport:
-    """The report of a probe; as soon as somebody looks at it, other probes report too."""
+    """The report of a probe. As soon as it is read, other probes report too."""
 
     def __init__(self, probe: Probe, running: dict[Probe, ProbeProgress]) -> None:
         self._probe, self._running = probe, running
 
     @property
     def phase_seconds(self) -> float:
-        """None yet."""
+        """Return None, because there is no duration yet."""
         for number in range(9):
             probe = msgspec.structs.replace(self._probe, turn=100 + number)
             self._running[probe] = ProbeProgress(probe, "starting", None, None, 0.0)
@@ -242,7 +248,7 @@ def test_one_seed_is_one_run_and_another_is_another() -> None:
 
 
 def same(plan: Plan) -> Plan:
-    """The plan without its date."""
+    """Return the plan without its date."""
     return msgspec.structs.replace(plan, created="")
 
 
@@ -283,7 +289,7 @@ def test_a_run_cut_off_behind_any_line_resumes_to_the_plan_of_the_undisturbed_ru
 
 
 def test_a_complete_run_resumed_measures_nothing_and_writes_nothing() -> None:
-    """The plan is there at once."""
+    """The plan is available at once."""
     whole = ended(drive(PAIR))
     content = runs.journal_path(whole.run).read_bytes()
     again = drive(Request(), resume="last")
@@ -293,7 +299,7 @@ def test_a_complete_run_resumed_measures_nothing_and_writes_nothing() -> None:
 
 
 def test_a_finished_run_goes_on_with_what_was_measured_when_it_gets_more_time() -> None:
-    """With a larger budget, or so many seconds more; a plain resume then has the last plan."""
+    """With a larger budget, or with more seconds. A plain resume then has the last plan."""
     first = ended(drive(PAIR))
     larger = drive(Request(budget_seconds=160.0), resume=first.run)
     assert observed(larger)
@@ -314,13 +320,15 @@ def test_a_finished_run_goes_on_with_what_was_measured_when_it_gets_more_time() 
 
 
 def relative_half_width(finished: Finished) -> float:
-    """Of the plan's figure."""
+    """Return the relative half-width of the plan's samples/s."""
     figure = finished.plan.throughput
     return (figure.high - figure.low) / 2 / figure.samples_per_second
 
 
 def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
-    """Interrupted after some probes: a plan of those; resumed: the plan of the undisturbed run."""
+    """Interrupted after some probes, it has their plan; resumed, the plan of the
+    undisturbed run.
+    """
     session = Session(open_run(msgspec.structs.replace(PAIR, pace=0.02)))
     seen = 0
     events: list[Event] = []
@@ -344,7 +352,7 @@ def test_a_stop_keeps_the_best_plan_so_far_and_resuming_goes_on() -> None:
 
 
 def test_a_stop_before_anything_is_measured_is_said_and_can_be_resumed() -> None:
-    """No plan is invented."""
+    """There is no plan."""
     session = Session(open_run(msgspec.structs.replace(PAIR, pace=1.0)))
     threading.Timer(0.2, session.stop).start()
     with pytest.raises(NoLayoutError, match="stopped before anything was measured") as fault:
@@ -355,7 +363,7 @@ def test_a_stop_before_anything_is_measured_is_said_and_can_be_resumed() -> None
 
 
 def test_a_pause_starts_no_probe_until_it_is_over() -> None:
-    """The event says so; then the run goes on to its plan."""
+    """The event says so. Then the run continues to its plan."""
     session = Session(open_run(PAIR))
     session.pause()
     events = session.events()
@@ -367,8 +375,9 @@ def test_a_pause_starts_no_probe_until_it_is_over() -> None:
 
 
 def test_a_pause_takes_none_of_the_runs_time(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Later measurements, the budget and the search's own time go by one clock, also where the
-    prober's goes on.
+    """Later measurements, the budget and the search use one clock.
+
+    It stands still even if the prober's clock goes on.
     """
     waited = [0.0]
     own_clock = SimulatedProber.now
@@ -390,7 +399,7 @@ def test_a_pause_takes_none_of_the_runs_time(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_an_interrupt_while_waiting_for_events_leaves_the_session_whole() -> None:
-    """Whoever iterates may be torn out and come back."""
+    """The reader of the events may be interrupted and continue."""
     session = Session(open_run(PAIR))
     first = session.events()
     next(first)
@@ -400,7 +409,7 @@ def test_an_interrupt_while_waiting_for_events_leaves_the_session_whole() -> Non
 
 
 def test_a_larger_budget_goes_on_where_a_smaller_one_ended() -> None:
-    """The run's own request counts, but for the budget that is given anew."""
+    """The run's own request counts, except for the new budget."""
     small = ended(drive(msgspec.structs.replace(PAIR, budget_seconds=5.0)))
     assert "budget" in small.plan.search.why_stopped.lower()
     large = ended(drive(Request(budget_seconds=300.0), resume=small.run))
@@ -431,7 +440,7 @@ def test_a_run_that_is_going_on_is_neither_resumed_nor_deleted() -> None:
 
 
 def test_two_sessions_on_the_same_cores_are_refused_unless_shared() -> None:
-    """However the CPU is cut; the fault names the holder; simulated devices are nobody's."""
+    """However the CPU is cut. The error names the holder. Simulated devices aren't locked."""
     one = Session(open_run(Request(devices="cpu:0", workload="synthetic")))
     with pytest.raises(
         DeviceError, match=r"CPU:0 is being measured by another evener \(process \d+, run "
@@ -481,7 +490,7 @@ def test_a_wrong_request_is_one_sentence_that_names_the_thing_and_leaves_no_run(
 
 @pytest.mark.parametrize("name", ["nope", "../../etc", "last", ""])
 def test_a_run_that_is_not_there_is_named(name: str) -> None:
-    """Also where there are others, and whatever path the name would make."""
+    """Also if there are others, and whatever path the name would make."""
     drive(PAIR)
     runs.delete_run("last")
     with pytest.raises(RequestError):
@@ -493,7 +502,7 @@ def test_a_run_that_is_not_there_is_named(name: str) -> None:
 
 
 def test_a_state_folder_that_can_t_be_written_is_one_sentence(own_state: Path) -> None:
-    """It says which variable moves it."""
+    """It names the variable that moves the folder."""
     own_state.write_text("a file")
     with pytest.raises(RequestError, match=str(own_state)) as fault:
         Session(open_run(PAIR))
@@ -501,8 +510,8 @@ def test_a_state_folder_that_can_t_be_written_is_one_sentence(own_state: Path) -
 
 
 def test_runs_are_listed_newest_first_with_their_state() -> None:
-    """Finished, cut off and unreadable ones; a cut-off one still has the plan of what it
-    measured.
+    """Finished, cut off and unreadable ones. A run that was cut off still has the plan of its
+    measurements.
     """
     first = ended(drive(PAIR))
     second = ended(drive(PAIR))
@@ -525,8 +534,9 @@ def test_runs_are_listed_newest_first_with_their_state() -> None:
 
 
 def test_a_run_s_state_says_whether_it_runs_and_why_it_failed(tmp_path: Path) -> None:
-    """Running while its lock is held, wherever; failed with its reason; no state suggests what
-    can't be done.
+    """Running while any process holds its lock; failed with its reason.
+
+    No state suggests an action that isn't possible.
     """
     session = Session(open_run(msgspec.structs.replace(PAIR, pace=0.02)))
     events = session.events()
@@ -547,7 +557,7 @@ def test_a_run_s_state_says_whether_it_runs_and_why_it_failed(tmp_path: Path) ->
 
 
 def test_a_plan_travels_through_its_file_unchanged(tmp_path: Path) -> None:
-    """Saved, loaded, saved again: the same bytes."""
+    """Saved, loaded and saved again, it has the same bytes."""
     plan = ended(drive(PAIR)).plan
     plan.save(tmp_path / "plan.toml")
     load_plan(tmp_path / "plan.toml").save(tmp_path / "again.toml")
@@ -563,7 +573,7 @@ def test_every_line_of_a_journal_is_one_of_the_known_entries() -> None:
 
 
 def test_a_comparison_discovers_its_devices_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What was resolved to choose its layouts is what its session measures."""
+    """The session measures the devices that were found to choose its layouts."""
     asked: list[str] = []
 
     def count(spec: str, ray_address: str = "") -> Discovery:

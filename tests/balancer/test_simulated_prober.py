@@ -1,4 +1,4 @@
-"""Simulated probes: the machine's physics, honest intervals, one seed one run."""
+"""Simulated probes: the machine's physics, correct intervals, and one run for one seed."""
 
 from __future__ import annotations
 
@@ -42,19 +42,19 @@ MACHINE = Machine((FAST, SLOW), Sync(base_ms=5, per_device_ms=10))
 def observe(
     prober: SimulatedProber, *probes: Probe, finished: tuple[Probe, ...] = ()
 ) -> dict[Probe, Observation]:
-    """All observations of one asking."""
+    """Return all observations of one request for probes."""
     seen = prober.measure(probes, lambda _: None, threading.Event(), finished)
     return {one.probe: one for one in seen}
 
 
 def only(prober: SimulatedProber, layout: Layout) -> Observation:
-    """The observation of one probe of a layout."""
+    """Return the observation of one probe of a layout."""
     probe = Probe(layout, Stage.SPLIT, 4.0)
     return observe(prober, probe)[probe]
 
 
 def test_a_step_takes_what_the_machine_says() -> None:
-    """Noise-free devices are measured exactly, the cost of keeping in step included."""
+    """Noise-free devices are measured exactly, including the cost of synchronization."""
     seen = only(SimulatedProber(MACHINE, 0), solo(2, 0, 128))
     assert isinstance(seen, Timed)
     assert seen.step_seconds == 0.15
@@ -66,8 +66,9 @@ def test_a_step_takes_what_the_machine_says() -> None:
 
 
 def test_a_whole_run_lasts_what_was_asked_and_out_of_memory_ends_it() -> None:
-    """By its time or its steps, though a step that never varies is known after a few; too much is
-    an observation.
+    """For its time or its steps, though a step that never varies is known after a few.
+
+    A batch that is too large is an observation.
     """
     prober = SimulatedProber(MACHINE, 0)
     sure, long = (
@@ -87,7 +88,7 @@ def test_a_whole_run_lasts_what_was_asked_and_out_of_memory_ends_it() -> None:
 
 
 def test_more_than_fits_runs_out_of_memory_on_the_device_that_is_full() -> None:
-    """Out of memory is an observation that names the device, and costs a step."""
+    """The observation names the device, and costs a step."""
     seen = only(SimulatedProber(MACHINE, 0), layout_of((64, 401)))
     assert isinstance(seen, OutOfMemory)
     assert seen.devices == (1,)
@@ -95,7 +96,7 @@ def test_more_than_fits_runs_out_of_memory_on_the_device_that_is_full() -> None:
 
 
 def test_a_pack_holds_its_memory_once_for_each_process() -> None:
-    """Eight times 164 MiB do not fit where six do."""
+    """Eight times 164 MiB don't fit where six times do."""
     fits = only(SimulatedProber(MACHINE, 0), Layout("pack", (64, 0), processes=6))
     assert isinstance(fits, Timed)
     assert abs(fits.samples_per_second / 640 - 1) < 1e-9
@@ -112,7 +113,7 @@ def test_what_a_simulation_has_no_physics_for_is_said() -> None:
 
 
 def test_a_probe_s_figure_depends_on_the_seed_and_on_nothing_before_it() -> None:
-    """Order doesn't matter, repeats are equal, another turn or seed is another draw."""
+    """Order doesn't matter, repeats are equal, and another turn or seed gives another value."""
     first, second = Probe(solo(2, 1, 64), Stage.SOLO, 2.0), Probe(solo(2, 1, 128), Stage.SOLO, 2.0)
     prober = SimulatedProber(MACHINE, 7)
     forward = {**observe(prober, first), **observe(prober, second)}
@@ -128,8 +129,8 @@ def test_a_probe_s_figure_depends_on_the_seed_and_on_nothing_before_it() -> None
 
 
 def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone() -> None:
-    """Contention slows the second device when the first is busy, or was in the asking that is
-    resumed.
+    """Contention slows the second device if the first is busy, or was busy in the
+    resumed request.
     """
     a, b = Probe(solo(2, 0, 64), Stage.SOLO, 2.0), Probe(solo(2, 1, 64), Stage.SOLO, 2.0)
     together = observe(SimulatedProber(MACHINE, 0), a, b)[b]
@@ -142,7 +143,7 @@ def test_solo_probes_of_one_asking_run_together_and_a_resumed_one_is_not_alone()
 
 
 def test_the_clock_is_virtual_and_goes_by_the_longest_probe() -> None:
-    """Two probes at once cost the time of the longer one."""
+    """Two probes at the same time cost the time of the longer one."""
     prober = SimulatedProber(MACHINE, 0, start_seconds=100.0)
     seen = observe(
         prober, Probe(solo(2, 0, 64), Stage.SOLO, 2.0), Probe(solo(2, 1, 64), Stage.SOLO, 2.0)
@@ -151,17 +152,17 @@ def test_the_clock_is_virtual_and_goes_by_the_longest_probe() -> None:
 
 
 def test_intervals_hold_the_truth_as_often_as_they_say() -> None:
-    """Of 200 seeds, the 95 % interval misses the noise-free step in few."""
+    """The 95 % interval misses the noise-free step for few of 200 seeds."""
     misses = 0
     for seed in range(200):
         seen = only(SimulatedProber(MACHINE, seed), solo(2, 1, 64))
         assert isinstance(seen, Timed)
         misses += not seen.low_seconds <= 0.2 <= seen.high_seconds
-    assert misses <= 30  # 10 expected; stopping when it looks tight costs some
+    assert misses <= 30  # 10 expected; stopping once it looks tight costs some
 
 
 def test_paced_probes_take_real_time_report_and_stop_without_an_observation() -> None:
-    """`pace` 1 is real time; a stop ends it at once and invents nothing."""
+    """`pace` 1 is real time. A stop ends it at once, without an observation."""
     reports: list[ProbeProgress] = []
     stop = threading.Event()
     threading.Timer(0.4, stop.set).start()

@@ -1,6 +1,4 @@
-"""Where a silent child is: read from the stack that it writes, among everything else that it
-wrote.
-"""
+"""Where a silent child is, read from the stack that it writes among all its other output."""
 
 from __future__ import annotations
 
@@ -25,7 +23,7 @@ LAYER = [("/home/me/layers.py", 9, "spin")]
 
 
 def dump(frames: list[tuple[str, int, str]], thread: str = "Current thread") -> str:
-    """As faulthandler writes it, the innermost frame first."""
+    """Return a stack as faulthandler writes it, the innermost frame first."""
     lines = [f'  File "{file}", line {line} in {function}' for file, line, function in frames]
     return "\n".join([f"{thread} 0x00007f3a2c1ff6c0 (most recent call first):", *lines, ""])
 
@@ -46,7 +44,7 @@ def dump(frames: list[tuple[str, int, str]], thread: str = "Current thread") -> 
 def test_the_user_s_function_is_told_from_their_file_and_from_imports(
     frames: list[tuple[str, int, str]], step: str, where: str
 ) -> None:
-    """And the line is the innermost of their own."""
+    """The line is the innermost of the user's own."""
     other = dump(
         [("/usr/lib/threading.py", 355, "wait"), ("/home/me/loader.py", 3, "fetch")], "Thread"
     )

@@ -37,13 +37,13 @@ SHARDED = Layout("shard", (8, 4), state=(0.6, 0.4))
 
 
 def full(position: int) -> OutOfMemory:
-    """The device ran out of memory alone."""
+    """Return an observation of a device that ran out of memory alone."""
     shares = tuple(int(i == position) for i in range(2))
     return OutOfMemory(Probe(layout_of(shares), Stage.SOLO, 1.0), (position,), "", 1.0)
 
 
 def ran(position: int) -> Timed:
-    """The device trained alone."""
+    """Return an observation of a device that trained alone."""
     shares = tuple(int(i == position) for i in range(2))
     return Timed(Probe(layout_of(shares), Stage.SOLO, 1.0), 1.0, 1.0, 1.0, 1, (1, 1), (), 0.1, 1.0)
 

@@ -1,4 +1,4 @@
-"""Intervals hold what they promise."""
+"""Intervals cover the true value as often as promised."""
 
 from __future__ import annotations
 
@@ -26,7 +26,9 @@ def test_student_meets_the_normal_and_the_table() -> None:
     ("noise", "least"), [(0.005, 0.99), (0.01, 0.98), (0.02, 0.95), (0.05, 0.85), (0.1, 0.8)]
 )
 def test_a_lone_step_is_as_sure_as_it_says(noise: float, least: float) -> None:
-    """A step and the one before it, of usual noise and of more: the interval holds the truth."""
+    """For a step and the previous one, with usual noise and more, the interval covers the true
+    value.
+    """
     rng = random.Random(11)
     held = 0
     for _ in range(1500):
@@ -37,7 +39,7 @@ def test_a_lone_step_is_as_sure_as_it_says(noise: float, least: float) -> None:
 
 
 def test_a_lone_step_is_the_surer_the_nearer_the_one_before_it() -> None:
-    """A first step that took far longer traced or tuned: it says nothing of the noise."""
+    """A first step that took far longer traced or tuned, so it shows nothing about the noise."""
     widths = [
         stats.relative_half_width(interval_of([Block(1, 8.0)], 8.0 * times))
         for times in (1.0, 1.02, 1.1, 3.0)
@@ -61,7 +63,7 @@ def test_block_interval_holds_the_truth_in_about_95_of_100_runs() -> None:
 
 
 def test_interval_of_is_total_time_over_total_steps() -> None:
-    """The value weighs each step alike, whatever its block."""
+    """The value weighs each step equally, whatever its block."""
     interval = interval_of([Block(1, 1.0), Block(3, 1.5)])
     assert interval.value == pytest.approx(2.5 / 4)
     assert interval.low < interval.value < interval.high
@@ -77,7 +79,7 @@ def test_an_interval_needs_a_step() -> None:
 def test_many_lone_steps_tell_their_noise_though_first_steps_take_longer(
     noise: float, longer: float
 ) -> None:
-    """What first steps trace or tune is alike in all of them; ten pairs know the rest."""
+    """Tracing and tuning take equally long in all first steps; ten pairs show the rest."""
     rng = random.Random(5)
     errors = []
     for _ in range(200):

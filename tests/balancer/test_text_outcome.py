@@ -1,5 +1,6 @@
-"""What a search over rows of unequal length ends with: the plan, the verdict and the tables, from
-its journal.
+"""The result of a search over rows of unequal length: the plan, the verdict and the tables.
+
+They are made from its journal.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ DEVICES = tuple(Device(f"cpu-{i}-of-2", i, "AMD EPYC", "cpu", 8 << 30) for i in 
 
 
 def recorded(**asked: Any) -> JournalContents:
-    """The journal of a search over two devices, one half as fast as the other."""
+    """Return the journal of a search over two devices, one half as fast as the other."""
     request = Request(framework="torch", workload="torch_text", global_batch=64, **asked)
     header = Header("run", "2026-01-01T00:00:00Z", request, DEVICES, "torch_text", "torch", "0")
     machine = TextMachine((FAST, SLOW))
@@ -51,7 +52,7 @@ def record() -> JournalContents:
 
 
 def test_the_plan_has_costs_and_tokens_per_second(record: JournalContents) -> None:
-    """Ratios are of cost; what is written is read again."""
+    """Ratios are those of the cost. What is written is read again."""
     plan, verdict = (found := runs.recover(record)).plan, found.verdict
     first, second = plan.layout.share
     assert first.cost is not None

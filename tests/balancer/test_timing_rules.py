@@ -1,4 +1,4 @@
-"""The timing rules on scripted blocks: when they stop, what they say, what they doubt."""
+"""The timing rules on scripted blocks: when they stop, what they report, and their doubts."""
 
 from __future__ import annotations
 
@@ -34,8 +34,8 @@ def timed(
     whole: bool = False,
     steps_asked: int = 0,
 ) -> StepTiming:
-    """Run the rules on a clock of their own; `step(i)` and `cpu(i)` are those of the i-th block
-    asked for.
+    """Run the rules on a virtual clock. `step(i)` and `cpu(i)` are those of the i-th requested
+    block.
     """
     timing, i = BlockTimer(seconds, whole, steps_asked), 0
     while steps := timing.next_steps():
@@ -48,12 +48,12 @@ def timed(
 
 
 def codes(measured: StepTiming) -> set[str]:
-    """The doubts by name."""
+    """Return the names of the doubts."""
     return {doubt.code for doubt in measured.warnings}
 
 
 def test_steady_steps_end_early_and_without_doubt() -> None:
-    """A step that never varies is believed after the fewest blocks that make an interval."""
+    """A step that never varies is trusted after the fewest blocks that make an interval."""
     measured = timed(4.0, lambda _: 0.01)
     assert measured.step.value == measured.step.low == measured.step.high == 0.01
     assert measured.steps * 0.01 < 4.0
@@ -62,18 +62,18 @@ def test_steady_steps_end_early_and_without_doubt() -> None:
 
 
 def test_slow_first_blocks_are_warm_up_and_not_counted() -> None:
-    """What is slow only at first leaves no trace in the figure."""
+    """What is slow only at first doesn't change the result."""
     measured = timed(4.0, lambda i: 1.0 if i < 2 else 0.01)
     assert measured.step.value == 0.01
 
 
 def test_steps_that_keep_getting_faster_are_said_to_start_slowly() -> None:
-    """A warm-up that never settles ends at its cap, and says so."""
+    """A warm-up that never becomes steady ends at its limit, with a doubt."""
     assert "slow_start" in codes(timed(2.0, lambda i: 0.2 * 0.8**i))
 
 
 def test_a_warm_up_takes_at_most_half_of_the_time() -> None:
-    """Of windows that never agree; what is left is measured."""
+    """Its windows never agree. The remaining time is measured."""
     timing, spent, i = BlockTimer(4.0, False, 0), 0.0, 0
     while (steps := timing.next_steps()) and timing.phase == "warming up":
         block = Block(steps, steps * (0.01 if i % 2 else 0.02), None, (None,))
@@ -83,7 +83,7 @@ def test_a_warm_up_takes_at_most_half_of_the_time() -> None:
 
 
 def test_a_step_shorter_than_the_tick_of_the_clock_is_timed() -> None:
-    """A block that took no time is followed by one of 16 times as many steps."""
+    """A block that took no time is followed by one with 16 times as many steps."""
     timing = BlockTimer(4.0)
     while steps := timing.next_steps():
         timing.add(Block(steps, steps * 1e-6 // 0.001 * 0.001))
@@ -93,8 +93,9 @@ def test_a_step_shorter_than_the_tick_of_the_clock_is_timed() -> None:
 
 
 def test_noise_is_measured_until_the_interval_is_tight_or_the_time_spent() -> None:
-    """With moderate noise the interval reaches 1 %; with strong noise the time ends it and the
-    doubt is said.
+    """With moderate noise, the interval reaches 1 %.
+
+    With strong noise, the time ends the probe, with a doubt.
     """
     draw = random.Random(1)
     moderate = timed(60.0, lambda _: 0.01 * draw.gauss(1, 0.02))
@@ -116,7 +117,7 @@ def test_noise_that_more_time_would_not_overcome_takes_half_of_it(
 
 
 def test_drift_is_said_with_its_sign() -> None:
-    """Steps that become slower by 2 % with each block are no noise."""
+    """Steps that become slower by 2 % with each block aren't noise."""
     draw = random.Random(2)
     measured = timed(2.0, lambda i: 0.05 * (1 + 0.02 * i) * draw.gauss(1, 0.004))
     (drift,) = [doubt.value for doubt in measured.warnings if doubt.code == "drift"]
@@ -124,8 +125,9 @@ def test_drift_is_said_with_its_sign() -> None:
 
 
 def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
-    """Heat takes 20 % of the speed after a second: the figure is that of the slow clock, and the
-    doubt stays.
+    """Heat takes 20 % of the speed after a second.
+
+    The result is that of the slow clock, and the doubt stays.
     """
     draw = random.Random(3)
     measured = timed(4.0, lambda i: 0.05 * (1.25 if i > 8 else 1.0) * draw.gauss(1, 0.02))
@@ -134,8 +136,9 @@ def test_a_clock_that_drops_midway_is_measured_again_and_still_said() -> None:
 
 
 def test_a_device_that_holds_itself_back_for_a_while_is_measured_again_and_still_said() -> None:
-    """Throttled for a while only: the second round is of the full clock, and what was seen is
-    said.
+    """It is throttled for a while only.
+
+    The second round is at the full clock, and the doubt stays.
     """
     timing, count = BlockTimer(4.0), 0
     while steps := timing.next_steps():
@@ -149,9 +152,7 @@ def test_a_device_that_holds_itself_back_for_a_while_is_measured_again_and_still
 
 
 def test_disturbed_blocks_are_set_aside_and_measured_again() -> None:
-    """Blocks in which others took the cores do not enter the figure while undisturbed ones can be
-    had.
-    """
+    """Blocks in which others took the cores don't count while undisturbed ones are available."""
     measured = timed(
         4.0, lambda i: 0.02 if i % 3 == 0 else 0.01, lambda i: 0.5 if i % 3 == 0 else 1.0
     )
@@ -161,8 +162,9 @@ def test_disturbed_blocks_are_set_aside_and_measured_again() -> None:
 
 @pytest.mark.parametrize("often", [6, 2])
 def test_blocks_that_take_new_memory_are_set_aside(often: int) -> None:
-    """Every sixth, or every second, finds new pages and takes longer: a training does that in its
-    first steps only.
+    """Every sixth or second block allocates new pages and takes longer.
+
+    A training does that only in its first steps.
     """
     timing, i = BlockTimer(4.0), 0
     while steps := timing.next_steps():
@@ -198,26 +200,29 @@ def test_a_training_that_always_takes_new_memory_is_timed_all_the_same() -> None
 def test_memory_grows_by_more_than_one_percent_on_any_device(
     before: tuple[int | None, ...], after: tuple[int | None, ...], grown: bool
 ) -> None:
-    """What isn't known, and what falls, isn't growth."""
+    """Unknown and falling memory don't count as growth."""
     assert has_grown(before, after) == grown
 
 
 def test_all_blocks_disturbed_still_gives_a_figure_with_the_doubt() -> None:
-    """On a machine that is never quiet the figure stands, doubted."""
+    """On a machine that is never quiet, there is a result with a doubt."""
     measured = timed(2.0, lambda _: 0.01, lambda _: 0.7)
     assert measured.step.value == 0.01
     assert "disturbed" in codes(measured)
 
 
 def test_rare_long_stalls_are_told_by_mean_and_median() -> None:
-    """A quarter of the blocks four times as long: mean and median part, and a block stands out."""
+    """A quarter of the blocks take four times as long, so mean and median differ, and a block
+    stands out.
+    """
     measured = timed(2.0, lambda i: 0.04 if i % 4 == 3 else 0.01)
     assert {"throttled", "stalled"} <= codes(measured)
 
 
 def doubts(steps: list[float], **changes: float) -> set[str]:
-    """The doubts about blocks of one step each in a whole run, all of them held back or capped by
-    so much.
+    """Return the doubts about blocks of one step each in a whole run.
+
+    All blocks are equally throttled or capped.
     """
     timing = BlockTimer(2.0, steps=len(steps))
     for step in (1.0, 1.0, *steps):
@@ -255,7 +260,7 @@ def doubts(steps: list[float], **changes: float) -> set[str]:
 def test_a_doubt_begins_where_it_matters(
     steps: list[float], changes: dict[str, float], expected: set[str]
 ) -> None:
-    """Not at the noise of any measurement, and not only where it can't be overlooked."""
+    """Not at the noise of any measurement, and not only where it is obvious."""
     assert doubts(steps, **changes) == expected
 
 
@@ -274,9 +279,7 @@ def test_a_doubt_says_by_how_much() -> None:
 
 
 def test_a_step_longer_than_all_of_the_time_is_the_figure() -> None:
-    """A probe that can't pay ends there, with a rough figure; steps of half the time are timed
-    thrice.
-    """
+    """The probe ends there with a rough result. Steps of half the time are timed three times."""
     glance = timed(1.0, lambda _: 5.0)
     assert glance.steps == 1
     assert any(warning.code == "too_short" for warning in glance.warnings)
@@ -285,12 +288,13 @@ def test_a_step_longer_than_all_of_the_time_is_the_figure() -> None:
 
 
 def test_a_long_first_block_of_many_steps_is_warm_up() -> None:
-    """As of a pack, whose trainings run for a time: what they did while some still warmed up is no
-    figure.
+    """As in a pack whose trainings run for a time.
+
+    Steps while some trainings still warmed up don't count.
     """
     timer = BlockTimer(2.0)
     assert timer.next_steps()
-    timer.add(Block(40, 2.4))  # 60 ms a step, later 10
+    timer.add(Block(40, 2.4))  # 60 ms per step, later 10
     while steps := timer.next_steps():
         timer.add(Block(steps, steps * 0.01))
     timing = timer.result()
@@ -300,7 +304,7 @@ def test_a_long_first_block_of_many_steps_is_warm_up() -> None:
 
 
 def test_nothing_timed_is_nothing_known() -> None:
-    """Stopping in the warm-up leaves no figure."""
+    """Stopping in the warm-up gives no result."""
     timing = BlockTimer(1.0)
     timing.add(Block(1, 0.5))
     assert timing.result() is None
@@ -318,8 +322,9 @@ def test_nothing_timed_is_nothing_known() -> None:
 def test_whatever_the_steps_the_rules_end_in_bounded_time(
     step: float, noise: float, seconds: float, seed: int
 ) -> None:
-    """At most the time and one block more, or the fewest blocks, which a lucky window may make 16
-    times too long.
+    """At most the time and one block more, or the fewest blocks.
+
+    A lucky window may make these 16 times too long.
     """
     draw = random.Random(seed)
     measured = timed(seconds, lambda _: step * max(0.05, draw.gauss(1, noise)))
@@ -332,7 +337,7 @@ def test_whatever_the_steps_the_rules_end_in_bounded_time(
 def whole_run(
     timing: BlockTimer, step: Callable[[], float], cpu: Callable[[], float | None]
 ) -> list[Block]:
-    """The blocks that a whole run counted: those asked for once it measures."""
+    """Return the blocks that a whole run counted: those requested once it measures."""
     counted: list[Block] = []
     while steps := timing.next_steps():
         block = Block(steps, steps * step(), cpu(), slowed=0.3)
@@ -359,8 +364,9 @@ CPU_SHARES = st.lists(st.sampled_from([None, 0.5, 1.0]), min_size=1, max_size=4)
 def test_a_whole_run_never_ends_before_its_time(
     step: float, noise: float, shares: list[float | None], seconds: float, seed: int
 ) -> None:
-    """However sure, unsure, held back or disturbed it is, all its seconds are timed, each step
-    counts, and it ends.
+    """However precise, imprecise, throttled or disturbed it is, all its seconds are timed.
+
+    Each step counts, and the run ends.
     """
     draw = random.Random(seed)
     timing = BlockTimer(seconds, whole=True)
@@ -387,8 +393,8 @@ def test_a_whole_run_never_ends_before_its_time(
 def test_a_run_of_steps_never_ends_before_them_and_adds_none(
     step: float, noise: float, shares: list[float | None], asked: int, seed: int
 ) -> None:
-    """So many steps are timed, whatever the noise: not one less, and more only where three blocks
-    need them.
+    """Exactly the requested steps are timed, whatever the noise, and more only if three blocks need
+    them.
     """
     draw = random.Random(seed)
     timing = BlockTimer(10.0, steps=asked)
@@ -402,7 +408,7 @@ def test_a_run_of_steps_never_ends_before_them_and_adds_none(
 
 
 def test_a_whole_run_that_drifts_is_not_begun_anew_and_the_drift_is_said() -> None:
-    """The clock drops midway: both halves stay in the figure, as that time was asked for."""
+    """The clock drops midway. Both halves count, because that time was requested."""
     draw = random.Random(3)
     measured = timed(
         4.0, lambda i: 0.05 * (1.25 if i > 8 else 1.0) * draw.gauss(1, 0.02), whole=True
@@ -413,9 +419,7 @@ def test_a_whole_run_that_drifts_is_not_begun_anew_and_the_drift_is_said() -> No
 
 
 def test_no_number_of_blocks_ends_a_whole_run_and_none_takes_long_for_what_was_done() -> None:
-    """A day's run has a few thousand blocks; one is never more than a small part of the time before
-    it.
-    """
+    """A day's run has a few thousand blocks. Each is a small part of the time before it."""
     timing = BlockTimer(86_400.0, whole=True)
     counted = whole_run(timing, lambda: 0.01, lambda: None)
     assert MOST_BLOCKS < len(counted) < 10 * MOST_BLOCKS
@@ -427,7 +431,7 @@ def test_no_number_of_blocks_ends_a_whole_run_and_none_takes_long_for_what_was_d
 
 
 def test_disturbed_blocks_of_a_whole_run_count_as_steps_but_not_in_the_figure() -> None:
-    """What others took the cores from was run all the same."""
+    """Disturbed steps ran all the same."""
     share = {0: 0.5}
     measured = timed(
         4.0,

@@ -1,4 +1,4 @@
-"""A plan remembers what trainings by it reached, and what their journals say of a shortfall."""
+"""A plan's run has the speed of its trainings, and the causes of a shortfall in their journals."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def train(
     created: str | None = None,
     **figures: Any,
 ) -> None:
-    """A training of 300 s by the plan of a search, at this part of its samples/s."""
+    """Write a training of 300 s by the plan of a search, at this fraction of its samples/s."""
     plan = searched.require_plan()
     promised = plan.throughput.samples_per_second
     monkeypatch.setenv("EVENER_RUN", name)
@@ -130,7 +130,7 @@ def test_a_training_that_falls_short_says_why_or_that_it_is_not_known(
 def test_a_start_without_a_lost_device_is_not_the_plans(
     searched: StoredRun, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The launcher then writes a plan for those that are left, with another figure."""
+    """The launcher then writes a plan for the devices that are left, with other samples/s."""
     plan = searched.require_plan()
     train(searched, monkeypatch, "29990101-000000-0001", 1.0)
     half = msgspec.structs.replace(

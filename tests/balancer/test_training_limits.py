@@ -1,5 +1,6 @@
-"""What limits a training, as a search sees it: by figures made up, and by real trainings with one
-known cause each.
+"""The limits of a training that a search finds: from invented numbers, and from real trainings.
+
+Each real training has one known cause.
 """
 
 from __future__ import annotations
@@ -50,7 +51,9 @@ NOTHING = PartSeconds(input_seconds=0.0, update_seconds=0.0)
 
 
 def timed(layout: Layout, *parts: PartSeconds | None, step: float = 0.1, **known: Any) -> Timed:
-    """A measurement with these parts; every device works for all of the step, unless said."""
+    """Return a measurement with these parts. Every device computes for the whole step, unless
+    given.
+    """
     own = known.pop("device_seconds", tuple(step if share else None for share in layout.shares))
     stage: Stage = Stage.REST if len(layout.active) == 1 else Stage.SPLIT
     return Timed(
@@ -69,7 +72,7 @@ def timed(layout: Layout, *parts: PartSeconds | None, step: float = 0.1, **known
 
 
 def limits_of(seen: Timed, devices: tuple[Device, ...]) -> list[TrainingLimit]:
-    """The limits of the layout of one measurement, if it is chosen."""
+    """Return the limits of the layout of one measurement, if it is chosen."""
     layout = seen.probe.layout
     figure = Interval(*(layout.global_batch / seen.step_seconds,) * 3)
     report = SearchReport(
@@ -156,7 +159,7 @@ def test_what_slows_a_device_is_a_limit(part: PartSeconds, kind: LimitKind, by: 
     ("ran", "others", "waited"),
     [
         (0.5, 0.5, 0.5),  # both always have kernels enqueued
-        (0.2, 0.8, 0.6),  # its kernels end long before its time slice
+        (0.2, 0.8, 0.6),  # its kernels end long before the end of its time slice
         (0.2, 0.3, 0.3),  # the other process rarely computes
         (0.6, 0.0, 0.0),
     ],
@@ -164,7 +167,7 @@ def test_what_slows_a_device_is_a_limit(part: PartSeconds, kind: LimitKind, by: 
 def test_kernels_wait_for_a_neighbour_while_they_are_enqueued_and_do_not_run(
     ran: float, others: float, waited: float
 ) -> None:
-    """A step of 100 ms whose device has nothing to do for 20 ms, as its host is late."""
+    """A step takes 100 ms, and its device has nothing to do for 20 ms because its host is late."""
     gpu = Device("GPU-1", 0, "NVIDIA A", "gpu", None)
     part = PartSeconds(neighbour=others, busy=ran, neighbours="python other.py")
     seen = timed(ALONE, part, enqueued_seconds=0.08)
@@ -187,7 +190,7 @@ def test_what_slows_a_device_that_waits_for_others_is_no_limit() -> None:
 
 
 def test_unequal_devices_are_what_the_plan_takes_away() -> None:
-    """The figures hold them, and no sentence repeats the plan's gain over equal shares."""
+    """The data has them, and no sentence repeats the plan's gain over equal shares."""
     even = candidate("even", layout_of((128, 128)))
     parts = (NOTHING,) * 2
     seen = timed(SPLIT.layout, *parts)
@@ -201,7 +204,7 @@ def test_unequal_devices_are_what_the_plan_takes_away() -> None:
 
 
 def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
-    """The other device waits for its gradients too, which more even shares would spare."""
+    """The other device also waits for its gradients, which more even shares would avoid."""
     layout = layout_of((40, 24))
     (limit,) = limits_of(timed(layout, NOTHING, NOTHING, device_seconds=(0.07, 0.02)), CPUS)
     assert (limit.kind, limit.milliseconds) == (LimitKind.EXCHANGE, pytest.approx(30.0))
@@ -209,7 +212,7 @@ def test_the_exchange_is_what_the_last_of_a_split_waits_for() -> None:
 
 
 def test_the_link_between_the_chosen_devices_is_told_once() -> None:
-    """By the exchange where that is a limit, else in a line of its own; the plan has it too."""
+    """By the exchange if that is a limit, else in a separate line. The plan has it too."""
     parts = (NOTHING,) * 2
     known: dict[str, Any] = {"link_bytes_per_second": 6.1e9, "link_path": "PCIe, no P2P"}
     line = "CPU:0 – CPU:1  PCIe, no P2P, 6.1 GB/s"
@@ -232,7 +235,7 @@ def test_waiting_for_rows_is_not_taken_for_an_exchange() -> None:
 
 
 def test_passes_cost_what_each_takes_whatever_its_rows() -> None:
-    """40 ms of each pass don't depend on its rows: of two passes, one could be spared."""
+    """40 ms of each pass don't depend on its rows, so one of two passes could be saved."""
     layout = Layout("split", (58, 38), micro=(58, 19))
     seen = timed(layout, NOTHING, NOTHING, step=0.102, device_seconds=(0.1, 0.102))
     alone = [
@@ -252,8 +255,9 @@ def test_passes_cost_what_each_takes_whatever_its_rows() -> None:
 
 
 def test_a_gpu_s_passes_cost_as_its_time_by_rows_goes_on() -> None:
-    """An H200's times of 4, 8 and 64 rows, of a model whose weights are large: one pass of 64 was
-    5.2 times as fast as eight of 8.
+    """An H200's times of 4, 8 and 64 rows, for a model with large weights.
+
+    One pass of 64 rows was 5.2 times as fast as eight of 8.
     """
     layout = solo(1, 0, 64, 8)
     gpu = Device("GPU-1", 0, "NVIDIA A", "gpu", None)
@@ -290,7 +294,7 @@ def test_the_verdict_names_its_limits_behind_the_answer_the_largest_first() -> N
 
 
 def test_a_loss_that_waiting_for_rows_explains_is_not_the_exchange_s() -> None:
-    """What rows cost is no part of what synchronizing devices costs."""
+    """The cost of rows isn't part of the cost of synchronization."""
     chosen = result(SPLIT, 1000)
     alone = [result(candidate("solo", solo(2, i, 256)), 800) for i in range(2)]
     known: dict[str, Any] = {
@@ -354,7 +358,9 @@ SECONDS = 1.0
 
 @pytest.fixture
 def prober_of(tmp_path: Path, shared_servers: None) -> Iterator[Any]:
-    """Makes a prober of a training in a file of its own, on one slice of the CPU."""
+    """Yield a function that makes a prober of a training with the given file, on one slice of the
+    CPU.
+    """
     skip_without("torch")
     made: list[ChildProber] = []
 
@@ -370,7 +376,7 @@ def prober_of(tmp_path: Path, shared_servers: None) -> Iterator[Any]:
 
 
 def measure(prober: ChildProber, rows: int, *knobs: str) -> Timed:
-    """One device alone on so many rows."""
+    """Return a measurement of one device alone with this many rows."""
     layout = msgspec.structs.replace(solo(1, 0, rows), knobs=knobs)
     probe = Probe(layout, Stage.SOLO, SECONDS)
     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
@@ -379,7 +385,9 @@ def measure(prober: ChildProber, rows: int, *knobs: str) -> Timed:
 
 
 def find(prober: ChildProber, rows: int) -> list[TrainingLimit]:
-    """The limits of a training, without the host's: other tests run beside it."""
+    """Return the limits of a training, except the host's, because other tests run at the
+    same time.
+    """
     limits = limits_of(measure(prober, rows), slices(2)[:1])
     return [each for each in limits if each.kind is not LimitKind.HOST_STARVED]
 
@@ -401,7 +409,7 @@ def test_a_training_with_one_cause_is_limited_by_it_first(
     seen = measure(prober_of(code), rows)
     (part,) = seen.parts
     assert part is not None
-    # other tests run beside it
+    # other tests run at the same time
     alone = msgspec.structs.replace(part, starved_seconds=0.0)
     found = limits_of(msgspec.structs.replace(seen, parts=(alone,)), slices(2)[:1])
     assert kinds(found)[:1] == [kind]
@@ -437,7 +445,7 @@ def test_a_training_whose_cores_are_taken_is_starved_and_says_by_whom(
 
 @pytest.mark.slow
 def test_the_ceiling_without_input_is_the_speed_with_rows_at_hand(prober_of: Any) -> None:
-    """Of rows that take 2 ms each; both are measured one right after the other."""
+    """Rows take 2 ms each. Both are measured one right after the other."""
     prober = prober_of(limited_trainings.SLOW_ROWS)
     slow = measure(prober, 64)
     fast = measure(prober_of(limited_trainings.PLAIN), 64)

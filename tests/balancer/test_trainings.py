@@ -43,8 +43,9 @@ def at(seconds: float, step: int, *changes: ShareChange) -> LiveRecord:
 
 
 def write(name: str, monkeypatch: pytest.MonkeyPatch, reason: str = "") -> TrainingJournal:
-    """A training of 100 s with 100 steps/s in its first 60 s and 50 in what follows, and a change
-    of shares.
+    """Write a training of 100 s with a change of shares.
+
+    It has 100 steps/s in its first 60 s and 50 after that.
     """
     monkeypatch.setenv("EVENER_RUN", name)
     monkeypatch.setenv("EVENER_RESTART", reason)
@@ -100,7 +101,7 @@ def test_a_change_after_the_last_report_is_in_the_journal(
 def test_runs_lists_and_shows_trainings_and_last_means_the_last_search(
     own_state: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The first processes are killed, the next ones end by themselves."""
+    """The first processes are killed, the next ones exit by themselves."""
     name = "20261122-120000-abc1"
     write(name, monkeypatch)
     os.truncate(
@@ -241,7 +242,7 @@ def test_a_broken_line_is_named(own_state: Path, monkeypatch: pytest.MonkeyPatch
 def test_an_entry_that_ctrl_c_has_interrupted_is_written_at_the_end(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """As the first one, while its folder is made."""
+    """As the first one, while its folder is created."""
     monkeypatch.setenv("EVENER_RUN", "20261122-120000-abc9")
     journal = TrainingJournal(["a"], [4])
     with monkeypatch.context() as patched:

@@ -1,5 +1,5 @@
-"""The verdict: what to do and why, what it gains over what, ties called ties, and nothing that its
-own figures contradict.
+"""The verdict: what to do and why, its gains, ties called ties, and no contradictions in its
+numbers.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ from tests.support.verdicts import (
 
 
 def advised(found: Verdict) -> str:
-    """What to do."""
+    """Return the recommended action."""
     assert found.recommendation is not None
     return found.recommendation.action
 
@@ -77,8 +77,8 @@ def advised(found: Verdict) -> str:
 
 
 def test_one_device_that_is_as_fast_as_several_is_said_to_do() -> None:
-    """It is what is recommended, whether it is the plan or not; a gain over even shares isn't the
-    headline then.
+    """It is recommended, whether it is the plan or not. A gain over even shares isn't the headline
+    then.
     """
     ranking = [standing(EVEN, 300, -0.7), standing(SOLO, 995, -0.005, tie=True)]
     assert advised(judged(result(SPLIT, 1000), ranking)) == "one_device"
@@ -103,7 +103,7 @@ def test_an_answer_for_many_devices_leaves_room_for_what_is_gained(count: int) -
 
 
 def test_every_figure_above_the_plan_s_is_explained() -> None:
-    """But for one of another batch, where the batch was given."""
+    """Except for another batch, if the batch was given."""
     faster = standing(EVEN, 1100, -0.1)
     simpler = standing(SPLIT, 1003, 0.003, tie=True)
     later = standing(EVEN, 1003, 0.003, tie=True)
@@ -123,7 +123,7 @@ def test_every_figure_above_the_plan_s_is_explained() -> None:
 
 
 def test_equal_devices_have_a_verdict_of_their_own() -> None:
-    """The user needs nothing of evener's to train so."""
+    """The user doesn't need evener to train this way."""
     assert judged(result(EVEN, 1810), [standing(SOLO, 1345, -0.257)]).equal_shares
     passes = candidate("even", layout_of((128, 128), (64, 64)))
     some = candidate("even", cast(Layout, split_evenly(3, (0, 1), 256)))
@@ -145,7 +145,7 @@ def test_equal_devices_have_a_verdict_of_their_own() -> None:
 def test_bfloat16_on_a_card_without_hardware_for_it_is_noted_beside_one_with_it(
     precision: str, known: bool, hardware: tuple[bool | None, ...], slow: tuple[str, ...]
 ) -> None:
-    """Asked for, or because the model computes in it; not where all cards are alike, or unknown."""
+    """Requested, or because the model computes in it; not if all cards are equal, or unknown."""
     found = judged(
         result(SPLIT, 1000),
         request=Request(framework="torch", precision=precision),
@@ -167,7 +167,7 @@ def test_a_short_epoch_is_said_where_the_batch_was_evener_s_choice() -> None:
 
 
 def test_where_other_work_disturbed_everything_the_answer_is_to_measure_again() -> None:
-    """Gains get their ±, nothing is recommended beside it, and the search isn't said to be done."""
+    """Gains get their ±, nothing else is recommended, and the search isn't called finished."""
     seen = [disturbed_turn(1.0, 0.4)]
     found = judged(result(SPLIT, 1000), [standing(EVEN, 800, -0.2)], seen=seen, request=FIXED)
     assert advised(found) == "measure_again"
@@ -185,7 +185,7 @@ def test_where_other_work_disturbed_everything_the_answer_is_to_measure_again() 
 def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
     error: float, words: str
 ) -> None:
-    """Samples/s of the even split within this part; the plan's are known well."""
+    """The even split's samples/s have this relative error; the plan's are precise."""
     even = Rival(
         "equal_shares",
         "even split",
@@ -202,7 +202,7 @@ def test_a_gain_that_is_less_certain_than_large_is_given_by_its_least(
 
 
 def test_no_step_leads_to_a_plan_that_is_advised_against() -> None:
-    """Nor to one for simulated devices; a file that was asked for is named all the same."""
+    """Nor to a plan for simulated devices. A requested file is named all the same."""
     even, tied = standing(EVEN, 800, -0.2), standing(SOLO, 998, -0.002, tie=True)
     rather_one = judged(result(SPLIT, 1000), [tied])
     disturbed = judged(result(SPLIT, 1000), [even], seen=[disturbed_turn(1.0)])
@@ -223,8 +223,9 @@ def test_no_step_leads_to_a_plan_that_is_advised_against() -> None:
 
 
 def test_the_advice_of_one_device_has_its_command() -> None:
-    """The script as it is, on that GPU alone, also where the plan is a split; other advice has no
-    such command.
+    """The unchanged script on that GPU alone, also if the plan is a split.
+
+    Other recommendations have no such command.
     """
     tied = standing(SOLO, 998, -0.002, tie=True)
     uneven = judged(result(SPLIT, 1000), [standing(EVEN, 800, -0.2)])
@@ -260,7 +261,7 @@ def test_a_loss_that_is_not_finite_is_mended_before_anything_else() -> None:
 
 
 def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
-    """Nor one at another batch than the user gave."""
+    """Nor is one at another batch than the user gave."""
     larger = candidate("solo", solo(2, 0, 1024))
     smaller = candidate("solo", solo(2, 0, 128))
     chosen = result(SPLIT, 1000)
@@ -275,7 +276,7 @@ def test_one_device_of_a_larger_batch_is_no_simpler_way() -> None:
 
 
 def test_devices_of_one_product_that_differ_much_are_suspected() -> None:
-    """Of the same name and at the same batch."""
+    """With the same name and at the same batch."""
 
     def alone(position: int, batch: int, seconds: float) -> Timed:
         return turn(solo(2, position, batch), seconds, (seconds, seconds))
@@ -302,7 +303,7 @@ def test_a_tie_that_ends_the_search_names_its_layouts() -> None:
 
 
 def test_another_batch_is_not_compared_where_it_is_far_off() -> None:
-    """A split of 256 samples says nothing of a plan of 4096."""
+    """A split of 256 samples says nothing about a plan of 4096."""
     alone = result(candidate("solo", solo(2, 0, 4096)), 1000)
     far = said(alone, results=(alone, result(SPLIT, 30)))
     assert far.gains == ""
@@ -314,8 +315,8 @@ def test_another_batch_is_not_compared_where_it_is_far_off() -> None:
 
 
 def test_a_device_that_is_faster_in_the_split_than_alone_is_no_rival() -> None:
-    """It made 400 samples/s alone and makes 890 of the split's, so alone it wasn't at its best
-    batch.
+    """It made 400 samples/s alone and makes 890 in the split, so it wasn't at its best
+    batch alone.
     """
     assert said(result(SPLIT, 2123), [standing(SOLO, 400, -0.81)]).gains == ""
     good = said(result(SPLIT, 2123), [standing(SOLO, 1257, -0.408)])
@@ -330,7 +331,10 @@ def test_the_best_single_device_is_compared_whether_raced_or_not() -> None:
 
 
 def alone_now_and_before(plan: float) -> VerdictText:
-    """GPU:1 was raced alone; GPU:0 had 2 271 samples/s at the same batch before."""
+    """Return a verdict in which GPU:1 was raced alone.
+
+    GPU:0 had 2 271 samples/s at the same batch before.
+    """
     return said(
         result(SPLIT, plan),
         [standing(OTHER, 1801, 1801 / plan - 1)],
@@ -345,14 +349,14 @@ def test_the_plan_is_compared_with_the_fastest_device_of_its_table() -> None:
 
 
 def test_one_device_that_had_more_than_the_plan_before_is_said_to_have_had() -> None:
-    """The machine was faster then: the gain is over what was raced beside the plan."""
+    """The machine was faster then, so the gain is over what was raced beside the plan."""
     words = alone_now_and_before(2100)
     assert words.gains == "+17 % over GPU:1 alone"
     assert any("the plan: 1 801 samples/s now, 2 271 earlier." in line for line in words.remarks)
 
 
 def test_a_tie_is_said_only_of_layouts_whose_speed_is_known() -> None:
-    """A search that can't tell rough figures apart says that, and not that they tie."""
+    """If the samples/s are too rough to compare, the text says that, and not that they tie."""
     ends = set()
     for seed in range(60):
         found = draw_outcome(random.Random(seed))[0].found
@@ -365,8 +369,8 @@ def test_a_tie_is_said_only_of_layouts_whose_speed_is_known() -> None:
 
 
 def test_rivals_are_compared_turn_by_turn_with_the_winner() -> None:
-    """The figures alone would say 25 %; the turns that both took say 20, and the verdict says which
-    it is.
+    """The rates alone would give 25 %, the common turns give 20 %, and the verdict says which it
+    is.
     """
     ranking = [standing(SOLO, 1000.0), standing(EVEN, 800.0, -1 / 6)]
     (found,) = compare_all(result(SOLO, 1000), ranking)
@@ -445,7 +449,7 @@ def test_an_even_split_over_some_of_the_devices_says_how_many() -> None:
 
 
 def test_no_two_layouts_have_one_name() -> None:
-    """The slower of two of a kind is another one; the third says its samples."""
+    """The slower of two of a kind is another one; the third is named with its samples."""
     found = [SPLIT, *(candidate("split", Layout("split", (n, 10))) for n in (20, 30)), SOLO]
     assert name_all(found, 2) == (
         "best split",
@@ -465,7 +469,7 @@ def test_a_verdict_survives_json() -> None:
 
 
 def test_every_sentence_is_a_function_of_the_verdict() -> None:
-    """Whoever adds one names it in one of two lists, and each writes for any verdict."""
+    """Each is in one of two lists, and works for any verdict."""
     one = judged(result(SPLIT, 2123))
     assert len(set(REMARKS + WARNINGS)) == len(REMARKS) + len(WARNINGS)
     for write in REMARKS + WARNINGS:
@@ -483,7 +487,7 @@ def test_waiting_is_what_the_busiest_device_does_not_compute() -> None:
 
 
 def test_every_field_is_in_the_docs() -> None:
-    """And every word that a field may have."""
+    """And every value that a field may have."""
     page = (Path(__file__).parents[2] / "docs" / "json.md").read_text()
     written = set(re.findall(r"`(\w+)`", page))
     structs = [one for one in vars(verdict).values() if _is_struct(one)]

@@ -1,7 +1,7 @@
-"""Whole verdicts as a person reads them: each outcome of a search beside the text that it had.
+"""Whole verdicts as a person reads them: each outcome of a search with its text.
 
 A change of wording changes __snapshots__/test_verdict_texts.ambr, which `--snapshot-update` writes.
-What follows from figures is in test_verdict.py.
+What follows from numbers is in test_verdict.py.
 """
 
 from __future__ import annotations
@@ -64,12 +64,12 @@ def with_knob(knob: str) -> Candidate:
 
 
 def uneven(*ranking: RankedLayout, **known: Any) -> Verdict:
-    """Of 150 + 106 rows at 1 000 samples/s."""
+    """Return a verdict for 150 + 106 rows at 1 000 samples/s."""
     return judged(result(SPLIT, 1000), ranking, **known)
 
 
 def one_device(*ranking: RankedLayout, **known: Any) -> Verdict:
-    """Of 256 rows on GPU:0 at 1 345 samples/s."""
+    """Return a verdict for 256 rows on GPU:0 at 1 345 samples/s."""
     return judged(result(SOLO, 1345), ranking, **known)
 
 
@@ -87,7 +87,7 @@ def a_split_of_a_given_batch() -> Verdict:
 
 @verdict
 def a_tie_measured_in_turn() -> Verdict:
-    """Its figure isn't that of the two rates beside it, which are further apart."""
+    """Its gap isn't that of the two rates beside it, which differ more."""
     known = Interval(2000, 1999, 2001)
     return judged(result(SPLIT, 2123), [RankedLayout(EVEN, known, TIE, True, 3)])
 
@@ -204,7 +204,9 @@ def no_split_was_measured() -> Verdict:
 
 @verdict
 def a_split_whose_parts_take_as_long_as_the_whole() -> Verdict:
-    """150 of 256 samples that take nearly as long alone gain nothing, however cheap the rest is."""
+    """150 of 256 samples take nearly as long alone, so they gain nothing, however cheap the rest
+    is.
+    """
     return one_device(
         standing(SPLIT, 1223, -0.0907),
         sync_seconds=0.0004,
@@ -215,7 +217,7 @@ def a_split_whose_parts_take_as_long_as_the_whole() -> Verdict:
 
 @verdict
 def a_loss_that_nothing_measured_covers() -> Verdict:
-    """A step of 2.8 ms became 7.2, and keeping in step takes 0.16 of them."""
+    """A step of 2.8 ms became 7.2 ms, and synchronization takes 0.16 ms of it."""
     return judged(
         result(SOLO, 256 / 0.0028),
         [standing(SPLIT, 256 / 0.0072, 2.8 / 7.2 - 1)],
@@ -227,7 +229,7 @@ def a_loss_that_nothing_measured_covers() -> Verdict:
 
 @verdict
 def a_larger_batch_that_is_faster_within_the_tolerance() -> Verdict:
-    """A reader who sees its row in a table must not ask why it isn't the plan."""
+    """The reader of its row in a table must learn why it isn't the plan."""
     return uneven(standing(LARGER, 1015, 0.015))
 
 
@@ -258,7 +260,9 @@ def a_faster_rival_that_is_less_simple() -> Verdict:
 
 
 def summed(rate: float = 1000, **known: Any) -> Verdict:
-    """Of 256 samples at 2 000/s, two devices that make 1 000 together lose 128 ms a step."""
+    """Return a verdict for 256 samples at 2 000/s on two devices with 1 000 together, which lose
+    128 ms a step.
+    """
     solos = tuple(result(candidate("solo", solo(2, i, 256)), 1000) for i in range(2))
     chosen = result(SPLIT, rate)
     return judged(chosen, solos=solos, results=(chosen, *solos), **known)

@@ -1,4 +1,4 @@
-"""Who races, in which order, and what the end of a race says."""
+"""Which layouts race, in which order, and what the end of a race says."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ EQUAL = Bench(((10.0, 0.1, 0, 4000), (10.0, 0.1, 0, 4000)), 0.002)
 def searched_with(
     bench: Bench, slower: Callable[[Probe], float], **options: Any
 ) -> tuple[Search, list[Observation]]:
-    """A search in which each probe's steps take longer by a factor; and what it saw."""
+    """Return a search in which `slower` prolongs each probe's steps, and its observations."""
     search, seen = Search(bench.problem(**options)), list[Observation]()
     while probes := search.ask():
         for probe in probes:
@@ -65,8 +65,9 @@ def test_a_race_of_two_is_settled_and_of_one_is_no_race(
 
 @pytest.mark.parametrize("factor", [1.0, 1.5, 3.0])
 def test_what_was_faster_than_all_that_raced_races_too(factor: float) -> None:
-    """Where everything is slower in the race, the fastest single device that was seen before it is
-    among what is.
+    """Everything is slower in the race.
+
+    The fastest single device that was seen before takes part.
     """
     for seed in range(8):
         chance = random.Random(seed)
@@ -88,8 +89,9 @@ def test_what_was_faster_than_all_that_raced_races_too(factor: float) -> None:
 
 
 def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
-    """Turns are taken A B C A B C; what exploration measured with nothing else at work has had its
-    first.
+    """Turns run A B C A B C.
+
+    A layout that exploration measured while nothing else ran has had its first turn.
     """
     _, seen = noisy(EQUAL, 0.1, 3, budget_seconds=120.0)
     turns = [one.probe.turn for one in seen if one.probe.stage == Stage.RACE]
@@ -105,8 +107,9 @@ def test_the_first_turn_of_all_comes_before_the_second_of_any() -> None:
 
 
 def test_a_race_ends_settled_only_if_no_rival_may_gain_what_matters() -> None:
-    """By the expected gain of switching to it, whatever the noise; else it says that it is tied or
-    has no time.
+    """The expected gain of a change decides, whatever the noise.
+
+    Otherwise the search ends as tied, or without time left.
     """
     reasons = set()
     for seed in range(8):
@@ -132,7 +135,7 @@ def test_one_device_with_one_layout_says_that_there_was_no_choice() -> None:
 
 
 def test_a_budget_that_ends_the_search_is_the_reason() -> None:
-    """And not one that is left over."""
+    """Not if some of the budget is left."""
     search, _ = searched(PAIR, PAIR.problem(budget_seconds=5.0))
     assert search.why_stopped() == Stop.BUDGET
     search, _ = searched(PAIR, PAIR.problem(budget_seconds=600.0))
@@ -163,8 +166,9 @@ def test_devices_that_all_fail_are_the_reason_each_by_name() -> None:
 
 
 def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
-    """Two equal devices with 10 % of noise between probes: more turns would not tell the leading
-    layouts apart.
+    """Two equal devices have 10 % of noise between probes.
+
+    More turns wouldn't distinguish the leading layouts.
     """
     found = [noisy(EQUAL, 0.1, seed, budget_seconds=120.0)[0] for seed in range(8)]
     checks = [search._seen.spent_seconds(Stage.CHECK) for search in found]
@@ -183,7 +187,7 @@ def test_a_noisy_tie_ends_before_its_budget_and_is_called_one() -> None:
 
 
 def test_a_layout_that_breaks_in_the_race_takes_no_more_turns() -> None:
-    """And is neither ranked nor the answer."""
+    """It is neither ranked nor chosen."""
     options = LayoutOptions(("solo", "even", "split"), scaling=False)
     search, after = Search(PAIR.problem(tolerance=0.0), options), list[Probe]()
     broken = None
@@ -207,7 +211,7 @@ def test_a_layout_that_breaks_in_the_race_takes_no_more_turns() -> None:
 @settings(max_examples=20, deadline=None)
 @given(benches(), st.sampled_from([None, 10.0, 60.0]))
 def test_no_device_is_probed_twice_alone_at_one_batch(bench: Bench, budget: float | None) -> None:
-    """Whatever is still open, a time that was measured is not measured again by exploration."""
+    """Whatever is still unknown, exploration doesn't measure a known time again."""
     for options in ({}, {"tolerance": 0.0}, {"global_batch": 8 * len(bench.devices)}):
         _, seen = searched(bench, bench.problem(budget_seconds=budget, **options))
         alone = [one.probe.layout for one in seen if one.probe.stage == Stage.SOLO]
@@ -224,7 +228,7 @@ def test_no_device_is_probed_twice_alone_at_one_batch(bench: Bench, budget: floa
 def test_the_answer_is_not_slower_than_anything_that_ran(
     bench: Bench, budget: float | None, fixed: bool, known: bool
 ) -> None:
-    """Of the same global batch, where that is fixed; beyond the tolerance, where it is not."""
+    """At the same global batch if it is fixed, and otherwise beyond the tolerance."""
     batch = 16 * len(bench.devices) if fixed else None
     search, seen = searched(bench, bench.problem(known, budget_seconds=budget, global_batch=batch))
     ran = [
@@ -250,8 +254,9 @@ def test_a_problem_of_one_sample_has_an_answer() -> None:
 
 
 def test_a_plan_s_figure_is_neither_too_high_nor_too_low_on_average() -> None:
-    """With 5 % of noise between probes, what chose the layout is 2 % too high: of many figures it
-    was the highest.
+    """With 5 % of noise between probes, the measurement that chose the layout is 2 % too high.
+
+    It was the highest of many.
     """
     flattered, figures = [], []
     for seed in range(60):
@@ -266,14 +271,16 @@ def test_a_plan_s_figure_is_neither_too_high_nor_too_low_on_average() -> None:
 
 
 def test_a_check_ends_the_race_of_a_free_batch_on_steady_devices() -> None:
-    """An even split that ran isn't raced again as a larger one, nor a winner as a smaller one."""
+    """An even split that ran isn't raced again with a larger batch, nor a winner with a smaller
+    one.
+    """
     for devices in (2, 4):
         machine = machine_families.machine("affine", devices, noise=0.01, seed=61001)
         assert search_trials.run(machine, search_trials.Ask()).seen[-1].probe.stage == Stage.CHECK
 
 
 def test_a_layout_that_no_other_was_compared_with_is_not_checked() -> None:
-    """Nothing chose it, so its figure is as good as any."""
+    """Its samples/s aren't biased, because nothing was chosen by them."""
     bench = Bench(((10.0, 0.1, 0, 800),))
     _, seen = searched(bench, bench.problem(global_batch=1))
     assert {one.probe.stage for one in seen} == {"solo"}
@@ -281,8 +288,9 @@ def test_a_layout_that_no_other_was_compared_with_is_not_checked() -> None:
 
 @pytest.mark.parametrize("budget", [30.0, 60.0, None])
 def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -> None:
-    """Once where its figure is sure, and when all else was measured; only what the check shows may
-    race after it.
+    """Once if its samples/s are certain and everything else was measured.
+
+    Only what the check shows may race after it.
     """
     search, seen = searched(PAIR, PAIR.problem(budget_seconds=budget))
     best, stages = search.best(), [one.probe.stage for one in seen]
@@ -295,8 +303,9 @@ def test_what_was_chosen_among_several_is_measured_again(budget: float | None) -
 def test_a_winner_is_measured_until_its_figure_is_within_five_percent(
     deviation: float, budget: float | None
 ) -> None:
-    """Of two cards that are far apart the first wins at once; what is left is to say how fast it
-    is.
+    """Of two very different cards, the first wins at once.
+
+    Its samples/s still have to become precise.
     """
     bench = Bench(((10.0, 0.1, 0, 4000), (1000.0, 10.0, 0, 4000)), 0.5)
     surer = 0
@@ -308,7 +317,7 @@ def test_a_winner_is_measured_until_its_figure_is_within_five_percent(
         assert best.turns == 2 or deviation > 0.002
         spent = budget is not None and sum(one.elapsed_seconds for one in seen) > 0.9 * budget
         width = relative_half_width(best.throughput)
-        # turns may be so far apart by chance that all eight wouldn't do
+        # turns may differ so much by chance that all eight don't suffice
         hopeless = width > ROUGH * math.sqrt(MOST_TURNS / best.turns)
         assert width <= ROUGH or best.turns >= MOST_TURNS or spent or hopeless
         surer += width <= ROUGH
@@ -316,7 +325,7 @@ def test_a_winner_is_measured_until_its_figure_is_within_five_percent(
 
 
 def test_a_figure_that_eight_turns_would_leave_rough_is_checked_once() -> None:
-    """Of steps that differ by 30 %, more turns cost half a minute and say as little."""
+    """Steps differ by 30 %, so more turns cost half a minute and show as little."""
     bench = Bench(((10.0, 0.1, 0, 4000), (1000.0, 10.0, 0, 4000)), 0.5)
     for seed in range(5):
         _, seen = noisy(bench, 0.3, seed, global_batch=256, budget_seconds=200.0)
@@ -324,7 +333,10 @@ def test_a_figure_that_eight_turns_would_leave_rough_is_checked_once() -> None:
 
 
 def test_a_layout_that_breaks_as_it_is_checked_is_not_the_answer() -> None:
-    """What others hold by then is held in the training too; the next one is chosen, and checked."""
+    """Memory that other processes hold by then is also missing in training.
+
+    The next layout is chosen and checked.
+    """
     search, broken = Search(PAIR.problem()), None
     while probes := search.ask():
         for probe in probes:

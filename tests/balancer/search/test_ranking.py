@@ -1,5 +1,5 @@
-"""The ranking: what drifts cancels, ties are ties, the simplest of equals wins, and turns go where
-they can matter.
+"""The ranking: drift cancels, ties are ties, the simplest of equals wins, and turns go where they
+matter.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ FREE = Problem(2, (None, None), tolerance=0.02)
 
 
 def timed(candidate: Candidate, rate: float, turn: int, spread: float = 0.002) -> Timed:
-    """A turn at so many samples/s, known to `spread`."""
+    """Return a turn at this rate in samples/s, with the relative error `spread`."""
     layout = candidate.layout
     step = layout.global_batch * layout.processes / rate
     unknown = (None, None)
@@ -49,7 +49,7 @@ def timed(candidate: Candidate, rate: float, turn: int, spread: float = 0.002) -
 def turns(
     rates: Mapping[Candidate, list[float]], spread: float = 0.002
 ) -> dict[Layout, dict[int, Timed]]:
-    """Each layout's turns from its samples/s."""
+    """Return each layout's turns from its samples/s."""
     return {
         one.layout: {turn: timed(one, rate, turn, spread) for turn, rate in enumerate(own)}
         for one, own in rates.items()
@@ -59,19 +59,21 @@ def turns(
 def ranked(
     rates: Mapping[Candidate, list[float]], problem: Problem = FIXED
 ) -> tuple[RankedLayout, ...]:
-    """The ranking of layouts with these samples/s."""
+    """Return the ranking of layouts with these samples/s."""
     return rank(tuple(rates), turns(rates), problem)
 
 
 def wanted(
     rates: Mapping[Candidate, list[float]], left: float = 9, most: int = 8
 ) -> tuple[list[Candidate], bool]:
-    """Who deserves another turn, with no tolerance, and whether a tie was given up."""
+    """Return which layouts deserve another turn without a tolerance, and whether a tie was given
+    up.
+    """
     return undecided(tuple(rates), turns(rates), left, most)
 
 
 def test_a_drift_that_hits_all_alike_does_not_blur_the_difference() -> None:
-    """A machine that slows by 30 % over three turns still tells 2 % from 0."""
+    """A machine that slows down by 30 % over three turns still distinguishes 2 % from 0."""
     first, second = ranked({SOLO: [1000.0, 850.0, 700.0], EVEN: [980.5, 833.0, 686.0]})
     assert first.candidate == SOLO
     assert second.against is not None
@@ -81,14 +83,14 @@ def test_a_drift_that_hits_all_alike_does_not_blur_the_difference() -> None:
 
 
 def test_turns_that_only_one_took_are_left_out_of_the_difference() -> None:
-    """The other's third turn was measured when the machine had slowed by half."""
+    """The other's third turn was measured when the machine was half as fast."""
     one, other = turns({SOLO: [1000.0, 1000.0, 500.0], EVEN: [900.0, 900.0]}).values()
     assert compare_turns(other, one).value == pytest.approx(-0.1)
     assert compare_turns(other, one).turns == 2
 
 
 def test_layouts_without_a_turn_in_common_are_compared_by_all_they_have() -> None:
-    """One difference, whose error holds both."""
+    """They have one difference, whose error includes both."""
     one = {0: timed(SOLO, 1000.0, 0), 2: timed(SOLO, 1000.0, 2)}
     found = compare_turns({1: timed(EVEN, 900.0, 1)}, one)
     assert found.value == pytest.approx(-0.1)
@@ -102,7 +104,7 @@ def test_what_can_not_be_told_apart_is_a_tie() -> None:
 
 
 def test_figures_that_do_not_overlap_are_no_tie_however_rough_they_are() -> None:
-    """The difference is not known to less than itself, but one is six times the other."""
+    """The error of the difference exceeds the difference, but one is six times the other."""
     rough = turns({SOLO: [23305.0], EVEN: [3542.0]}, spread=0.6)
     _, second = rank((SOLO, EVEN), rough, FIXED)
     assert second.against is not None
@@ -133,7 +135,9 @@ def test_a_clear_gain_wins_though_it_is_not_simple() -> None:
 
 
 def test_of_a_free_batch_the_smallest_within_the_tolerance_wins() -> None:
-    """And the faster of two with the same batch; the ranking behind the winner is by throughput."""
+    """Of two with the same batch, the faster wins. The ranking behind the winner is by
+    throughput.
+    """
     large, small, smaller = (
         Candidate(find_family("solo"), solo(2, 0, batch)) for batch in (400, 200, 150)
     )
@@ -144,7 +148,7 @@ def test_of_a_free_batch_the_smallest_within_the_tolerance_wins() -> None:
 
 
 def test_a_batch_beyond_the_tolerance_by_what_a_measurement_tells_is_not_taken() -> None:
-    """2.4 % slower in eight turns that agree is more than 2; in one turn nobody can tell."""
+    """2.4 % slower in eight turns that agree is more than 2 %; in one turn it is unknown."""
     large, small = (Candidate(find_family("solo"), solo(2, 0, batch)) for batch in (400, 200))
     assert ranked({large: [1000.0] * 8, small: [976.2] * 8}, FREE)[0].candidate == large
     assert ranked({large: [1000.0], small: [976.2]}, FREE)[0].candidate == small
@@ -152,7 +156,7 @@ def test_a_batch_beyond_the_tolerance_by_what_a_measurement_tells_is_not_taken()
 
 
 def test_the_deviation_of_a_turn_is_drawn_to_what_drift_is_assumed() -> None:
-    """As if four turns had shown that, and what the turns themselves are uncertain by."""
+    """The assumption counts like four turns, in addition to the turns' own uncertainty."""
     one, other = turns({SOLO: [1000.0, 1030.0, 1000.0], EVEN: [1000.0] * 3}).values()
     found = compare_turns(one, other)
     own = 2 * relative_error(one[0]) ** 2
@@ -167,8 +171,8 @@ def test_the_deviation_of_a_turn_is_drawn_to_what_drift_is_assumed() -> None:
 
 
 def test_a_pack_is_beaten_by_a_clear_gain_only_whatever_its_batch() -> None:
-    """Its batch is that of one of its trainings, so that the tolerance for smaller batches says
-    nothing of it.
+    """Its batch is that of one of its trainings, so the tolerance for smaller batches doesn't
+    apply.
     """
     small = Candidate(find_family("solo"), solo(2, 0, 10))
     assert ranked({PACK: [1000.0] * 3, small: [985.0] * 3}, FREE)[0].candidate == PACK
@@ -200,13 +204,14 @@ def test_a_settled_ranking_has_no_more_turns() -> None:
 def test_a_difference_that_no_turn_can_settle_is_a_tie_and_gets_none(
     left: float, most: int
 ) -> None:
-    """Neither the budget nor the number of turns leaves another one."""
+    """Neither the budget nor the number of turns allows another one."""
     assert wanted({SOLO: [1000.0], EVEN: [999.0]}, left, most) == ([], True)
 
 
 def test_a_noisy_difference_that_few_turns_would_not_settle_is_given_up() -> None:
-    """10 % of noise a turn: with two more turns the gain to expect is still above what matters;
-    with 60 it is not.
+    """A turn has 10 % of noise.
+
+    With two more turns, the expected gain still matters; with 60 it doesn't.
     """
     rates = {SOLO: [1000.0] * 3, EVEN: [880.0, 1100.0, 975.0]}
     assert wanted(rates, 2) == ([], True)
@@ -222,9 +227,7 @@ def test_one_turn_is_believed_less_than_three() -> None:
     ("noise", "count", "most"), [(0.005, 3, 0.05), (0.01, 3, 0.2), (0.01, 8, 0.05)]
 )
 def test_two_layouts_of_one_speed_tie_nearly_always(noise: float, count: int, most: float) -> None:
-    """As drift is assumed to be, in 95 % of races; where it is twice as large, after eight
-    turns.
-    """
+    """With the assumed drift, in 95 % of races; with twice that drift, after eight turns."""
     rng = random.Random(1)
     wrong = 0
     for _ in range(400):
@@ -242,8 +245,9 @@ def test_a_difference_that_nobody_would_notice_is_a_tie_however_sure() -> None:
 def test_the_gain_to_expect_is_that_of_a_normal_difference(
     value: float, deviation: float, count: int
 ) -> None:
-    """E[max(0, d)], by the trapezoidal rule; more turns never promise more, and the value itself is
-    the least.
+    """E[max(0, d)] is computed by the trapezoidal rule.
+
+    More turns never promise more, and the value itself is the minimum.
     """
     found = Difference(value, deviation, count)
     error = deviation / math.sqrt(count)
@@ -258,7 +262,7 @@ def test_the_gain_to_expect_is_that_of_a_normal_difference(
 
 
 def test_turns_that_agree_sharpen_a_figure_and_turns_that_differ_widen_it() -> None:
-    """Turns that differ by more than their widths are not averaged into false certainty."""
+    """Turns that differ by more than their intervals don't average to false certainty."""
     agree = throughput(turns({SOLO: [1000.0] * 4}, 0.02)[SOLO.layout])
     assert agree.value == pytest.approx(1000.0)
     assert 10 < agree.high - agree.low < 20  # of 40 for one turn; that they agree counts too
@@ -277,8 +281,9 @@ def test_a_single_turn_has_its_own_interval() -> None:
 
 
 def test_two_turns_a_little_apart_are_known_to_little_more_than_that() -> None:
-    """Two turns 2 % apart, one of them without noise: the interval holds both and is not absurdly
-    wide.
+    """Two turns differ by 2 %, one of them without noise.
+
+    The interval includes both and isn't absurdly wide.
     """
     own = {0: timed(SOLO, 1000.0, 0, 0.0), 1: timed(SOLO, 1020.0, 1, 0.001)}
     figure = throughput(own)

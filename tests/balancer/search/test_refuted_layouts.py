@@ -1,6 +1,4 @@
-"""What is refuted later: memory that others take and devices that go leave no plan that counts on
-them.
-"""
+"""Memory that others take later, and devices that are lost, are no longer part of any plan."""
 
 from __future__ import annotations
 
@@ -22,14 +20,15 @@ MOST_ASKS = 80
 
 
 def shrunk(bench: Bench, room: tuple[int, ...]) -> Bench:
-    """The same devices with room for so many samples."""
+    """Return the same devices with memory for this many samples."""
     devices = tuple((*device[:3], most) for device, most in zip(bench.devices, room, strict=True))
     return Bench(devices, bench.sync_seconds)
 
 
 def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, list[Observation]]:
-    """A whole search in which others take memory after so many observations; every probe begun
-    later tells of it.
+    """Return a whole search in which others take memory after some observations.
+
+    Every later probe reports it.
     """
     search, seen, less = Search(bench.problem()), list[Observation](), shrunk(bench, room)
     short = tuple(10 * (had[3] - has) for had, has in zip(bench.devices, room, strict=True))
@@ -47,7 +46,10 @@ def course(bench: Bench, room: tuple[int, ...], after: int) -> tuple[Search, lis
 @settings(max_examples=20, deadline=None)
 @given(benches(fewest=2, most=3), st.data())
 def test_a_plan_fits_what_others_leave(bench: Bench, data: st.DataObject) -> None:
-    """Wherever it is taken, and whatever was measured before; in any order, it is the same plan."""
+    """Whenever the memory is taken, and whatever was measured before.
+
+    The order of observations doesn't change the plan.
+    """
     room = tuple(data.draw(st.integers(max(1, most // 3), most)) for *_, most in bench.devices)
     search, seen = course(bench, room, data.draw(st.integers(1, 12)))
     best = search.best()
@@ -65,8 +67,9 @@ def test_a_plan_fits_what_others_leave(bench: Bench, data: st.DataObject) -> Non
 
 
 def test_a_layout_that_ran_and_no_longer_fits_is_not_the_best() -> None:
-    """The same layout, or less on the same devices, out of memory: another one counts, though it
-    was slower.
+    """The same or a smaller layout ran out of memory on the same devices.
+
+    Another layout counts, though it was slower.
     """
     bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
     search = Search(bench.problem())
@@ -85,8 +88,9 @@ def test_a_layout_that_ran_and_no_longer_fits_is_not_the_best() -> None:
 
 
 def test_added_time_is_not_spent_on_what_ran_out_of_memory() -> None:
-    """Others took the memory after exploration: nothing fits any more, and no probe is asked
-    again.
+    """Others took the memory after exploration.
+
+    Nothing fits any more, and no probe is requested again.
     """
     bench, asked = Bench(((1.0, 1.0, 0, 500),), 0.0), list[Probe]()
     search = Search(msgspec.structs.replace(bench.problem(budget_seconds=60.0), spend_all=True))
@@ -100,7 +104,9 @@ def test_added_time_is_not_spent_on_what_ran_out_of_memory() -> None:
 
 
 def test_a_device_that_has_gone_takes_its_layouts_with_it() -> None:
-    """Twice, as once may pass; however fast its splits were."""
+    """It fails twice, because one failure may be temporary. The speed of its splits
+    doesn't matter.
+    """
     bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
     search = Search(bench.problem())
     while probes := search.ask():
@@ -125,8 +131,10 @@ def test_a_device_that_has_gone_takes_its_layouts_with_it() -> None:
 def test_memory_that_others_take_after_a_check_refutes_the_plan(
     family: str, seed: int, mode: str, stage: Stage
 ) -> None:
-    """What runs after a check is newer than the turns before it, in which all memory was free,
-    though it is the first turn of its layout.
+    """What runs after a check is newer than the turns before it, even if it is its layout's first
+    turn.
+
+    All memory was free in the earlier turns.
     """
     (case,) = [one for one in hard.cases(family, seed) if one.mode == mode]
     found = trials.run(case.machine, case.ask, case.seed)
@@ -137,7 +145,7 @@ def test_memory_that_others_take_after_a_check_refutes_the_plan(
 
 
 def test_memory_that_was_taken_before_the_race_refutes_nothing_later() -> None:
-    """It was free in the check; what is seen after that counts again."""
+    """It was free in the check; later observations count again."""
     bench = Bench(((1.0, 1.0, 0, 500), (1.0, 1.0, 0, 500)), 0.002)
     seen = Observations(bench.problem())
     split = layout_of((100, 100))

@@ -1,4 +1,4 @@
-"""The laws of ask and tell, over random machines."""
+"""The laws of ask and tell, on random machines."""
 
 from __future__ import annotations
 
@@ -61,9 +61,9 @@ def test_the_order_of_telling_and_repeats_do_not_matter(bench: Bench, rng: rando
 @settings(max_examples=20, deadline=None)
 @given(benches(), st.data())
 def test_every_asking_can_be_taken_up_again(bench: Bench, data: st.DataObject) -> None:
-    """A replayed journal asks for what the first run asked for next, so that the plan is the same.
+    """A replayed journal requests what the first run requested next, so the plan is the same.
 
-    What is left of an asking that was interrupted is measured first, by the session that goes on.
+    The probes left of an interrupted request are measured first by the resumed session.
     """
     search, answers = Search(bench.problem()), list[list[Observation]]()
     while probes := search.ask():
@@ -80,7 +80,7 @@ def test_every_asking_can_be_taken_up_again(bench: Bench, data: st.DataObject) -
 @settings(max_examples=15, deadline=None)
 @given(benches(), st.sampled_from([0.25, 4.0]))
 def test_scaling_all_times_keeps_the_shares(bench: Bench, scale: float) -> None:
-    """What counts is how devices compare, not how fast all of them are."""
+    """Only the devices' relative speeds count."""
     search, _ = searched(bench, bench.problem(tolerance=0.0))
     scaled = Bench(
         tuple(
@@ -98,7 +98,7 @@ def test_scaling_all_times_keeps_the_shares(bench: Bench, scale: float) -> None:
 @settings(max_examples=15, deadline=None)
 @given(benches(fewest=2), st.randoms(use_true_random=False))
 def test_permuting_the_devices_permutes_the_answer(bench: Bench, rng: random.Random) -> None:
-    """A device's place in the request has no influence on how fast the answer is."""
+    """A device's position in the request doesn't change how fast the chosen layout is."""
     order = list(range(len(bench.devices)))
     rng.shuffle(order)
     turned = Bench(tuple(bench.devices[i] for i in order), bench.sync_seconds)
@@ -113,8 +113,9 @@ def test_permuting_the_devices_permutes_the_answer(bench: Bench, rng: random.Ran
 @settings(max_examples=30, deadline=None)
 @given(benches(), st.data())
 def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
-    """Shares are multiples, sum to a fixed batch, stay below the caps, and the race never runs out
-    of memory.
+    """Shares are multiples of the quantum, sum to a fixed batch and stay below the limits.
+
+    The race never runs out of memory.
     """
     quantum = data.draw(st.sampled_from([1, 1, 8]))
     count = len(bench.devices)
@@ -145,7 +146,7 @@ def test_layouts_keep_to_the_request(bench: Bench, data: st.DataObject) -> None:
 @settings(max_examples=20, deadline=None)
 @given(benches(fewest=2, most=5))
 def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
-    """Whatever was measured, the answer is not slower than the rivals it was measured against."""
+    """The chosen layout is never slower than the rivals it was measured against."""
     search, _ = searched(bench, bench.problem(tolerance=0.0))
     best, lone, everyone = (
         search.best(),
@@ -166,9 +167,7 @@ def test_never_worse_than_the_even_split_or_one_device(bench: Bench) -> None:
 @settings(max_examples=15, deadline=None)
 @given(st.randoms(use_true_random=True), st.integers(1, 4))
 def test_it_ends_whatever_it_is_told(chance: random.Random, count: int) -> None:
-    """Random outcomes, failures and memory that is never enough all come to an end, with a
-    reason.
-    """
+    """With random outcomes, failures and never enough memory, the search ends with a reason."""
     search = Search(Problem(count, (None,) * count))
     for _ in range(400):
         probes = search.ask()
@@ -182,7 +181,9 @@ def test_it_ends_whatever_it_is_told(chance: random.Random, count: int) -> None:
 
 
 def test_a_device_with_nothing_left_to_try_goes_no_further() -> None:
-    """The second of three takes so long that no batch of it ends with the others' best one."""
+    """The second of three devices is so slow that none of its batches ends with the others' best
+    one.
+    """
     search, steps = (
         Search(Problem(3, (None,) * 3)),
         iter([1.0, 8.0, 0.03125, 0.125, 0.125, 0.125, *[2.0] * 1000]),
@@ -207,7 +208,7 @@ def _anything(chance: random.Random, probe: Probe) -> Observation:
 
 
 def test_out_of_memory_everywhere_names_each_smallest_failure() -> None:
-    """Without any batch that runs there is no answer, and the reason names every device."""
+    """If no batch runs, there is no plan, and the reason names every device."""
     bench = Bench(((1.0, 1.0, 0, 0), (1.0, 1.0, 0, 0)))
     search, _ = searched(bench, bench.problem())
     assert search.best() is None
@@ -217,7 +218,7 @@ def test_out_of_memory_everywhere_names_each_smallest_failure() -> None:
 
 
 def test_identical_devices_get_the_even_split() -> None:
-    """The negative control: nothing is gained where there is nothing to gain."""
+    """The negative control: there is nothing to gain."""
     bench = Bench(((20.0, 0.5, 0, 700),) * 5, 0.004)
     for options in ({"global_batch": 512}, {"global_batch": 513}, {"tolerance": 0.0}, {}):
         search, _ = searched(bench, bench.problem(**options))
@@ -227,7 +228,7 @@ def test_identical_devices_get_the_even_split() -> None:
 
 
 def test_a_device_that_keeps_failing_is_left_out() -> None:
-    """One fresh try, then the others train without it, and the search says why."""
+    """It is retried once. Then the others train without it, and the search says why."""
     bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 500), (25.0, 0.7, 0, 500)))
     search, tries = Search(bench.problem()), 0
     while probes := search.ask():
@@ -244,9 +245,7 @@ def test_a_device_that_keeps_failing_is_left_out() -> None:
 
 
 def test_the_budget_is_kept() -> None:
-    """The sum of what probes cost stays within the budget, and a shorter one asks for shorter
-    probes.
-    """
+    """The probes' total time stays within the budget, and a shorter budget gives shorter probes."""
     bench = Bench(((20.0, 0.5, 0, 500), (22.0, 0.6, 0, 900)))
     for budget in (3.0, 6.0, 30.0):
         search, _ = searched(bench, bench.problem(budget_seconds=budget))
@@ -267,7 +266,7 @@ def test_the_budget_is_kept() -> None:
     ],
 )
 def test_bad_requests_are_named(options: dict[str, object]) -> None:
-    """What has no answer is refused before anything is measured, with what to do."""
+    """A request without a solution is refused before anything is measured, with a remedy."""
     problem = msgspec.structs.replace(Problem(3, (None, None, None)), **options)
     with pytest.raises(RequestError) as caught:
         check_problem(problem)
@@ -283,7 +282,7 @@ def test_a_budget_of_half_a_second_is_one() -> None:
 def test_a_free_batch_leaves_20_steps_once_the_rows_of_the_data_are_reported(
     bench: Bench, rows: int, quantum: int
 ) -> None:
-    """The first child reports them before its first observation."""
+    """The first child reports the number of rows before its first observation."""
     search = Search(bench.problem(multiple_of=quantum))
     first, most = search.ask(), max(rows // 20, quantum * len(bench.devices), 8)
     search.learn_data(Facts(rows=rows))

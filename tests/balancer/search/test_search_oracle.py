@@ -1,4 +1,4 @@
-"""The oracle that judges searches, against every layout of small machines."""
+"""The oracle that judges searches, compared with every layout of small machines."""
 
 from __future__ import annotations
 
@@ -15,8 +15,9 @@ EVENTS: tuple[dict[str, float], ...] = ({"lost": True}, {"slowed": 0.4}, {"memor
 
 
 def _machine(chance: random.Random) -> Machine:
-    """One to three devices on two hosts; a larger share may take less time, and one event may
-    happen.
+    """Return one to three devices on two hosts.
+
+    A larger share may take less time, and one event may happen.
     """
     falls = chance.choice([0.0, -2.0])
     devices = tuple(_device(chance, falls) for _ in range(chance.randint(1, 3)))

@@ -1,5 +1,6 @@
-"""A model that no device holds is planned in shards: state by memory, rows by speed; and what
-doesn't fit is said.
+"""A model that no device can hold is planned in shards: state by memory, rows by speed.
+
+If it doesn't fit, a message says so.
 """
 
 from __future__ import annotations
@@ -62,8 +63,9 @@ def test_state_and_rows_fit_each_device_or_nothing_is_said_to(
     batch: int | None,
     without: set[int],
 ) -> None:
-    """Filled by the memory that rows leave: with a row each, no part is too large. Devices without
-    rows compute one at first, which counts for nothing.
+    """The state fills the memory that rows leave. With a row on each device, no part is too large.
+
+    Devices without rows compute one at first, which doesn't count.
     """
     limits, needs = [size * GIB for size, _ in devices], [need for _, need in devices]
     whole = int(state * GIB)
@@ -109,7 +111,7 @@ def test_more_memory_never_makes_it_not_fit() -> None:
 
 
 def test_the_larger_card_takes_the_rows_that_the_smaller_has_no_memory_for() -> None:
-    """Their steps take as long with any number of rows."""
+    """Their steps take equally long with any number of rows."""
     needs = [RowDemand(GIB / 2, GIB / 2, 0.1, 1e-4)] * 2
     problem = Problem(2, (0, 0), max_global_batch=64, state=ModelState(12 * GIB, GIB))
     division = divide_state([24 * GIB, 8 * GIB], needs, problem)
@@ -146,8 +148,11 @@ FASTEST_ALONE = 12 / 0.096
 def balance_llama(
     path: Path, gradients: int, gpus: tuple[int, ...] = (24, 8)
 ) -> tuple[Any, list[Any]]:
-    """The plan for a Llama of 1.1 billion parameters on H200s under these GiB, as measured
-    (bf16 autocast, fused AdamW, rows of 256 tokens), and the outcomes of whole steps in shards.
+    """Return the plan for a Llama of 1.1 billion parameters on H200s with these GiB, and its whole
+    steps.
+
+    The measured values are those of bf16 autocast, fused AdamW and rows of 256 tokens. The whole
+    steps are the outcomes of steps in shards.
     """
     tables = [LLAMA_TABLE.format(size, size * 1024) for size in gpus]
     path.write_text(LLAMA_SHARDS.format(gradients) + "".join(tables))
@@ -166,7 +171,7 @@ def balance_llama(
 def test_no_whole_step_of_a_llama_runs_out_of_memory_although_fragments_stay_free(
     own_folder: Path, gradients: int
 ) -> None:
-    """Rows don't take what is kept free for fragments beside the state."""
+    """Rows don't use the memory that is kept free for fragments beside the state."""
     plan, seen = balance_llama(own_folder / "llama.toml", gradients)
     assert {type(one) for one in seen} == {Timed}
     assert plan.layout.kind == "shard"
@@ -276,7 +281,7 @@ def smaller(state: str, tmp_path: Path) -> Path:
 def test_where_one_device_holds_the_model_it_is_compared_with_shards(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """24 GB hold 12, 8 GB don't: one device alone, or both in shards."""
+    """24 GB can hold the 12 GB of the model, 8 GB can't: one device alone, or both in shards."""
     code, said = balance(capsys, "-d", f"sim:{smaller('12000', own_folder)}", "--json")
     assert code == 0, said
     names = [one["name"] for one in json.loads(said)["evidence"]]
@@ -340,7 +345,7 @@ def test_a_plan_in_shards_comes_again_from_its_journal(
 
 
 def part_ran(position: int, rows: int, used: float, turn: int) -> Timed:
-    """A device that was measured alone on its rows, with a 64th of the state."""
+    """Return a device's measurement alone on its rows, with a 64th of the state."""
     shares = tuple(rows * (i == position) for i in range(2))
     memory = tuple(int(used * GIB) if i == position else None for i in range(2))
     layout = Layout("part", shares)
@@ -350,7 +355,7 @@ def part_ran(position: int, rows: int, used: float, turn: int) -> Timed:
 
 
 def ran_out(state: tuple[float, ...], position: int) -> OutOfMemory:
-    """A whole step of 10 + 6 rows in which a device ran out of memory."""
+    """Return a whole step of 10 + 6 rows in which a device ran out of memory."""
     layout = Layout("shard", (10, 6), state=state)
     return OutOfMemory(Probe(layout, Stage.SHARD, 0.2), (position,), "", 1.0)
 
@@ -384,7 +389,7 @@ def test_a_device_that_ran_out_of_memory_gets_a_smaller_part_and_the_other_a_lar
 
 
 def test_what_a_process_needs_outside_of_its_allocator_stays_free_too() -> None:
-    """Of cards without a memory limit: then this model doesn't fit them."""
+    """On cards without a memory limit, this model then doesn't fit."""
     state = ModelState(24 * GIB, GIB)
     beside = msgspec.structs.replace(state, beside_bytes=3 * GIB // 2)
     fits, full = (msgspec.structs.replace(LLAMA, state=each) for each in (state, beside))

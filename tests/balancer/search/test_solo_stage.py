@@ -1,4 +1,4 @@
-"""The batches that each device is measured with alone, one round after another."""
+"""The batches that are measured on each device alone, one round after another."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ PAIR = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000)), 0.002)
 def rounds(
     bench: Bench, most: int = 20, known: bool = True, **options: Any
 ) -> list[tuple[int, ...]]:
-    """The batches of each solo round; 0 for a device that sits it out."""
+    """Return the batches of each solo round; 0 for a device that takes no part in it."""
     search, found = Search(bench.problem(known, **options)), list[tuple[int, ...]]()
     while (probes := search.ask()) and probes[0].stage == Stage.SOLO and len(found) < most:
         found.append(
@@ -48,8 +48,9 @@ def rounds(
     ],
 )
 def test_the_first_two_batches_are_small(options: dict[str, Any], first: int, second: int) -> None:
-    """Around an even share of a batch that is given or capped, in whole quanta, and never above a
-    share's limit.
+    """They are around an even share of a given or limited batch.
+
+    They are whole quanta, and never above a share's limit.
     """
     found = rounds(PAIR, 2, **options)
     assert found[0] == (first, first)
@@ -62,13 +63,15 @@ def test_a_cap_is_kept() -> None:
 
 
 def test_straight_lines_need_few_rounds() -> None:
-    """Four, the last in a gap between batches eight times apart, which may hide a peak."""
+    """There are four, the last in a gap between batches eight times apart, which may
+    hide a peak.
+    """
     assert len(rounds(PAIR, global_batch=1000)) == 4
     assert len(rounds(PAIR, micro=False)) == 5
 
 
 class Hiding(Bench, frozen=True):
-    """Devices whose optimizer takes as much memory as 300 samples, which it hides."""
+    """Devices whose optimizer takes as much memory as 300 samples, which hides their memory."""
 
     def _one(self, probe: Probe, scale: float) -> Observation:
         seen = super()._one(probe, scale)
@@ -79,7 +82,10 @@ class Hiding(Bench, frozen=True):
 
 
 def test_a_batch_that_was_kept_small_as_memory_said_nothing_is_followed_by_a_large_one() -> None:
-    """Eight times the second, then the largest; where memory says so, the third is the largest."""
+    """The next is eight times the second, then the largest.
+
+    If memory is known, the third is the largest.
+    """
     devices = ((10.0, 0.1, 0, 2000),) * 2
     first, second, third, fourth, *_ = rounds(Hiding(devices), micro=False)
     assert (first, second, third) == ((8, 8), (64, 64), (512, 512))
@@ -88,7 +94,7 @@ def test_a_batch_that_was_kept_small_as_memory_said_nothing_is_followed_by_a_lar
 
 
 def test_memory_that_runs_out_is_bracketed() -> None:
-    """Unknown memory: batches grow by eight until one fails, then the bracket is halved."""
+    """With unknown memory, batches grow by eight until one fails, then the bracket is halved."""
     found = [one for (one,) in rounds(Bench(((50.0, 0.01, 0, 1000),)), known=False)]
     assert found[:3] == [8, 64, 512]
     assert 1000 < found[3] <= 4096
@@ -98,7 +104,7 @@ def test_memory_that_runs_out_is_bracketed() -> None:
 
 
 def test_devices_that_can_not_be_used_sit_the_next_rounds_out() -> None:
-    """The others go on alone."""
+    """The others continue alone."""
     gone = Bench(((10.0, 0.1, 0, 0), (10.0, 0.1, 0, 3000)))
     found = rounds(gone)
     assert found[0] == (8, 8)
@@ -107,7 +113,7 @@ def test_devices_that_can_not_be_used_sit_the_next_rounds_out() -> None:
 
 
 def test_a_retried_round_is_asked_for_whole() -> None:
-    """Devices of one round run at the same time; what ran is not asked for again."""
+    """The devices of one round run at the same time. What already ran isn't requested again."""
     search = Search(Problem(2, (None, None)))
     first = search.ask()
     assert [probe.layout for probe in first] == [Layout("solo", (8, 0)), Layout("solo", (0, 8))]
@@ -119,7 +125,7 @@ def test_a_retried_round_is_asked_for_whole() -> None:
 
 
 def test_devices_that_failed_alone_are_tried_again_at_the_same_time() -> None:
-    """As they were at first: one with the other at rest would be faster."""
+    """As at first: one device with the other idle would be faster."""
     search = Search(Problem(2, (None, None)))
     first = search.ask()
     for probe in first:
@@ -128,6 +134,6 @@ def test_devices_that_failed_alone_are_tried_again_at_the_same_time() -> None:
 
 
 def test_a_second_batch_is_measured_however_short_the_budget() -> None:
-    """Without it there is no curve; a third one keeps to the solo stage's half of the budget."""
+    """Without it there is no curve. A third batch keeps to the solo stage's half of the budget."""
     assert len(rounds(PAIR, budget_seconds=2.5)) == 2
     assert len(rounds(PAIR, budget_seconds=60.0)) == len(rounds(PAIR))

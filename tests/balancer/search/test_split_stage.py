@@ -21,8 +21,8 @@ THREE = Bench(((10.0, 0.1, 0, 4000), (12.0, 0.16, 0, 4000), (30.0, 0.3, 0, 2000)
 
 
 def test_splits_that_fail_are_given_up_after_the_second() -> None:
-    """Each failure names another device, as where the network fails; every try may take minutes to
-    end.
+    """Each failure names another device, as if the network fails. Every attempt may take
+    minutes.
     """
     bench = Bench(((10.0, 0.1, 0, 4000),) * 6, 0.002)
     search, failed = Search(bench.problem(global_batch=1000)), set[Layout]()
@@ -43,7 +43,7 @@ def test_splits_that_fail_are_given_up_after_the_second() -> None:
 def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_being_measured() -> (
     None
 ):
-    """2000 rows take one of them 20 s, and both half of that."""
+    """2000 rows take 20 s on one device, and half of that on both."""
     bench = Bench(((10.0, 10.0, 0, 4000),) * 2, 0.002)
     search, seen = Search(bench.problem(global_batch=2000, budget_seconds=200.0)), list[Probe]()
 
@@ -58,15 +58,16 @@ def test_a_device_alone_that_the_budget_is_too_short_for_keeps_no_split_from_bei
 
 
 def test_a_device_alone_whose_steps_may_take_most_of_the_budget_comes_after_the_splits() -> None:
-    """Two steps in passes take 43 of the 80 s that are left, and no split followed: it has a third
-    of the samples/s.
+    """Two steps in passes take 43 of the 80 s left, and no split would follow.
+
+    The device has a third of the samples/s.
     """
     (case,) = hard.cases("passes_dear", 96_002)
     assert trials.run(case.machine, case.ask, case.seed).regret <= 0.03
 
 
 def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> None:
-    """Not if it may beat the worst."""
+    """Not if it may only be faster than the slowest split."""
     search = Search(PAIR.problem(tolerance=0.0))
     alone = [solo(2, i, batch) for batch in (8, 64, 4000) for i in (0, 1)]
     splits = [Layout("split", shares) for shares in ((20, 10), (4000, 2450))]
@@ -80,8 +81,8 @@ def test_one_device_is_measured_at_rest_only_if_it_may_beat_the_best_split() -> 
 
 @pytest.mark.parametrize("seed", range(3))
 def test_each_of_several_devices_is_measured_at_rest_once(seed: int) -> None:
-    """Though noise promises another batch again: where splits cost too much, all of that time would
-    go there.
+    """Even if noise makes another batch look good: with expensive splits, all of the time would go
+    there.
     """
     _, seen = noisy(Bench(PAIR.devices, 1.0), 0.08, seed, max_global_batch=1500)
     rested = [one.probe.layout.active for one in seen if one.probe.stage == Stage.REST]
@@ -90,7 +91,7 @@ def test_each_of_several_devices_is_measured_at_rest_once(seed: int) -> None:
 
 
 def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the_plan() -> None:
-    """However lucky the other was when it was explored."""
+    """However fast the other one seemed in exploration."""
     search, _ = searched(EQUAL, EQUAL.problem(global_batch=1000))
     best = search.best()
     assert best is not None
@@ -103,7 +104,7 @@ def test_of_two_splits_that_no_measurement_tells_apart_the_one_that_raced_is_the
 
 
 def test_the_best_single_device_is_certain_by_the_batch_asked_for_if_none_races() -> None:
-    """A comparison of splits alone still says what they gain over one device."""
+    """A comparison of splits alone still has their gain over one device."""
     options = LayoutOptions(("even", "split"), scaling=False)
     search = run_search(Search(PAIR.problem(global_batch=1000), options), PAIR.measure)
     alone = search.evaluation.best_single()

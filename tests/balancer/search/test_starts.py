@@ -1,4 +1,4 @@
-"""What the children of a probe cost to start, and what a search risks where that is dear."""
+"""The start times of a probe's children, and what a search risks if starts are slow."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ NEXT = solo(2, 0, 16)
 
 
 def test_a_child_that_ran_out_of_memory_is_taken_to_have_ended() -> None:
-    """Until one is seen to go on without a start."""
+    """Until one is seen to continue without a start."""
     assert starts(*FIRST).seconds(NEXT) == 0.0
     assert starts(*FIRST, full(64, 1)).seconds(NEXT) == LOAD_SECONDS
     assert starts(*FIRST, full(64, 1)).seconds(solo(2, 1, 64)) == 0.0, "the other's goes on"
@@ -66,7 +66,9 @@ def test_children_that_go_on_after_running_out_of_memory_cost_no_start() -> None
 
 
 def test_a_child_that_says_that_it_goes_on_costs_no_start_although_it_never_ran() -> None:
-    """Else a card that doesn't hold a first batch is left out, as smaller ones seem too dear."""
+    """Otherwise a card that can't hold its first batch is left out, because smaller ones seem too
+    expensive.
+    """
     only = (FIRST[0],)
     ended, recovered = full(8, 0, position=1), full(8, 0, position=1)
     recovered = msgspec.structs.replace(recovered, goes_on=True)
@@ -90,7 +92,7 @@ def test_the_order_of_observations_does_not_matter() -> None:
 
 @pytest.mark.parametrize("seed", range(12))
 def test_a_search_seldom_runs_out_of_memory_where_that_costs_a_start_of_20_s(seed: int) -> None:
-    """8 to 100 rows fit, of which 64 would be tried as the second batch."""
+    """8 to 100 rows fit, and the second batch would be 64 rows."""
     for case in hard.cases("slow_loads", seed):
         found = trials.run(case.machine, case.ask, seed)
         again = [one for one in found.seen if isinstance(one, OutOfMemory)]

@@ -1,4 +1,4 @@
-"""Curves from few noisy points, what keeping in step costs, and how a split slows its devices."""
+"""Curves from few noisy points, the cost of synchronization, and how a split slows its devices."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ positive = st.floats(1e-4, 10.0)
 
 
 def device(alone: list[Point], in_splits: tuple[Point, ...] = (), lost: str = "") -> DeviceEvidence:
-    """A device with these points."""
+    """Return a device with these points."""
     return DeviceEvidence(tuple(alone), (), in_splits, Memory(None), len(alone), lost)
 
 
@@ -31,7 +31,7 @@ def device(alone: list[Point], in_splits: tuple[Point, ...] = (), lost: str = ""
     st.lists(st.tuples(st.integers(1, 5000), positive, st.floats(0, 0.05)), min_size=1, max_size=8)
 )
 def test_every_fit_rises(points: list[tuple[int, float, float]]) -> None:
-    """Water-filling needs curves that rise; where times fall, a curve stays level."""
+    """Water-filling needs rising curves. If times fall, a curve stays level."""
     curve = fit_curve(Point(*point) for point in points)
     assert curve is not None
     times = [curve.seconds(batch) for batch in range(1, 6000, 37)]
@@ -45,7 +45,7 @@ def test_without_points_there_is_no_curve() -> None:
 
 @given(positive, st.floats(1e-6, 1e-2), st.integers(300, 5000))
 def test_a_straight_line_is_found(fixed: float, slope: float, far: int) -> None:
-    """Three exact points of a line predict every other."""
+    """Three exact points of a line predict every other point."""
     curve = fit_curve(Point(b, fixed + slope * b, 0.001) for b in (8, 64, far))
     assert curve is not None
     assert curve.simple
@@ -55,14 +55,14 @@ def test_a_straight_line_is_found(fixed: float, slope: float, far: int) -> None:
 
 
 def test_one_point_is_all_slope() -> None:
-    """Nothing is known of a fixed cost, so that the next batch is not held back by one."""
+    """Nothing is known about a fixed cost, so it doesn't limit the next batch."""
     curve = fit_curve([Point(8, 0.04, 0.001)])
     assert curve is not None
     assert curve.seconds(16) == pytest.approx(0.08)
 
 
 def test_a_knee_is_found() -> None:
-    """Flat to 400 samples and straight after it: four points place the knee."""
+    """Level up to 400 samples and straight after it: four points determine the knee."""
     truth = {b: 0.02 * max(1.0, b / 400) for b in (8, 64, 1100, 2000)}
     curve = fit_curve(Point(b, t, 0.002) for b, t in truth.items())
     assert curve is not None
@@ -73,8 +73,9 @@ def test_a_knee_is_found() -> None:
 
 
 def test_a_knee_with_one_point_behind_it_lies_at_the_last_flat_one() -> None:
-    """Anywhere from 64 to 1000 would do; the latest is the steepest, and promises the most for the
-    batches before.
+    """Any place from 64 to 1000 is possible.
+
+    The last is the steepest, and predicts the most for the batches before it.
     """
     curve = fit_curve(Point(b, t, 0.001) for b, t in ((8, 0.02), (64, 0.02), (1000, 0.05)))
     assert curve is not None
@@ -84,7 +85,10 @@ def test_a_knee_with_one_point_behind_it_lies_at_the_last_flat_one() -> None:
 
 
 def test_a_bend_goes_through_its_points_and_keeps_its_factor_beyond_them() -> None:
-    """0.01 + 1.3e-5 * b^1.21 is on no simple shape: exact points are met, those between nearly."""
+    """0.01 + 1.3e-5 * b^1.21 isn't a simple shape.
+
+    Exact points are met, and those between nearly.
+    """
     batches = (8, 64, 317, 611, 1000)
     curve = fit_curve(Point(b, 0.01 + 1.3e-5 * b**1.21, 0.0005) for b in batches)
     assert curve is not None
@@ -103,8 +107,8 @@ def test_a_bend_goes_through_its_points_and_keeps_its_factor_beyond_them() -> No
 
 
 def test_noise_is_not_taken_for_shape() -> None:
-    """Points that scatter by their errors stay a straight line, and their mean is nearer than each
-    of them.
+    """Points that scatter by their errors stay a straight line, which is nearer to their mean than
+    each of them.
     """
     rng = random.Random(5)
     off = []
@@ -119,7 +123,9 @@ def test_noise_is_not_taken_for_shape() -> None:
 
 
 def test_fewer_rows_than_a_faster_batch_count_as_what_that_takes() -> None:
-    """128 rows in 7.39 ms and 256 in 7.08, as a recorded GPU had it: in 7.08 ms 256 can be done."""
+    """A recorded GPU took 7.39 ms for 128 rows and 7.08 ms for 256, so 256 rows are possible in
+    7.08 ms.
+    """
     curve = fit_curve(
         Point(b, t / 1000, 0.002)
         for b, t in ((8, 6.9), (64, 7.3), (128, 7.39), (256, 7.08), (512, 9.0))
@@ -131,8 +137,9 @@ def test_fewer_rows_than_a_faster_batch_count_as_what_that_takes() -> None:
 
 
 def test_points_of_nearly_one_batch_are_averaged_by_their_errors() -> None:
-    """100 and 101 samples are one batch; the surer one counts for more, and their mean is surer
-    than both.
+    """100 and 101 samples count as one batch.
+
+    The more precise point has more weight, and the mean is more precise than both.
     """
     (merged,) = merge_points([Point(100, 1.0, 0.01), Point(101, 1.2, 0.1)])
     assert merged.batch in (100, 101)
@@ -145,8 +152,9 @@ def test_points_of_nearly_one_batch_are_averaged_by_their_errors() -> None:
 
 
 def test_merged_points_have_batches_of_their_own() -> None:
-    """A device whose speed moves has other times of one batch, some of which are like those of a
-    near one.
+    """A device whose speed varies has different times for one batch.
+
+    Some are like those of a near batch.
     """
     points = [
         Point(64, 0.2, 0.002),
@@ -170,8 +178,8 @@ def test_merged_points_have_batches_of_their_own() -> None:
 def test_stairs_are_read_from_a_few_batches(
     width: int, base: float, rise: float, shift: int
 ) -> None:
-    """Whatever their width and where they begin: the curve meets every point, and stairs of tiles
-    end where they do.
+    """Whatever their width and beginning, the curve meets every point, and tiled stairs end where
+    they do.
     """
     tiles = shift < 30 and width & (width - 1) == 0
     shift = 0 if tiles else shift
@@ -195,10 +203,11 @@ def test_stairs_are_read_from_a_few_batches(
 
 
 def test_waves_of_64_samples_are_seen_in_times_of_others() -> None:
-    """Two of a device's times are level, two lie 50.2 ms higher: 128 samples are the end of the
-    second wave.
+    """Two of a device's times are level, two are 50.2 ms higher, so 128 samples end the second
+    wave.
 
-    What ran says so, not that there is a third: that is hoped for.
+    The measured points show this, but not that there is a third wave, which is only an optimistic
+    assumption.
     """
     times = {4: 75.9, 32: 75.9, 93: 126.2, 128: 126.1}
     points = [Point(batch, time / 1000, 0.002) for batch, time in times.items()]
@@ -211,7 +220,7 @@ def test_waves_of_64_samples_are_seen_in_times_of_others() -> None:
 
 
 def test_two_small_times_far_below_a_line_are_no_stair() -> None:
-    """1.3 and 2.5 ms differ by little of what the next rise would be, and by half of themselves."""
+    """1.3 and 2.5 ms differ by a little of the next rise, and by half of themselves."""
     times = {8: 1.275, 64: 2.495, 933: 33.16, 1803: 65.25}
     curve = fit_curve(Point(batch, time / 1000, 0.0005) for batch, time in times.items())
     assert curve is not None
@@ -220,7 +229,7 @@ def test_two_small_times_far_below_a_line_are_no_stair() -> None:
 
 
 def test_costs_between_and_beyond_the_splits_that_ran() -> None:
-    """One cost is believed to shrink with fewer devices; two make a line."""
+    """One cost is assumed to shrink with fewer devices; two costs make a line."""
     assert fit_sync_costs([], 3) == (0.0, 0.0, 0.0, 0.0)
     one = fit_sync_costs([(4, 0.3, 0.01)], 8)
     assert one[4] == pytest.approx(0.3)
@@ -233,13 +242,13 @@ def test_costs_between_and_beyond_the_splits_that_ran() -> None:
 
 
 def test_costs_of_one_number_of_devices_are_averaged_and_never_negative() -> None:
-    """The surer sample counts for more; a step quicker than its slowest device is noise."""
+    """The more precise sample has more weight. A step quicker than its slowest device is noise."""
     assert fit_sync_costs([(2, 0.2, 0.01), (2, 0.3, 0.1)], 2)[2] == pytest.approx(0.201, abs=1e-3)
     assert fit_sync_costs([(2, -0.1, 0.01)], 2) == (0.0, 0.0, 0.0)
 
 
 def line(factor: float = 1.0, error: float = 0.002) -> list[Point]:
-    """Three batches of one straight curve, slower by a factor."""
+    """Return three batches of one straight curve, slower by a factor."""
     return [Point(b, factor * (0.01 + 1e-4 * b), error) for b in (8, 64, 400)]
 
 
@@ -257,13 +266,14 @@ def line(factor: float = 1.0, error: float = 0.002) -> list[Point]:
 def test_devices_that_noise_tells_apart_share_no_curve(
     devices: list[DeviceEvidence], groups: list[list[int]]
 ) -> None:
-    """A 10 % slower largest batch, one batch in common, a lost device: each is its own."""
+    """A 10 % slower largest batch, one common batch, or a lost device: each has its own group."""
     assert sorted(group_devices(devices)) == groups
 
 
 def test_parts_of_equal_devices_share_no_curve() -> None:
-    """One H200 whole and one at 60 %, by points that a busy host had made rough: noise could
-    explain a third.
+    """One H200 is whole and one has 60 %; a busy host made the points rough.
+
+    Noise could explain a difference of a third.
     """
     points = [
         [Point(8, 0.059, 0.036), Point(64, 0.133, 0.06)],
@@ -280,8 +290,8 @@ def test_parts_of_equal_devices_share_no_curve() -> None:
 
 
 def test_of_several_ratios_the_surest_decides() -> None:
-    """Two rough batches 5 % apart say nothing against a third that is sure; nor does it hide what a
-    sure one says.
+    """Two rough batches 5 % apart don't contradict a precise third one, nor do they hide its
+    difference.
     """
     rough = [Point(b, 0.01 + 1e-4 * b, 0.05) for b in (8, 64)]
     slower = [Point(p.batch, 1.05 * p.seconds, p.error) for p in rough]
@@ -292,8 +302,9 @@ def test_of_several_ratios_the_surest_decides() -> None:
 
 
 def test_a_device_that_takes_longer_for_fewer_rows_shares_no_curve() -> None:
-    """Single steps of seconds, known to 3 %: two small batches say that both are as fast, and one
-    takes 11.8 s for 73 rows where the other takes 6.7 s for 80. Noise may make 8 % of that.
+    """Single steps of seconds are known to 3 %, and two small batches are equally fast.
+
+    One device takes 11.8 s for 73 rows, the other 6.7 s for 80. Noise may explain 8 % of that.
     """
     small = [Point(8, 6.12, 0.03), Point(16, 6.31, 0.03)]
     slower = [Point(8, 6.56, 0.03), Point(16, 6.56, 0.03), Point(73, 11.82, 0.03)]
@@ -307,8 +318,9 @@ def test_a_device_that_takes_longer_for_fewer_rows_shares_no_curve() -> None:
 
 
 def test_a_bend_is_shrunk_by_the_part_that_noise_explains() -> None:
-    """Points 20 % off with an error of 10 %: a quarter of their squares is noise, and so is a
-    quarter of each bend.
+    """Points are 20 % off with an error of 10 %.
+
+    A quarter of their squares is noise, and so is a quarter of each bend.
     """
     bends = step_time._bend_factors(
         [Point(10, 12.0, 0.1), Point(20, 16.0, 0.1)], step_time._straight_curve(0.0, 1.0)

@@ -44,9 +44,7 @@ def test_rates_are_those_that_the_values_were_made_of(rates: tuple[float, ...]) 
 @given(st.lists(st.floats(0.1, 10), min_size=len(ROWS), max_size=len(ROWS)))
 @settings(max_examples=20)
 def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
-    """Whatever is measured, none is negative, and a little more or less of any of them is no
-    better.
-    """
+    """Whatever is measured, no rate is negative, and changing any rate a little is no better."""
     rates, least = fit_rates(ROWS, values, values)
 
     def missed(tried: list[float]) -> float:
@@ -65,7 +63,7 @@ def test_no_rates_above_zero_come_nearer(values: list[float]) -> None:
 
 @pytest.mark.parametrize("costs", [(FAST, SLOW), (FAST, FAST), (FAST, FAST, SLOW)])
 def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, ...]) -> None:
-    """Within 3 %, and far above the even split by number of rows, which the race measures too."""
+    """Within 3 %, and far above the even split by number of rows, which the race also measures."""
     machine = TextMachine(costs)
     search, _ = machine.searched(global_batch=64)
     best = search.best()
@@ -89,7 +87,7 @@ def test_the_plan_is_as_fast_as_rows_dealt_by_the_true_costs(costs: tuple[Cost, 
 
 
 def test_a_free_batch_is_the_smallest_within_the_tolerance() -> None:
-    """Larger ones are cut with less padding; the plan's is no larger than that is worth."""
+    """Larger batches have less padding. The plan's batch is no larger than that is worth."""
     machine = TextMachine((FAST, SLOW))
     plain, _ = machine.searched()
     generous, _ = machine.searched(tolerance=0.2)
@@ -101,8 +99,8 @@ def test_a_free_batch_is_the_smallest_within_the_tolerance() -> None:
 
 @pytest.mark.parametrize("batch", [8, 16])
 def test_a_small_batch_of_rows_that_are_mostly_cut_to_one_length_has_a_plan(batch: int) -> None:
-    """More than half of the rows have 512 tokens: few passes differ, and two of them tell a
-    cost.
+    """More than half of the rows have 512 tokens, so few passes differ, and two
+    determine a cost.
     """
     search, _ = TextMachine((FAST, SLOW), lengths=lognormal(600, longest=512)).searched(
         global_batch=batch
@@ -115,7 +113,7 @@ def test_a_small_batch_of_rows_that_are_mostly_cut_to_one_length_has_a_plan(batc
 
 
 def test_no_pass_is_larger_than_memory() -> None:
-    """Passes of devices with little memory are small, and their share is by speed all the same."""
+    """Devices with little memory have small passes; their share still depends on speed."""
     machine = TextMachine((FAST, FAST, FAST), walls=(2000, 100_000, 1000))
     search, seen = machine.searched(global_batch=96)
     best = search.best()
@@ -132,7 +130,7 @@ def test_no_pass_is_larger_than_memory() -> None:
 
 
 def test_rows_dealt_by_cost_that_run_out_of_memory_are_tried_in_smaller_passes() -> None:
-    """Devices of unknown memory: what a pass may have shows when one is too large."""
+    """The devices' memory is unknown, so the limit shows when a pass is too large."""
 
     class Surprising(TextMachine):
         def _one(self, probe: Probe) -> Observation:
@@ -163,7 +161,7 @@ def test_a_row_that_no_device_can_hold_ends_the_search() -> None:
 
 
 def test_a_device_that_can_not_hold_the_longest_row_leaves_the_others_to_train() -> None:
-    """It runs out of memory before its cost is known; the others go on."""
+    """It runs out of memory before its cost is known. The others continue."""
     search, seen = TextMachine((SLOW, FAST), walls=(100_000, 400)).searched(
         global_batch=64, budget_seconds=120.0
     )
@@ -181,7 +179,7 @@ def test_a_placement_trains_by_rows_and_has_no_batch_where_they_go_by_cost() -> 
 
 
 def test_one_device_trains_by_cost_too() -> None:
-    """Its batch is cut into passes of like length."""
+    """Its batch is divided into passes of similar length."""
     search, _ = TextMachine((FAST,)).searched(global_batch=32)
     best = search.best()
     assert best is not None
@@ -217,7 +215,7 @@ def test_a_comparison_leaves_out_what_trains_by_rows() -> None:
 
 
 def test_devices_alone_run_at_the_same_time_and_each_split_differs() -> None:
-    """Every round has a probe of each device; no layout is explored twice."""
+    """Every round has a probe of each device, and no layout is explored twice."""
     _, seen = TextMachine((FAST, SLOW), noise=0.02).searched(global_batch=64)
     rounds = [one.probe.turn for one in seen if one.probe.stage == Stage.SOLO]
     assert all(rounds.count(turn) == 2 for turn in rounds)
@@ -245,7 +243,7 @@ def test_lengths_are_counted_without_padding() -> None:
 
 
 def test_devices_of_one_speed_have_one_cost_in_spite_of_noise() -> None:
-    """And others have not."""
+    """Other devices don't."""
     search, _ = TextMachine((FAST, SLOW, FAST), noise=0.01).searched(global_batch=64)
     alone = [one.layout for one in search.evaluation.solos() if one]
     costs = [cost for layout in alone for cost in layout.costs if cost]
@@ -254,9 +252,7 @@ def test_devices_of_one_speed_have_one_cost_in_spite_of_noise() -> None:
 
 
 def test_passes_are_not_taken_to_be_free() -> None:
-    """What a step takes beside its tokens is a pass's, until steps of several passes show that it
-    isn't.
-    """
+    """Time besides the tokens belongs to the pass, until steps of several passes show otherwise."""
     true = StepCost(0.004, Cost(0.002, 2e-5, 1e-8))
     works = [Work(row[2], *row[1:]) for row in ROWS]
     points = [WorkPoint(work, true.seconds(work), 0.01) for work in works]
@@ -272,7 +268,7 @@ def test_passes_are_not_taken_to_be_free() -> None:
 
 @pytest.mark.parametrize(("across_s", "devices"), [(0.0, (0, 1, 2, 3)), (0.3, (2, 3))])
 def test_a_slow_network_leaves_one_host_to_train(across_s: float, devices: tuple[int, ...]) -> None:
-    """The host whose devices are faster together; over a fast network all of them."""
+    """It is the host whose devices are faster together. Over a fast network, all hosts train."""
     machine = TextMachine((SLOW, SLOW, FAST, FAST), hosts=(0, 0, 1, 1), across_s=across_s)
     search, _ = machine.searched(global_batch=64)
     best = search.best()
@@ -284,8 +280,8 @@ def test_a_slow_network_leaves_one_host_to_train(across_s: float, devices: tuple
 
 @pytest.mark.parametrize("budget", [20.0, 25.0, 40.0])
 def test_a_short_budget_gives_a_split_first(budget: float) -> None:
-    """Each probe takes 2 s here, as slow children do; costs may take more than exploration's
-    part.
+    """Each probe takes 2 s here, like slow children. Costs may take more than
+    exploration's part.
     """
     search, _ = TextMachine((FAST, SLOW)).searched(global_batch=64, budget_seconds=budget)
     best = search.best()
@@ -295,20 +291,21 @@ def test_a_short_budget_gives_a_split_first(budget: float) -> None:
 
 
 class Launched(Cost, frozen=True):
-    """Of a fast GPU, which waits for the host: no pass is shorter than it takes to start its
-    kernels.
+    """The cost on a fast GPU that waits for its host: no pass is shorter than its kernel
+    launches.
     """
 
     launch_s: float = 0.01
 
     def seconds_for(self, work: Work) -> float:
-        """Of the passes of a step."""
+        """Return the seconds of the passes of a step."""
         return max(self.launch_s * work.passes, super().seconds_for(work))
 
 
 def test_a_fast_gpu_is_certain_by_passes_in_which_tokens_show() -> None:
-    """On two H200, passes of up to 16,000 tokens took 48 to 70 ms; by costs of those alone nothing
-    was cut.
+    """On two H200s, passes of up to 16,000 tokens took 48 to 70 ms.
+
+    With costs fitted to those alone, nothing was cut.
     """
     machine = TextMachine(
         (Launched(0.004, 3.7e-6, 0, 0.046), Launched(0.004, 6.2e-6, 0, 0.046)),

@@ -1,4 +1,4 @@
-"""What exploration measures of rows of unequal length, and what it makes of it."""
+"""What exploration measures for rows of unequal length, and what it concludes."""
 
 from __future__ import annotations
 
@@ -30,10 +30,10 @@ SLOW = Cost(0.002, 4e-5, 2e-8)
 
 
 class Launched(Cost, frozen=True):
-    """Of a GPU that waits for the host: a pass takes 10 ms, whatever is in it."""
+    """The cost on a GPU that waits for its host: a pass takes 10 ms, whatever it contains."""
 
     def seconds_for(self, work: Work) -> float:
-        """Of the passes of a step."""
+        """Return the seconds of the passes of a step."""
         return 0.01 * work.passes
 
 
@@ -44,7 +44,9 @@ def model(problem: Problem, seen: Observations) -> TextModel:
 def passes_of(
     cost: Cost, lengths: tuple[int, ...] = lognormal(), budget: float | None = None
 ) -> list[tuple[int, int, int]]:
-    """(rows of a pass, passes, tokens of a row) of each probe of passes of one length, in order."""
+    """Return (rows of a pass, passes, tokens of a row) of each probe of passes of one length, in
+    order.
+    """
     machine, found = TextMachine((cost,), step_s=0.0, lengths=lengths), []
     search = Search(machine.problem(global_batch=4096, budget_seconds=budget))
     search.learn_data(Facts(lengths=machine.lengths))
@@ -56,16 +58,16 @@ def passes_of(
 
 
 def test_passes_grow_until_tokens_show_and_then_differ_in_length() -> None:
-    """Eight rows of middling length, longer ones until they take three times as long, then every
+    """Eight rows of medium length, longer ones until they take three times as long, then every
     length.
 
-    Short rows come in four passes: they show what of a step's cost is a pass's.
+    Short rows run in four passes, which show the part of a step's cost that belongs to a pass.
     """
     assert passes_of(FAST) == [(8, 1, 64), (4, 1, 512), (15, 4, 33), (32, 1, 64), (11, 1, 176)]
 
 
 def test_until_there_is_a_cost_passes_may_take_all_of_the_budget() -> None:
-    """Where packs follow, exploration has 0.4 of it; without costs, no row can be assigned."""
+    """If packs follow, exploration has 0.4 of the budget. Without costs, no row can be assigned."""
     search, seen = TextMachine((FAST, SLOW)).searched(
         LayoutOptions(), budget_seconds=6.0, global_batch=64
     )
@@ -76,7 +78,7 @@ def test_until_there_is_a_cost_passes_may_take_all_of_the_budget() -> None:
 
 @pytest.mark.parametrize("median", [20, 64, 200])
 def test_the_first_pass_has_eight_middling_rows_or_what_the_longest_row_takes(median: int) -> None:
-    """A pass that holds the longest row has to fit in any case."""
+    """A pass with the longest row has to fit in any case."""
     lengths = lognormal(median, longest=512)
     rows, passes, length = passes_of(FAST, lengths)[0]
     assert length == pytest.approx(median, abs=1)
@@ -84,7 +86,7 @@ def test_the_first_pass_has_eight_middling_rows_or_what_the_longest_row_takes(me
 
 
 def test_passes_that_would_not_end_in_time_are_not_begun() -> None:
-    """512 tokens take 1.5 s; four passes of them, twice, all of 12 s."""
+    """512 tokens take 1.5 s; four passes of them, twice, would take all of 12 s."""
     slow = Cost(0.5, 2e-3, 0)
     assert 4 in [passes for _, passes, _ in passes_of(slow)]
     assert 4 not in [passes for _, passes, _ in passes_of(slow, budget=12.0)]
@@ -98,9 +100,7 @@ def test_passes_that_never_take_longer_grow_to_the_global_batch() -> None:
 
 
 class Contended(TextMachine):
-    """The first device takes 1.5 times as long for its own part of splits, which cost nothing
-    else.
-    """
+    """The first device's own part of splits takes 1.5 times as long; splits cost nothing else."""
 
     def _one(self, probe: Probe) -> Observation:
         costs = self.costs
@@ -113,7 +113,7 @@ class Contended(TextMachine):
 
 
 def test_rows_are_dealt_by_what_devices_do_in_splits() -> None:
-    """A device that others hold up there gets as many as one that is as slow alone."""
+    """A device that others slow down there gets as many rows as one that is as slow alone."""
     alone, _ = TextMachine((Cost(0.0015, 3e-5, 1.5e-8), SLOW), step_s=0.0).searched(global_batch=64)
     found, _ = Contended((FAST, SLOW), step_s=0.0).searched(global_batch=64)
     best, expected = found.best(), alone.best()
@@ -123,7 +123,7 @@ def test_rows_are_dealt_by_what_devices_do_in_splits() -> None:
 
 
 def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_takes() -> None:
-    """By what the rows should take alone."""
+    """The predicted time of the rows alone is subtracted."""
     machine = TextMachine((FAST, SLOW), sync_s=0.05, noise=0.0)
     search, seen = machine.searched(global_batch=64)
     assert search.evaluation.machine.sync_seconds == pytest.approx(0.05, rel=0.1)
@@ -139,7 +139,7 @@ def test_splits_of_which_no_device_says_its_own_part_still_show_what_exchange_ta
 
 
 def test_what_ran_fits_below_the_smallest_pass_that_ran_out_of_memory() -> None:
-    """Of several that did: memory that others took meanwhile may be free again, or not."""
+    """Of several such passes: memory that others took meanwhile may be free again, or not."""
     machine = TextMachine((FAST,))
     problem = msgspec.structs.replace(machine.problem(), lengths=machine.lengths)
     stored = Observations(problem)

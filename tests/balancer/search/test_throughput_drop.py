@@ -1,5 +1,6 @@
-"""Devices whose samples/s have a peak: the search goes up in bounded steps, sees the fall, and
-looks before it.
+"""Devices whose samples/s have a peak.
+
+The search grows batches in bounded steps, sees the drop, and looks before it.
 """
 
 from __future__ import annotations
@@ -36,19 +37,20 @@ PART = (1, 10.1), (8, 10.35), (64, 15.71), (91, 18.32), (256, 32.5), (1077, 105.
 # keras_maxer, the second GPU at 60 %
 H200 = Bench(((0, 0, 0, 32_000), (0, 0, 0, 19_000)), 0.0025, (WHOLE, PART))
 MACHINES = 12
-NEAR = 0.03  # of the best throughput
+NEAR = 0.03  # relative to the best throughput
 
 
 def seeded(seed: int) -> Bench:
-    """Straight up to a random batch, then 20 to 40 % slower a sample by twice to four times that
-    batch.
+    """Return devices with straight curves up to a random batch.
+
+    By twice to four times that batch, a sample takes 20 to 40 % longer.
     """
     chance = random.Random(f"peak/{seed}")
     curves, most = [], []
     for _ in range(2):
         slope, top = 0.02 * 10 ** chance.uniform(0, 1), round(200 * 10 ** chance.uniform(0, 1.3))
         fixed, past = slope * 30 * 10 ** chance.uniform(0, 1), round(top * chance.uniform(2, 4))
-        # ms a sample, from `past` on
+        # ms per sample beyond `past`
         slowest = (fixed + slope * top) / top / (1 - chance.uniform(0.2, 0.4))
         curves.append(
             (
@@ -65,7 +67,9 @@ def seeded(seed: int) -> Bench:
 
 
 def regret(bench: Bench, tolerance: float = 0.0) -> tuple[float, float]:
-    """What the plan misses of the best throughput, and its global batch over that of the best."""
+    """Return how much the plan loses against the best throughput, and its batch over the best
+    one's.
+    """
     search, _ = searched(bench, bench.problem(tolerance=tolerance))
     best, (rate, batch) = search.best(), bench.best()
     assert best is not None
@@ -74,7 +78,7 @@ def regret(bench: Bench, tolerance: float = 0.0) -> tuple[float, float]:
 
 @pytest.mark.parametrize("tolerance", [0.0, 0.02])
 def test_an_h200_whose_kernels_slow_down_is_trained_near_its_peak(tolerance: float) -> None:
-    """Not at the largest batch that fits, where a straight line through three batches has most
+    """Not at the largest batch that fits, where a line through three batches has the most
     samples/s.
     """
     missed, ratio = regret(H200, tolerance)
@@ -83,8 +87,8 @@ def test_an_h200_whose_kernels_slow_down_is_trained_near_its_peak(tolerance: flo
 
 
 def test_most_machines_with_a_peak_are_trained_near_it() -> None:
-    """Whatever lies where: two of three within 3 % of the best, none far from it, and at such a
-    global batch.
+    """Two of three are within 3 % of the best, none is far from it, and their batches
+    are similar.
     """
     found = [regret(seeded(seed)) for seed in range(MACHINES)]
     assert sum(missed <= NEAR for missed, _ in found) >= 2 / 3 * MACHINES
@@ -95,7 +99,7 @@ def test_most_machines_with_a_peak_are_trained_near_it() -> None:
 
 @pytest.mark.parametrize("budget", [60.0, 100.0, 150.0])
 def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
-    """Each new size tries kernels out for as long as 45 steps; the plan is still near the best."""
+    """At each new size, tuning takes as long as 45 steps. The plan is still near the best."""
     search, tuned = Search(H200.problem(budget_seconds=budget)), set[tuple[int, int]]()
     while probes := search.ask():
         for one in H200.measure(probes):
@@ -118,8 +122,8 @@ def test_first_steps_of_seconds_stay_within_the_budget(budget: float) -> None:
 
 @pytest.mark.parametrize("seed", [17, 50, 82])
 def test_a_peak_of_a_few_percent_is_looked_for_while_there_is_time(seed: int) -> None:
-    """Half of what it promises is less than half of the tolerance; a probe takes a second of the 90
-    that are left.
+    """Half of its expected gain is less than half of the tolerance. A probe takes one of the 90 s
+    left.
     """
     (case,) = hard.cases("falling", 96_000 + seed)
     found = trials.run(case.machine, case.ask, case.seed)
@@ -137,7 +141,7 @@ def _solo_turns(seen: list[Observation]) -> list[int]:
 
 
 def hope(*points: tuple[int, float]) -> tuple[Curve, Curve]:
-    """(what is hoped for, what is expected)."""
+    """Return (the optimistic curve, the expected curve)."""
     found = [Point(batch, seconds, 0.001) for batch, seconds in points]
     curve = fit_curve(found)
     assert curve is not None
@@ -157,7 +161,7 @@ def test_a_straight_line_gives_no_hope_of_a_peak(
 
 
 def test_the_batch_before_a_steeper_line_is_where_the_lines_meet() -> None:
-    """Two lines through two points each: 0.01 + 0.0001 b, and from 400 rows on 0.001 each."""
+    """Two lines through two points each: 0.01 + 0.0001 b, and 0.001 per row from 400 rows on."""
     found, expected = hope((8, 0.0108), (64, 0.0164), (800, 0.45), (1600, 1.25))
     assert found.seconds(399) == pytest.approx(0.05, rel=0.01)
     assert found.seconds(399) < 0.8 * expected.seconds(399)

@@ -1,5 +1,5 @@
-"""The smallest global batch within the tolerance: what a measurement may say against it, and who
-stands in for it.
+"""The smallest global batch within the tolerance: which measurements refute it, and what replaces
+it.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ BENCH = Bench(((30.0, 0.2, 0, 4000), (40.0, 0.3, 0, 4000)), 0.004)
 
 
 def searched_with(slow: Layout | None, factor: float) -> Search:
-    """A search of BENCH in which one layout's steps take longer than they should."""
+    """Return a search of BENCH in which the steps of one layout take longer than they should."""
     search = Search(BENCH.problem(tolerance=0.02))
     return run_search(
         search,
@@ -28,7 +28,7 @@ def searched_with(slow: Layout | None, factor: float) -> Search:
 
 
 def splits(search: Search) -> list[Layout]:
-    """The uneven splits of the race, the smallest first."""
+    """Return the uneven splits of the race, the smallest first."""
     found = [
         one.candidate.layout
         for one in search.evaluation.ranking()
@@ -38,7 +38,7 @@ def splits(search: Search) -> list[Layout]:
 
 
 def test_the_smallest_batch_within_the_tolerance_is_taken() -> None:
-    """It misses what the tolerance allows, and the fastest layout has a much larger batch."""
+    """It uses all of the tolerance, and the fastest layout has a much larger batch."""
     search = searched_with(None, 1.0)
     best, (rate, batch) = search.best(), BENCH.best()
     assert best is not None
@@ -46,7 +46,7 @@ def test_the_smallest_batch_within_the_tolerance_is_taken() -> None:
     assert best.layout == smallest
     assert 0.978 <= BENCH.rate(smallest) / rate <= 0.985
     assert batch > 1.3 * smallest.global_batch
-    # one like it isn't worth a race
+    # a similar layout isn't worth a race
     assert all(other.global_batch > 1.3 * smallest.global_batch for other in others)
 
 
@@ -54,8 +54,9 @@ def test_the_smallest_batch_within_the_tolerance_is_taken() -> None:
 def test_a_measurement_against_the_smallest_batch_does_not_end_at_the_fastest(
     factor: float,
 ) -> None:
-    """A layout a little inside the tolerance races too, and is taken before the fastest, of a much
-    larger batch.
+    """A layout slightly within the tolerance also races.
+
+    It is preferred to the fastest, which has a much larger batch.
     """
     smallest, *_ = splits(searched_with(None, 1.0))
     best = searched_with(smallest, factor).best()
@@ -65,8 +66,8 @@ def test_a_measurement_against_the_smallest_batch_does_not_end_at_the_fastest(
 
 
 def test_a_miss_that_no_measurement_can_tell_is_forgiven() -> None:
-    """0.3 % beyond the tolerance is less than the noise between two probes; the batch stays the
-    smallest.
+    """0.3 % beyond the tolerance is less than the noise between two probes, so the smallest batch
+    stays.
     """
     smallest, *_ = splits(searched_with(None, 1.0))
     best = searched_with(smallest, 1.003).best()
@@ -77,7 +78,7 @@ def test_a_miss_that_no_measurement_can_tell_is_forgiven() -> None:
 @settings(max_examples=20, deadline=None)
 @given(benches(fewest=2, most=3))
 def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) -> None:
-    """The less that may be missed, the larger the batch; each misses no more than it may."""
+    """The smaller the tolerance, the larger the batch, and none exceeds its tolerance."""
     search, _ = searched(bench, bench.problem(tolerance=0.02))
     found = search.evaluation.by_rows.predictions
     fastest = max(
@@ -92,8 +93,9 @@ def test_it_is_not_smaller_than_what_the_whole_tolerance_allows(bench: Bench) ->
 
 
 def test_batches_are_not_doubled_for_a_gain_that_the_tolerance_leaves() -> None:
-    """Sums take 4 ms: beyond 7,000 rows each doubling gains less than 1 %. Without a tolerance all
-    of it is wanted.
+    """Sums take 4 ms, so beyond 7,000 rows each doubling gains less than 1 %.
+
+    Without a tolerance, all of the gain is wanted.
     """
     far = Bench(((2.0, 0.12, 0, 16_000), (2.0, 0.12, 0, 16_000)), 0.004)
     plans = {}

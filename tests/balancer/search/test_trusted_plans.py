@@ -1,5 +1,5 @@
-"""Plans that can be trusted: the best single device races, and nothing that was measured is faster
-than the answer.
+"""Plans that can be trusted: the best single device races, and nothing measured is faster than the
+plan.
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ from tests.support.search_machines import Bench, benches
 from tests.support.whole_sessions import finish
 
 TOLERANCE = 0.02
-SLACK = 0.006  # what a measurement can't tell
+SLACK = 0.006  # a difference that a measurement can't show
 CRAWLING = crawling_machine()
 ROWS = 4096
 
 
 def searched(machine: Machine, seed: int = 0, **options: object) -> tuple[Search, list[Timed]]:
-    """A whole search on a simulated machine, and everything that ran."""
+    """Return a whole search on a simulated machine, and everything that ran."""
     memory = tuple(machine.usable_memory_bytes(i) for i in range(len(machine.devices)))
     search = Search(Problem(len(machine.devices), memory, **options))  # type: ignore[arg-type]
     prober = RecordingProber(machine, seed)
@@ -37,7 +37,7 @@ def searched(machine: Machine, seed: int = 0, **options: object) -> tuple[Search
 
 
 def fastest(ran: list[Timed], batch: int | None) -> Timed:
-    """Of everything that ran at the batch asked for."""
+    """Return the fastest of everything that ran at the requested batch."""
     return max(
         (one for one in ran if batch in (None, one.probe.layout.global_batch)),
         key=lambda o: o.samples_per_second,
@@ -45,14 +45,15 @@ def fastest(ran: list[Timed], batch: int | None) -> Timed:
 
 
 def true_rate(machine: Machine, seen: Timed | Result) -> float:
-    """Samples/s without noise."""
+    """Return the samples/s without noise."""
     layout = seen.layout if isinstance(seen, Result) else seen.probe.layout
     return samples_per_second(machine, layout.shares, layout.micro)
 
 
 def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
-    """300 samples on two cards: the faster one was measured at 178 of them and at 300, and 300 is
-    what counts.
+    """Two cards share 300 samples.
+
+    The faster one was measured at 178 and at 300 samples, and 300 counts.
     """
     finished, events = finish(Request(devices="sim:gtx1080ti,gtx1080", global_batch=300))
     layouts = [event.seen.probe.layout for event in events if isinstance(event, Observed)]
@@ -68,8 +69,9 @@ def test_the_best_single_device_is_measured_at_a_fixed_batch() -> None:
 
 
 def falling(name: str, top: int, rate: float, past: float) -> SimulatedDevice:
-    """A device with most samples/s at batch `top`, `past` of them beyond twice that; 60,000 samples
-    fit.
+    """Return a device with its most samples/s at batch `top`.
+
+    Beyond twice that batch it has the fraction `past` of them; 60,000 samples fit.
     """
     step = 1000 * top / rate
     curve = (
@@ -90,8 +92,9 @@ def falling(name: str, top: int, rate: float, past: float) -> SimulatedDevice:
 
 @pytest.mark.parametrize("seed", range(3))
 def test_the_best_single_device_is_the_fastest_at_any_batch(seed: int) -> None:
-    """The first is fastest at 2,048 rows and slower than the second at large batches; a split costs
-    too much.
+    """The first is fastest at 2,048 rows and slower than the second at large batches.
+
+    A split costs too much.
     """
     machine = Machine(
         (falling("A", 2048, 9700, 0.8), falling("B", 16_384, 9000, 0.98)), Sync(60_000.0)
@@ -111,14 +114,14 @@ def test_the_best_single_device_is_the_fastest_at_any_batch(seed: int) -> None:
 @pytest.mark.parametrize("budget", [5.0, 20.0, 30.0, 50.0, 120.0])
 @pytest.mark.parametrize("seed", range(3))
 def test_a_device_that_crawls_is_given_what_it_can_do(budget: float, seed: int) -> None:
-    """4,096 rows on two equal cards, of which one takes eight times as long above 1,400."""
+    """Two equal cards share 4,096 rows, and one takes eight times as long above 1,400."""
     search, ran = searched(CRAWLING, seed, global_batch=ROWS, budget_seconds=budget)
     best = search.best()
     assert best is not None
     rate = true_rate(CRAWLING, best)
     assert rate >= true_rate(CRAWLING, fastest(ran, ROWS)) * (1 - SLACK)
     assert rate >= samples_per_second(CRAWLING, (0, ROWS)) * 0.98
-    if budget >= 20:  # 0.77 in one pass: two of them are faster than one above 1,400
+    if budget >= 20:  # 0.77 in one pass: two passes are faster than one above 1,400 rows
         assert rate >= search_oracle.fixed(CRAWLING, ROWS).samples_per_second * 0.8
     if budget >= 30:
         assert rate >= 0.95 * search_oracle.fixed(CRAWLING, ROWS, micro=False).samples_per_second
@@ -128,8 +131,9 @@ def test_a_device_that_crawls_is_given_what_it_can_do(budget: float, seed: int) 
 
 
 def test_devices_whose_time_does_not_rise_yet_are_hoped_for_together() -> None:
-    """Eight that are level up to 36 to 865 rows: eight times what ran gains nothing, all that fits
-    15 %.
+    """Eight devices are level up to 36 to 865 rows.
+
+    Eight times what ran gains nothing, all that fits gains 15 %.
     """
     machine = machine_families.machine("flat, then linear", 8, 0.002, 1001)
     best = searched(machine, 1001, tolerance=0.0)[0].best()
@@ -140,8 +144,9 @@ def test_devices_whose_time_does_not_rise_yet_are_hoped_for_together() -> None:
 @pytest.mark.parametrize("budget", [5.0, 20.0, 30.0, 50.0, 120.0])
 @pytest.mark.parametrize("seed", range(2))
 def test_a_device_that_crawls_bounds_a_free_batch(budget: float, seed: int) -> None:
-    """Two thirds of 2,800 rows would do; a plan that runs into the slow part has a fifth of the
-    samples/s.
+    """Two thirds of 2,800 rows would suffice.
+
+    A plan that reaches the slow part has a fifth of the samples/s.
     """
     search, ran = searched(CRAWLING, seed, budget_seconds=budget)
     best = search.best()
@@ -180,7 +185,7 @@ def test_a_resumed_search_is_not_slower_than_what_it_had_measured(
         if any(batch in (None, one.probe.layout.global_batch) for one in ran):
             best = search.best()
             assert best is not None
-            # of equals the simpler, or the smaller batch
+            # of equals, the simpler or the smaller batch
             within = TIE if fixed else TOLERANCE + SLACK
             least = fastest(ran, batch).samples_per_second * (1 - within)
             assert best.throughput.value >= least
@@ -203,7 +208,7 @@ GRU = (
 
 
 def recorded(slower: float = 1.0) -> SimulatedDevice:
-    """The recorded step times of a GRU, in which 256 rows take less than 128."""
+    """Return the recorded step times of a GRU, in which 256 rows take less time than 128."""
     curve = tuple((batch, slower * step) for batch, step in GRU)
     return SimulatedDevice(
         name="GRU",
@@ -216,7 +221,7 @@ def recorded(slower: float = 1.0) -> SimulatedDevice:
 
 
 def best_of_falling(machine: Machine, batch: int) -> float:
-    """The most samples/s of one fixed batch on one device or two, by trying every split."""
+    """Return the most samples/s of a fixed batch on one device or two, by trying every split."""
     shares = [(share, batch - share) for share in range(batch + 1)]
     return max(samples_per_second(machine, one) for one in shares)
 
@@ -224,8 +229,9 @@ def best_of_falling(machine: Machine, batch: int) -> float:
 @pytest.mark.parametrize("batch", [200, 320, 512, 900, 3000])
 @pytest.mark.parametrize("slower", [1.0, 1.6])
 def test_times_that_fall_end_near_the_best(batch: int, slower: float) -> None:
-    """256 rows in 7.08 ms and 128 in 7.39: curves stay level there, and what was measured
-    decides.
+    """256 rows take 7.08 ms and 128 rows 7.39 ms.
+
+    Curves stay level there, and measurements decide.
     """
     machine = Machine((recorded(), recorded(slower)), Sync(1.0))
     search, ran = searched(machine, global_batch=batch)
@@ -236,7 +242,7 @@ def test_times_that_fall_end_near_the_best(batch: int, slower: float) -> None:
 
 
 def test_times_that_fall_are_no_matter_for_a_free_batch() -> None:
-    """Large batches have the most samples/s; the plan is within the tolerance of them."""
+    """Large batches have the most samples/s, and the plan is within the tolerance of them."""
     machine = Machine((recorded(), recorded(1.6)), Sync(1.0))
     search, _ = searched(machine)
     best = search.best()
@@ -253,8 +259,9 @@ def test_times_that_fall_are_no_matter_for_a_free_batch() -> None:
 def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_device(
     batch: int, micro: bool
 ) -> None:
-    """Gradients take 50 ms over the network, a step of 64 rows alone 6 ms: the device alone is
-    measured first.
+    """Gradients take 50 ms over the network, a step of 64 rows alone 6 ms.
+
+    The device alone is measured first.
     """
     devices = tuple(
         SimulatedDevice(
@@ -281,8 +288,8 @@ def test_an_interrupted_search_has_no_split_that_is_surely_slower_than_one_devic
 
 @pytest.mark.parametrize("seed", range(12))
 def test_no_share_of_the_plan_is_faster_than_its_device_was_alone(seed: int) -> None:
-    """Else a gain over one device alone, or a part of the sum of each alone, is one over a figure
-    that isn't its best.
+    """Otherwise a gain over one device alone, or a fraction of the sum, is relative to less than
+    the best.
     """
     search, _ = searched(machine_families.machine("bent memory", 2, 0.005, seed), seed)
     best, solos = search.best(), search.evaluation.solos()
