@@ -1,6 +1,4 @@
-"""What static contracts can't see: which modules a command really loads, and whose packages they
-are.
-"""
+"""Import rules that static contracts can't check: which modules a command really loads."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ SCREEN = {"textual"}
 
 
 def modules_after(code: str, tmp_path: Path) -> set[str]:
-    """The top-level modules that a fresh interpreter holds after running `code`."""
+    """Return the top-level modules that a new interpreter has loaded after running `code`."""
     program = (
         f"{code}\nimport sys, json\nprint(json.dumps(sorted({{m.partition('.')[0] for m in "
         f"sys.modules}})))"
@@ -39,18 +37,18 @@ def modules_after(code: str, tmp_path: Path) -> set[str]:
 
 
 def command(*arguments: str) -> str:
-    """Code that runs the command line to its end and goes on."""
+    """Return code that runs a command of evener to its end and then continues."""
     return f"from evener.tui.cli.main import run\nassert run({list(arguments)!r}) == 0"
 
 
 def test_import_evener_loads_no_framework(tmp_path: Path) -> None:
-    """A training script pays for nothing but the plan."""
+    """A training script loads only what it needs to read the plan."""
     loaded = modules_after("import evener; evener.load_plan; evener.report", tmp_path)
     assert not loaded & (FRAMEWORKS | SCREEN | {"rich", "typer", "psutil", "pynvml", "numpy"})
 
 
 def test_a_headless_balance_loads_no_screen_and_no_framework(tmp_path: Path) -> None:
-    """Simulated, start to end, with JSON out."""
+    """A simulated search with JSON output loads neither Textual nor a framework."""
     loaded = modules_after(
         command("balance", "--devices", "sim:gtx1080ti,gtx1080", "--json"), tmp_path
     )
@@ -71,12 +69,12 @@ def test_a_headless_balance_loads_no_screen_and_no_framework(tmp_path: Path) -> 
 def test_headless_commands_load_no_screen_and_no_framework(
     arguments: tuple[str, ...], tmp_path: Path
 ) -> None:
-    """Whatever prints lines starts as fast as a shell user expects."""
+    """Commands that only print lines start quickly."""
     assert not modules_after(command(*arguments), tmp_path) & (FRAMEWORKS | SCREEN)
 
 
 def test_the_version_is_answered_before_anything_is_imported(tmp_path: Path) -> None:
-    """`evener --version` loads neither the parser nor the records."""
+    """`evener --version` loads neither the parser nor msgspec."""
     code = (
         "import sys; sys.argv = ['evener', '--version']\nfrom evener.__main__ import main\nmain()"
     )
@@ -84,7 +82,7 @@ def test_the_version_is_answered_before_anything_is_imported(tmp_path: Path) -> 
 
 
 def test_evener_is_the_only_name_that_an_install_offers(tmp_path: Path) -> None:
-    """A user's own `devices.py` or `tui.py` can neither be shadowed by ours nor shadow it."""
+    """A user's own `devices.py` or `tui.py` neither shadows evener's packages nor is shadowed."""
     ours = "evener", "balancer", "benchmarks", "devices", "docs", "tests", "tui", "workloads"
     program = f"import importlib.util\nprint([n for n in {ours!r} if importlib.util.find_spec(n)])"
     answer = subprocess.run(
@@ -99,10 +97,11 @@ def test_evener_is_the_only_name_that_an_install_offers(tmp_path: Path) -> None:
 
 
 def imports_by_module(package: Path) -> dict[str, set[str]]:
-    """Each module's own imports within the package, those for types alone and those inside
-    functions included.
+    """Return each module's imports within the package.
+
+    Type-only imports and imports inside functions are included.
     """
-    # which follows links
+    # which follows symlinks
     paths = [Path(path) for path in glob.iglob(f"{package}/**/*.py", recursive=True)]
     dotted = {
         path: ".".join(path.relative_to(package.parent).with_suffix("").parts) for path in paths
@@ -125,8 +124,9 @@ def imports_by_module(package: Path) -> dict[str, set[str]]:
 
 
 def circles(imports: dict[str, set[str]]) -> list[list[str]]:
-    """Modules in circles, or between two: what nothing imports, or imports nothing, is removed
-    until none is left.
+    """Return the modules in import cycles, or between two cycles.
+
+    Modules that nothing imports, or that import nothing, are removed until none is left.
     """
     left = {name: set(wanted) for name, wanted in imports.items()}
     while True:
@@ -141,7 +141,7 @@ def circles(imports: dict[str, set[str]]) -> list[list[str]]:
 
 
 def test_no_modules_import_each_other_in_a_circle() -> None:
-    """A circle can't be read, tested or moved piece by piece; imports for types alone count too."""
+    """No modules import each other in a cycle; type-only imports count, too."""
     package = Path(evener.__file__).parent
     imports = imports_by_module(package)
     assert "evener.errors" in imports["evener.plan.file"], "relative imports count"
@@ -152,7 +152,7 @@ def test_no_modules_import_each_other_in_a_circle() -> None:
 
 
 def test_a_circle_would_be_found() -> None:
-    """The check itself: two modules that import each other, beside others that don't."""
+    """The check finds two modules that import each other among others that don't."""
     imports = {"a": {"b"}, "b": {"c"}, "c": {"b", "d"}, "d": set()}
     assert circles(imports) == [["b", "c"]]
 
@@ -175,8 +175,6 @@ for path in glob.glob("tests/*/**/test_*.py", recursive=True):
 
 
 def test_tests_are_found_without_the_optional_packages() -> None:
-    """Each worker of a run imports all test files: what one imports at its top costs as often as
-    there are workers.
-    """
+    """Test files import no optional package at module level, as each worker imports all files."""
     root = Path(__file__).parents[2]
     subprocess.run([sys.executable, "-c", WITHOUT], cwd=root, check=True)

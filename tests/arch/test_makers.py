@@ -1,6 +1,4 @@
-"""A maker of devices is named in its own folder and in one line of the registry, and nowhere else
-in the product.
-"""
+"""A device maker is named only in its own folder and in one line of the registry."""
 
 from __future__ import annotations
 
@@ -13,10 +11,14 @@ from evener.plan.layout import GPU_IDS
 from tests.support.sources import PACKAGES, REPO, compared, files, nodes, parsed, place
 
 MAKER = re.compile(r"nvidia|nvml|cuda", re.IGNORECASE)
-# of devices, and how their labels and ids begin
+# kinds of devices, and the prefixes of their labels and ids
 KIND = re.compile(rf"({'|'.join(BACKENDS)})([-:].*)?", re.IGNORECASE)
-OWN = ("devices/nvidia/", "devices/registry.py", "evener/plan/layout.py")  # the last has GPU_IDS
-# "cuda" is PyTorch's own word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both
+OWN = (
+    "devices/nvidia/",
+    "devices/registry.py",
+    "evener/plan/layout.py",
+)  # the last one defines GPU_IDS
+# "cuda" is PyTorch's word for a GPU of any maker, and CUDA_VISIBLE_DEVICES is what both
 # frameworks read
 FRAMEWORKS = (
     "evener/torch/",
@@ -33,8 +35,9 @@ SHOWN = (
 
 
 def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Imports, names and strings that name a maker; a text with a space is written for people, and
-    compares nothing.
+    """Yield the imports, names and strings that name a maker.
+
+    Strings with a space are texts for people, so they are skipped.
     """
     for node in nodes(tree):
         match node:
@@ -60,17 +63,13 @@ def makers_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
 
 
 def kinds_in(tree: ast.AST) -> Iterator[tuple[int, str]]:
-    """Comparisons with the name of a kind of devices, or with how the labels and ids of one
-    begin.
-    """
+    """Yield comparisons with a device kind's name, or with the prefix of its labels or ids."""
     for line, said, called in compared(tree):
         yield from ((line, word) for word in said if called and KIND.fullmatch(word))
 
 
 def test_no_maker_is_named_outside_its_folder() -> None:
-    """What depends on the maker asks `find_backend`, so that another maker needs a class and a
-    line.
-    """
+    """Other code asks `find_backend`, so that a new maker needs only a class and a line."""
     hits = [
         f"{place(path, line)}  {word}"
         for package in PACKAGES
@@ -82,8 +81,9 @@ def test_no_maker_is_named_outside_its_folder() -> None:
 
 
 def test_no_kind_of_devices_is_compared() -> None:
-    """CPU slices and simulated devices are asked as a maker's are; only devices/ reads what a
-    person has typed.
+    """CPU slices and simulated devices are queried like a maker's devices.
+
+    Only devices/ parses what a person has typed.
     """
     hits = [
         f"{place(path, line)}  {word}"
@@ -96,8 +96,9 @@ def test_no_kind_of_devices_is_compared() -> None:
 
 
 def test_plans_know_the_ids_of_every_makers_gpus() -> None:
-    """A training script, which can't ask a backend, would put a GPU that it doesn't know on the
-    CPU.
+    """Plans know the id prefixes of all makers' GPUs.
+
+    Otherwise a training script, which can't ask a backend, would put such a GPU's rank on the CPU.
     """
     makers = [backend for backend in all_backends() if backend.own_memory]
     assert {
@@ -106,9 +107,7 @@ def test_plans_know_the_ids_of_every_makers_gpus() -> None:
 
 
 def test_a_makers_name_would_be_found() -> None:
-    """The check itself: an import, a name, a string and a comparison, but not what is written for
-    people.
-    """
+    """The check finds an import, a name, a string and a comparison, but no text for people."""
     found = ["from evener.devices.nvidia import x", "CUDA = 1", 'name == "NVIDIA"']
     assert [len(list(makers_in(ast.parse(code)))) for code in found] == [1, 1, 1]
     kinds = [

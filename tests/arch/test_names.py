@@ -1,4 +1,4 @@
-"""Public classes have names of their own: whoever reads `Device` knows which one it is."""
+"""Public classes have unique names, so that a reader of `Device` knows which one it is."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from collections.abc import Iterator
 
 from tests.support.sources import PACKAGES, files, parsed, place
 
-SAME_NAME = {"Report", "Split"}  # one for each framework: a training script imports either
+SAME_NAME = {"Report", "Split"}  # one per framework: a training script imports only one of them
 
 
 def repeated_classes() -> Iterator[str]:
-    """Every public name that several classes of the product have, with its places."""
+    """Yield each public name that several classes of the product share, with their modules."""
     found: dict[str, list[str]] = defaultdict(list)
     for package in PACKAGES:
         for path in files(package):

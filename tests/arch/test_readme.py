@@ -1,4 +1,4 @@
-"""README is short, and what it shows is drawn from what it says."""
+"""README is short, and its pictures match its text."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ LARGEST_PICTURE_BYTES = 3 << 20
 
 
 def test_it_is_read_in_one_go() -> None:
-    """Two pages; a line of the first one scrolls on no screen."""
+    """README has at most two pages, and no code line that scrolls."""
     assert len(README.splitlines()) <= 150
     blocks = re.findall(r"^```\w*\n(.*?)^```", README, re.DOTALL | re.MULTILINE)
     assert max(len(line) for block in blocks for line in block.splitlines()) <= 125
 
 
 def test_a_new_machine_is_set_up_by_two_short_commands() -> None:
-    """What they install is in a script of the checkout, whose extras pyproject.toml has."""
+    """A script of the checkout has the installation commands; pyproject.toml has their extras."""
     commands = re.findall(r"^\./setup\.sh.*", README, re.MULTILINE)
     assert len(commands) == 2
     assert max(map(len, commands)) <= 100
@@ -36,14 +36,14 @@ def test_a_new_machine_is_set_up_by_two_short_commands() -> None:
 
 
 def test_its_chart_is_that_of_its_table() -> None:
-    """`make pictures` draws it."""
+    """The chart is the one that `make pictures` draws from the table."""
     rows = read_results(README)
     assert len(rows) > 4
     assert (REPO / "docs" / "pictures" / "results.svg").read_text() == draw_results(rows)
 
 
 def test_its_links_and_pictures_are_there() -> None:
-    """Pictures are small enough to load at once."""
+    """Links and pictures exist, and pictures are small enough to load at once."""
     targets = [target.partition("#")[0] for target in re.findall(r"\]\(([^)]+)\)", README)]
     assert len(targets) > 15
     assert [target for target in targets if not (REPO / target).exists()] == []
@@ -55,15 +55,19 @@ def test_its_links_and_pictures_are_there() -> None:
 
 
 def test_its_first_example_has_a_fixed_global_batch() -> None:
-    """A free one may be so large that a network takes too few steps to learn."""
+    """The first example fixes the global batch.
+
+    A free one may be so large that a network takes too few steps to learn.
+    """
     first = re.search(r"evener balance[^\n`]*", README)
     assert first is not None
     assert "--global-batch" in first[0]
 
 
 def test_a_moving_picture_draws_what_stays_once() -> None:
-    """Two frames that differ in one row: two groups take turns, and a reader without animations
-    sees the second.
+    """An animation of two frames that differ in one row draws the other rows once.
+
+    Two groups alternate; a reader without animations sees the second.
     """
     frame = (REPO / "docs" / "pictures" / "monitor.svg").read_text()
     clock = re.search(r"\d\d:\d\d:\d\d", frame)

@@ -1,5 +1,6 @@
-"""Families and objectives are asked, not compared by name: nobody outside their files knows what
-they are called.
+"""Layout families and objectives are queried, not compared by name.
+
+Only their own files know their names.
 """
 
 from __future__ import annotations
@@ -16,10 +17,10 @@ from evener.plan.layout import KINDS
 from tests.support.sources import PACKAGES, REPO, compared, files, parsed
 
 FAMILY_NAMES, OBJECTIVE_NAMES = {*FAMILIES, *KINDS}, set(OBJECTIVES)
-# the second reads them from plans and journals
+# the second file reads them from plans and journals
 FAMILY_ROOM = ("balancer/families.py", "evener/plan/layout.py")
 OBJECTIVE_ROOM = ("balancer/objectives.py",)
-# a stage of a search and an engine of Keras may have the same names
+# a search stage and a Keras engine may have the same names
 OTHER_WORDS = {"stage", "engine"}
 OTHER_NAMES = {
     "rest",
@@ -29,11 +30,11 @@ OTHER_NAMES = {
     "towers",
     "multiworker",
     "even_by_rows",
-}  # as beside these
+}  # as in these files
 
 
 def families_in(tree: ast.AST) -> list[int]:
-    """The lines that compare with the name of a family."""
+    """Return the lines that compare with the name of a layout family."""
     found = (one for one in compared(tree) if one[1] & FAMILY_NAMES and not one[1] & OTHER_NAMES)
     return [
         line
@@ -43,7 +44,7 @@ def families_in(tree: ast.AST) -> list[int]:
 
 
 def objectives_in(tree: ast.AST) -> list[int]:
-    """The lines that compare an objective, or with a name that only an objective has."""
+    """Return the lines that compare an objective, or compare with an objective's name."""
     found = (one for one in compared(tree) if one[1] & OBJECTIVE_NAMES)
     return [
         line

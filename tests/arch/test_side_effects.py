@@ -1,7 +1,7 @@
-"""What evener changes in the process of a training, and in the objects of other libraries.
+"""What evener changes in a training process, and in the objects of other libraries.
 
-A training script imports evener beside its own libraries: nothing happens on import, no object of
-theirs gets another class, and only evener's launcher decides how a process ends.
+A training script imports evener with its own libraries. Therefore nothing happens on import, no
+object of another library changes its class, and only evener's launcher decides how a process exits.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from tests.support.sources import PACKAGES, files, nodes, parsed, place
 # Functions that change the process, or PyTorch in all of it.
 REGISTERING = {"register_at_fork", "set_wakeup_fd", "register"}
 LAUNCHER = "evener/program/install.py"
-ENDS_PROCESSES = {  # and children of evener's own, which end as they like
+ENDS_PROCESSES = {  # and evener's own children, which may exit in any way
     "evener/training/ending.py",
     "balancer/probes/fork_server.py",
     "balancer/probes/link_rank.py",
@@ -28,7 +28,7 @@ ENDS_PROCESSES = {  # and children of evener's own, which end as they like
 TAKES_SIGNALS = {
     "evener/launch/watcher.py",
     "evener/system/signals.py",
-    "evener/torch/ranks/stop_signal.py",  # SIGTERM alone, where a training asks for it
+    "evener/torch/ranks/stop_signal.py",  # SIGTERM only, if a training script asks for it
     "evener/training/ending.py",
     "balancer/probes/worker.py",
     "tui/cli/main.py",
@@ -42,20 +42,20 @@ def sources() -> Iterator[tuple[Path, str]]:
 
 
 def called(node: ast.AST) -> str:
-    """The dotted name of what a call calls; empty for anything else."""
+    """Return the dotted name of the called function; empty for anything but a call."""
     function = node.func if isinstance(node, ast.Call) else None
     return ast.unparse(function) if isinstance(function, ast.Name | ast.Attribute) else ""
 
 
 def assigned(tree: ast.AST) -> Iterator[ast.Attribute]:
-    """The attributes that are assigned."""
+    """Yield the attributes that are assigned."""
     for node in nodes(tree):
         if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store):
             yield node
 
 
 def on_import(tree: ast.Module) -> Iterator[ast.AST]:
-    """What runs as a module is imported: all but the bodies of functions."""
+    """Yield the nodes that run on import: all except function bodies."""
     left: list[ast.AST] = list(tree.body)
     while left:
         node = left.pop()
@@ -67,7 +67,7 @@ def on_import(tree: ast.Module) -> Iterator[ast.AST]:
 
 
 def registrations(tree: ast.Module) -> list[int]:
-    """The lines that register something in the process as the module is imported."""
+    """Return the lines that register something in the process on import."""
     found = []
     for node in on_import(tree):
         name = called(node).rpartition(".")[2]
@@ -114,7 +114,7 @@ def test_only_the_launcher_decides_how_errors_are_shown() -> None:
 
 
 def calling(function: str) -> set[str]:
-    """The files that call a function."""
+    """Return the files that call a function."""
     return {
         name for path, name in sources() for node in nodes(parsed(path)) if called(node) == function
     }
@@ -144,28 +144,28 @@ def test_a_registration_would_be_found(code: str, lines: list[int]) -> None:
     assert imports_mocks(ast.parse("from unittest import mock"))
 
 
-PRIVATE = (  # a file for each library
+PRIVATE = (  # one file per library
     "evener/torch/private.py",
     "evener/lightning_private.py",
     "evener/huggingface/private.py",
 )
 ASK_THEM = ("evener/torch/", "evener/lightning", "evener/huggingface/", "evener/program/")
-# Of Python itself and of named tuples; of an operation in the graph of a loss, which says how it
+# Names of Python itself and of named tuples; of an operation in a loss's graph, which says how it
 # reduces its rows; of distributed functions that a program may call.
 NOT_THEIRS = {
     *("_", "_getframe", "_current_frames", "_current_exceptions", "_fields", "_run_exitfuncs"),
     *("_saved_reduction", "_all_gather_base"),
 }
-# The audits' own: an operation's arguments, whether rows are sparse, and operations by name.
+# Names for audits: an operation's arguments, whether rows are sparse, and operations by name.
 IN_AUDITS = {
     *("_schema", "_nnz", "_backward_hooks", "_C", "_DisableTorchDispatch"),
     *("_cudnn_init_dropout_state", "_like", "_scaled_dot_product", "_standard_gamma"),
 }
-MOST = 58  # private names of these libraries, without the audits' own
+MOST = 58  # private names of these libraries, without those for audits
 
 
 def private_names(tree: ast.Module) -> set[str]:
-    """The private names that a file uses and doesn't set itself."""
+    """Return the private names that a file uses but doesn't assign."""
     used: set[str] = set()
     own: set[str] = set()
     for node in nodes(tree):
@@ -187,7 +187,7 @@ def private_names(tree: ast.Module) -> set[str]:
 
 
 def own_names() -> set[str]:
-    """The names of functions, and attributes, that evener gives itself."""
+    """Return the private names of functions and attributes that evener defines itself."""
     ours: set[str] = set()
     for path, name in sources():
         if name in PRIVATE:
@@ -203,7 +203,7 @@ def own_names() -> set[str]:
 
 
 def test_private_names_of_a_library_are_in_one_file() -> None:
-    """Another file asks the library's `private.py`, whose test tries each name."""
+    """Only the library's `private.py`, whose test tries each name, uses its private names."""
     ours = own_names()
     found = {
         f"{name}: {each}"
@@ -223,6 +223,6 @@ def test_private_names_become_fewer() -> None:
 
 
 def _used(tree: ast.Module) -> set[str]:
-    """The private names of a file, also those that it assigns to others."""
+    """Return the private names in a file, including those assigned to other objects."""
     stored = {each.attr for each in assigned(tree)}
     return private_names(tree) | {each for each in stored if each.startswith("_")} - {"_own"}

@@ -1,5 +1,6 @@
-"""An import block says what leaves the room: relative within a top-level folder, absolute between
-folders.
+"""Imports are relative within a top-level folder and absolute between folders.
+
+So an import block shows what comes from another folder.
 """
 
 from __future__ import annotations
@@ -10,11 +11,11 @@ from pathlib import Path
 
 from tests.support.sources import PACKAGES, REPO, files, nodes, parsed, place
 
-INSIDE = ("tui", "balancer", "workloads", "devices")  # under evener/ they are links
+INSIDE = ("tui", "balancer", "workloads", "devices")  # under evener/ they are symlinks
 
 
 def sources() -> Iterator[tuple[Path, str]]:
-    """Each file of the product, and the name under which its folder is imported."""
+    """Yield each file of the product, with the import name of its folder."""
     for folder in PACKAGES:
         yield from (
             (path, f"evener.{folder}" if folder in INSIDE else folder) for path in files(folder)
@@ -22,14 +23,15 @@ def sources() -> Iterator[tuple[Path, str]]:
 
 
 def room_of(module: str) -> str:
-    """The top-level folder that holds a module of evener's."""
+    """Return the top-level folder of a module of evener."""
     parts = module.split(".")
     return f"evener.{parts[1]}" if len(parts) > 1 and parts[1] in INSIDE else parts[0]
 
 
 def test_imports_within_a_folder_are_relative() -> None:
-    """`from evener.balancer.types import Probe` inside balancer/ would look like another
-    folder's.
+    """Imports within a top-level folder are relative.
+
+    `from evener.balancer.types import Probe` inside balancer/ would look like another folder's.
     """
     wrong = []
     for path, room in sources():
@@ -42,7 +44,7 @@ def test_imports_within_a_folder_are_relative() -> None:
 
 
 def test_no_relative_import_leaves_its_folder() -> None:
-    """Between folders an import is absolute, so that it names the folder."""
+    """No relative import leaves its folder, so an import between folders names the folder."""
     wrong = []
     for path, room in sources():
         base = REPO / (room.partition(".")[2] or "evener")

@@ -1,4 +1,4 @@
-"""Workflows run what is in this repository, by actions that nobody can change afterwards."""
+"""Workflows run code of this repository, by actions that nobody can change afterwards."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ PROJECT = tomllib.loads((REPO / "pyproject.toml").read_text())["project"]
 
 
 def test_actions_are_pinned_by_commit() -> None:
-    """With the version behind it, for a reader and for updates."""
+    """Each action is pinned by commit, with its version as a comment."""
     uses = [
         line.strip()
         for text in WORKFLOWS.values()
@@ -24,7 +24,7 @@ def test_actions_are_pinned_by_commit() -> None:
 
 
 def test_what_they_run_is_there() -> None:
-    """Scripts of .ci/, targets of make, extras, and Pythons that pyproject.toml claims."""
+    """The scripts of .ci/, make targets, extras and Python versions of workflows exist."""
     text = "\n".join(WORKFLOWS.values())
     scripts = set(re.findall(r"\.ci/\w+", text))
     assert scripts == {".ci/run", ".ci/package"}
@@ -43,7 +43,7 @@ def test_what_they_run_is_there() -> None:
 
 
 def test_a_release_is_tested_first() -> None:
-    """By all that CI runs, at the tag."""
+    """A release runs all CI tests at its tag first."""
     assert re.search(
         r"  tests:\n.*?uses: \$/\.github/workflows/ci\.yml\n", WORKFLOWS["release.yml"], re.DOTALL
     )
@@ -52,7 +52,7 @@ def test_a_release_is_tested_first() -> None:
 
 
 def test_a_release_needs_the_owner() -> None:
-    """PyPI refuses the package until the owner takes one line out, which CONTRIBUTING names."""
+    """PyPI refuses the package until the owner removes one line, which CONTRIBUTING names."""
     assert "Private :: Do Not Upload" in PROJECT["classifiers"]
     assert '"Private :: Do Not Upload"' in (REPO / "CONTRIBUTING.md").read_text()
     assert "urls" not in PROJECT

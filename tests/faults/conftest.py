@@ -1,4 +1,4 @@
-"""Some of these tests fill a disk."""
+"""Fixtures for tests that fill a disk."""
 
 from __future__ import annotations
 

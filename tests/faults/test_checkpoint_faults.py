@@ -1,4 +1,4 @@
-"""A checkpoint of a sharded model that a full disk or a kill ends leaves the one before whole."""
+"""A full disk or a kill while a sharded model is saved leaves the previous checkpoint intact."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ load_file: Any = pytest.importorskip("safetensors.torch").load_file
 
 
 def write(folder: Path, value: float, end: Any = None) -> str:
-    """A checkpoint of two files, in whose middle `end` is called; the fault that was met."""
+    """Write a checkpoint of two files, call `end` after each, and return the error."""
     writer = checkpoint._Writer(folder, True, checkpoint.INDEX)
     writer.run(writer.open)
     for name in ("first", "second"):
@@ -31,7 +31,7 @@ def write(folder: Path, value: float, end: Any = None) -> str:
 
 
 def read(folder: Path) -> set[float]:
-    """The values in the checkpoint that the index names, and the one in the index."""
+    """Return the values in the checkpoint's tensors and in its index."""
     index = json.loads((folder / checkpoint.INDEX).read_text())
     tensors = [load_file(folder / file)[name] for name, file in index["weight_map"].items()]
     assert len(tensors) == 2

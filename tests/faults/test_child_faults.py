@@ -1,6 +1,4 @@
-"""Children that die, hang or write garbage, for real: each is an observation, and nothing of it
-stays behind.
-"""
+"""Real children that die, hang or write garbage: each gives an observation and leaves nothing."""
 
 from __future__ import annotations
 
@@ -44,7 +42,7 @@ from tests.support.probe_children import at_birth, list_children, list_probe_chi
 from tests.support.probers import child_prober
 from tests.support.python_path import python_path
 
-HASTY = Timeouts(build=60.0, prepare=2.0, block=1.0)  # for children that hang
+HASTY = Timeouts(build=60.0, prepare=2.0, block=1.0)  # timeouts for children that hang
 pytestmark = two_cores
 GONE_SECONDS = 60.0
 Make = Callable[..., ChildProber]
@@ -52,7 +50,7 @@ Make = Callable[..., ChildProber]
 
 @pytest.fixture
 def make() -> Iterator[Make]:
-    """Probers over two slices; no child may be left when they are closed."""
+    """Makes probers over two slices; checks that no child is left after they are closed."""
     made: list[ChildProber] = []
 
     def new(
@@ -74,7 +72,7 @@ def make() -> Iterator[Make]:
 def observe(
     prober: ChildProber, *layouts: Layout, report: Callable[[ProbeProgress], None] = lambda _: None
 ) -> list[Observation]:
-    """What comes of short probes of these layouts at once, in their order."""
+    """Return the observations of short probes of these layouts at the same time, in their order."""
     probes = tuple(
         Probe(layout, Stage.SOLO if layout.kind == "solo" else Stage.SPLIT, 0.2)
         for layout in layouts
@@ -84,7 +82,7 @@ def observe(
 
 
 def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
-    """Two devices, two processes; the next probe uses them again."""
+    """Two devices use two processes, which the next probe uses again."""
     prober = make()
     first = observe(prober, solo(2, 0, 8), solo(2, 1, 8))
     pids = {child.pid for child in list_probe_children()}
@@ -104,7 +102,9 @@ def test_solo_children_measure_at_once_and_are_kept(make: Make) -> None:
 def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two slices may be one core's two threads: the slower one would get faster once the other is
+    """A child trains on until the other probes of its round have finished.
+
+    Two slices may be two hyper-threads of a core: the slower one would speed up once the other is
     done.
     """
     asked: list[tuple[int, type[Command]]] = []
@@ -125,8 +125,9 @@ def test_a_child_trains_on_until_the_others_of_its_round_have_ended(
 
 
 def test_a_loss_that_is_lost_is_a_warning_with_its_step_and_stays_one(make: Make) -> None:
-    """By the step at the end of the block in which it was seen; of a group, the rank that lost it
-    first.
+    """A NaN loss gives a warning with the last step of the block in which it was seen.
+
+    In a group, the warning names the rank that lost it first.
     """
     prober = make(fail="nan", at_share=0, at_step=3)
     (first,) = observe(prober, solo(2, 1, 8))
@@ -143,7 +144,7 @@ def test_a_loss_that_is_lost_is_a_warning_with_its_step_and_stays_one(make: Make
 
 
 def test_a_running_probe_reports_itself_as_a_training_until_it_rests(make: Make) -> None:
-    """With its device, so the monitor shows its samples/s; a child without work is no training."""
+    """A running probe reports its device and samples/s to the monitor; an idle child doesn't."""
     prober = make(base_ms=5.0, per_sample_ms=0.0, noise=0.3)
     seen: list[Training] = []
     probe = Probe(solo(2, 1, 8), Stage.SOLO, 2.0, whole=True)
@@ -160,7 +161,7 @@ def test_a_running_probe_reports_itself_as_a_training_until_it_rests(make: Make)
 
 
 def test_a_split_steps_as_one_and_has_each_rank_s_own_work(make: Make) -> None:
-    """The step is the slowest rank's; the other's own work is less."""
+    """The step time is the slowest rank's; the other rank's compute time (own work) is less."""
     (seen,) = observe(make(per_sample_ms=0.2), layout_of((240, 8)))
     assert isinstance(seen, Timed)
     assert seen.step_seconds > 0.03
@@ -171,8 +172,10 @@ def test_a_split_steps_as_one_and_has_each_rank_s_own_work(make: Make) -> None:
 
 
 def test_a_step_in_which_memory_grows_is_not_in_the_figure(make: Make) -> None:
-    """The larger rank's 150th takes twice the memory and 1 s instead of 10 ms; the warm-up has less
-    than 100.
+    """A step in which memory grows doesn't count.
+
+    The larger rank's 150th step takes twice the memory and 1 s instead of 10 ms; the warm-up has
+    fewer than 100 steps.
     """
     prober = make(base_ms=10.0, memory_base_mib=8, fail="grow", at_step=150, at_share=5)
     probe = Probe(layout_of((4, 5)), Stage.SPLIT, 2.0, 0, True, 200)
@@ -188,8 +191,9 @@ def test_a_step_in_which_memory_grows_is_not_in_the_figure(make: Make) -> None:
 def test_a_slice_held_to_a_part_of_its_speed_takes_longer_alone_and_keeps_a_group_waiting(
     make: Make,
 ) -> None:
-    """At half speed a step takes about twice as long, or more on a busy machine, and is waited
-    for.
+    """At half speed, a step takes about twice as long, and a group waits for it.
+
+    On a busy machine it may take even longer.
     """
     one, two = slices(2)
     halved = Device(
@@ -205,7 +209,7 @@ def test_a_slice_held_to_a_part_of_its_speed_takes_longer_alone_and_keeps_a_grou
 
 
 def test_a_pack_runs_side_by_side(make: Make) -> None:
-    """Its throughput counts every process."""
+    """A pack's throughput counts every process."""
     (seen,) = observe(make(), Layout("pack", (8, 0), processes=2))
     assert isinstance(seen, Timed)
     assert len(list_probe_children()) == 2
@@ -225,12 +229,12 @@ def test_a_pack_runs_side_by_side(make: Make) -> None:
 def test_a_killed_child_is_a_failed_probe_with_the_signal_and_the_next_one_works(
     make: Make, phase: str, number: signal.Signals
 ) -> None:
-    """In every phase, by whichever signal; the fresh try finds a fresh child."""
+    """A child killed in any phase by any signal is a failed probe; the retry uses a new child."""
     asked = threading.Event()
 
     def kill(progress: ProbeProgress) -> None:
         if progress.phase == phase and not asked.is_set():
-            asked.set()  # a phase that takes long is reported again
+            asked.set()  # a long phase is reported repeatedly
             # "starting" is reported before there is a child
             while not (found := list_probe_children()):
                 time.sleep(0.001)
@@ -266,7 +270,7 @@ synthetic_workload.Synthetic.max_memory_bytes = die
 def test_a_child_killed_as_it_reports_is_a_failed_probe_too(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """Its steps are done and its reply is not: nothing of it counts, and the fresh try does."""
+    """A child killed after its steps and before its reply is a failed probe; the retry counts."""
     site(monkeypatch, tmp_path, AT_REPORT.format(flag=str(tmp_path / "died"), number=int(number)))
     prober = make()
     (seen,) = observe(prober, solo(2, 0, 8))
@@ -277,7 +281,7 @@ def test_a_child_killed_as_it_reports_is_a_failed_probe_too(
 
 
 def test_one_killed_rank_ends_its_group_and_is_named(make: Make) -> None:
-    """The others, who only lost it, are not blamed."""
+    """The failure names the killed rank, not the others that lost their connection."""
 
     def kill(progress: ProbeProgress) -> None:
         if progress.phase == "measuring":
@@ -292,7 +296,7 @@ def test_one_killed_rank_ends_its_group_and_is_named(make: Make) -> None:
 
 
 def test_a_stopped_child_is_a_time_out(make: Make) -> None:
-    """SIGSTOP while it measures: it is given up, and killed though it can't answer."""
+    """A child stopped by SIGSTOP while it measures gives a timeout, and is killed."""
 
     def stop(progress: ProbeProgress) -> None:
         if progress.phase == "measuring":
@@ -320,7 +324,7 @@ def test_a_stopped_child_is_a_time_out(make: Make) -> None:
 def test_a_workload_that_fails_is_a_failed_probe_in_one_line(
     make: Make, fail: str, cause: str, words: str, at_step: int
 ) -> None:
-    """In its first step or in a timed one, with the cause and the phase."""
+    """A failure in the first step or in a timed one gives the cause and the phase."""
     prober = make(HASTY if fail == "hang" else None, fail=fail, at_step=at_step)
     (seen,) = observe(prober, solo(2, 1, 8))
     assert isinstance(seen, Failed)
@@ -331,7 +335,7 @@ def test_a_workload_that_fails_is_a_failed_probe_in_one_line(
 
 
 def test_running_out_of_memory_names_its_device_and_the_child_is_not_used_again(make: Make) -> None:
-    """Alone and in a group; a smaller probe then runs in another process."""
+    """Solo or in a group, the device is named, and a smaller probe runs in another process."""
     prober = make(fail="memory", at_share=64)
     alone, other = observe(prober, solo(2, 0, 64), solo(2, 1, 8))
     assert isinstance(alone, OutOfMemory)
@@ -343,9 +347,7 @@ def test_running_out_of_memory_names_its_device_and_the_child_is_not_used_again(
 
 
 def test_a_share_that_does_not_fit_at_once_is_measured_in_passes(make: Make) -> None:
-    """Three passes instead of one, in the memory of the largest of them; alone and beside one that
-    needs none.
-    """
+    """Three passes need only the memory of the largest, solo and next to a rank with one pass."""
     devices = tuple(
         msgspec.structs.replace(each, limit=Limit(memory_bytes=32 << 20)) for each in slices(2)
     )
@@ -360,14 +362,14 @@ def test_a_share_that_does_not_fit_at_once_is_measured_in_passes(make: Make) -> 
 
 
 def run_of(prober: ChildProber, seconds: float, steps: int) -> Observation:
-    """What comes of a whole run of the first device."""
+    """Return the observation of a whole run of the first device."""
     probe = Probe(solo(2, 0, 8), Stage.SOLO, seconds, whole=True, steps=steps)
     (seen,) = prober.measure((probe,), lambda _: None, threading.Event())
     return seen
 
 
 def test_a_whole_run_lasts_its_time_or_its_steps(make: Make) -> None:
-    """A steady step is known long before; its time, or each of its steps, is timed all the same."""
+    """The run times all of its duration or steps, although a steady step is known long before."""
     prober = make(base_ms=2.0, noise=0.0)
     by_time, by_steps = run_of(prober, 1.0, 0), run_of(prober, 0.2, 300)
     assert isinstance(by_time, Timed)
@@ -378,9 +380,7 @@ def test_a_whole_run_lasts_its_time_or_its_steps(make: Make) -> None:
 
 
 def test_a_run_of_slow_steps_is_not_taken_for_a_hung_one(make: Make) -> None:
-    """Each step takes longer than the shortest time after which a block may count as hung, all
-    together far more.
-    """
+    """Steps that each take longer than the shortest timeout of a block don't count as hung."""
     seen = run_of(make(Timeouts(block=0.1), base_ms=200.0), 0.2, 8)
     assert isinstance(seen, Timed)
     assert seen.steps == 8
@@ -388,7 +388,7 @@ def test_a_run_of_slow_steps_is_not_taken_for_a_hung_one(make: Make) -> None:
 
 
 def test_a_child_that_hangs_in_the_middle_of_a_run_of_steps_is_ended(make: Make) -> None:
-    """However many steps were asked for, a block that doesn't end is not waited for."""
+    """A block that doesn't finish is given up, however many steps were requested."""
     started = time.monotonic()
     seen = run_of(make(HASTY, base_ms=2.0, fail="hang", at_step=200), 0.2, 1_000_000)
     assert isinstance(seen, Failed)
@@ -398,7 +398,7 @@ def test_a_child_that_hangs_in_the_middle_of_a_run_of_steps_is_ended(make: Make)
 
 
 def test_chatter_on_standard_output_is_no_message(make: Make) -> None:
-    """A workload may print what it likes."""
+    """A workload may print anything."""
     assert isinstance(observe(make(fail="garbage"), solo(2, 0, 8))[0], Timed)
 
 
@@ -411,7 +411,7 @@ ASKS = (
 def test_nothing_can_be_read_from_standard_input(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """A workload that asks a question fails at once, and the commands are not read by it."""
+    """A workload that asks for input fails at once, and can't read the child's commands."""
     site(monkeypatch, tmp_path, ASKS)
     (seen,) = observe(make(), solo(2, 0, 8))
     assert isinstance(seen, Failed)
@@ -420,7 +420,7 @@ def test_nothing_can_be_read_from_standard_input(
 
 
 def site(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, code: str) -> None:
-    """Run `code` in every server before anything of ours."""
+    """Run `code` in every server before evener's own code."""
     (tmp_path / "sitecustomize.py").write_text(code)
     monkeypatch.setenv("PYTHONPATH", python_path(tmp_path))
 
@@ -444,7 +444,7 @@ BABBLE = {
 def test_garbage_on_the_protocol_is_a_failed_probe_and_memory_stays_bounded(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, what: str
 ) -> None:
-    """Whatever comes and however much."""
+    """Any amount of any garbage gives a failed probe, and memory stays bounded."""
     at_birth(monkeypatch, tmp_path, BABBLE[what])
     before = psutil.Process().memory_info().rss
     (seen,) = observe(make(), solo(2, 0, 8))
@@ -457,7 +457,7 @@ def test_garbage_on_the_protocol_is_a_failed_probe_and_memory_stays_bounded(
 def test_100_mb_on_standard_error_are_drained_and_forgotten(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """The child is neither blocked nor remembered in full."""
+    """The child isn't blocked, and its output isn't kept in full."""
     at_birth(
         monkeypatch, tmp_path, "import os\nfor _ in range(1600): os.write(2, b'\\x1b[31mx' * 8192)"
     )
@@ -469,7 +469,7 @@ def test_100_mb_on_standard_error_are_drained_and_forgotten(
 def test_a_child_that_closes_its_pipes_is_a_failed_probe(
     make: Make, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Standard input or output gone before the first word."""
+    """Standard input or output is closed before the first message."""
     for descriptor in (0, 1):
         at_birth(monkeypatch, tmp_path, f"import os; os.close({descriptor})")
         (seen,) = observe(make(), solo(2, 0, 8))
@@ -479,7 +479,7 @@ def test_a_child_that_closes_its_pipes_is_a_failed_probe(
 def test_a_server_that_dies_while_it_imports_is_a_failed_probe_with_what_it_wrote(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """As a framework's own import may do; the next probe gets another server."""
+    """The failed probe has the server's output, and the next probe gets a new server."""
     errors = tmp_path / "errors.txt"
     site(
         monkeypatch,
@@ -498,7 +498,7 @@ def test_a_server_that_dies_while_it_imports_is_a_failed_probe_with_what_it_wrot
 
 
 def test_all_children_share_a_server_and_end_with_it(make: Make) -> None:
-    """A new one takes its place."""
+    """All children exit with their server, and a new server replaces it."""
     prober = make()
     assert all(isinstance(seen, Timed) for seen in observe(prober, solo(2, 0, 8), solo(2, 1, 8)))
     assert isinstance(observe(prober, layout_of((8, 8)))[0], Timed)
@@ -512,7 +512,7 @@ def test_all_children_share_a_server_and_end_with_it(make: Make) -> None:
 
 
 def test_a_stop_ends_running_probes_at_once_and_invents_nothing(make: Make) -> None:
-    """No observation, and no child that was in the middle of something."""
+    """A stop gives no observation and leaves no busy child."""
     stop = threading.Event()
     threading.Timer(0.5, stop.set).start()
     started = time.monotonic()
@@ -523,7 +523,7 @@ def test_a_stop_ends_running_probes_at_once_and_invents_nothing(make: Make) -> N
 
 
 def test_closing_while_measuring_ends_the_children_and_the_probe(make: Make) -> None:
-    """From another thread, as a signal would have it."""
+    """Closing from another thread, like a signal, ends the children and the probe."""
     prober = make()
     threading.Timer(0.5, prober.close).start()
     started = time.monotonic()
@@ -536,7 +536,7 @@ def test_closing_while_measuring_ends_the_children_and_the_probe(make: Make) -> 
 def test_a_child_that_can_t_be_started_is_a_failed_probe(
     make: Make, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """No Python there."""
+    """A missing Python gives a failed probe."""
     monkeypatch.setattr("sys.executable", "/no/such/python")
     (seen,) = observe(make(), solo(2, 0, 8))
     assert isinstance(seen, Failed)
@@ -545,7 +545,7 @@ def test_a_child_that_can_t_be_started_is_a_failed_probe(
 
 @pytest.mark.parametrize("moment", [0.0, 0.001, 0.003, 0.01, 0.03])
 def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: float) -> None:
-    """Whoever is started at that moment ends at birth."""
+    """A child that is being started when its prober closes exits at once."""
     prober = make()
     threading.Timer(moment, prober.close).start()
     assert not list(
@@ -562,14 +562,14 @@ def test_closing_while_children_are_being_born_leaves_none(make: Make, moment: f
 
 
 def test_a_child_that_died_while_it_rested_leaves_no_pipe_open() -> None:
-    """Its host forgets it when the next one starts, and nobody else may come to end it."""
+    """The host drops a child that died while idle when the next one starts."""
     host = LocalHost(slices(1), "none", "synthetic")
     try:
         inbox: Inbox = queue.Queue()
         first = host.start_child(0, inbox, ChildEnvironment({}), None)
-        inbox.get(timeout=GONE_SECONDS)  # it is ready
+        inbox.get(timeout=GONE_SECONDS)  # the child is ready
         deadline = time.monotonic() + GONE_SECONDS
-        # its server may say later that it runs
+        # its server may report later that it runs
         while not first.pid and time.monotonic() < deadline:
             time.sleep(0.001)
         assert first.pid, "0 would be the group of the tests"

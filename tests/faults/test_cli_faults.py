@@ -1,6 +1,4 @@
-"""`evener balance` as a process of its own, disturbed for real: signals, lost streams, full disks,
-locks.
-"""
+"""Disturb a real `evener balance` process: signals, closed streams, full disks, locks."""
 
 from __future__ import annotations
 
@@ -47,13 +45,13 @@ BALANCE = (
 )
 SIMULATED = ("balance", "--devices", "sim:gtx1080ti,gtx1080", "--max-global-batch", "256")
 EVENER = (sys.executable, "-m", "evener")
-GONE_SECONDS = 60.0  # 2 on a machine of one's own
+GONE_SECONDS = 60.0  # 2 would do on an idle machine
 Start = Callable[..., subprocess.Popen[bytes]]
 
 
 @pytest.fixture
 def state(tmp_path: Path, own_state: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder of the test's own for state, for temporary files and to run in."""
+    """A state folder, a folder for temporary files and a working folder of the test's own."""
     for name in ("tmp", "work"):
         (tmp_path / name).mkdir()
     monkeypatch.setenv("TMPDIR", str(tmp_path / "tmp"))
@@ -63,9 +61,7 @@ def state(tmp_path: Path, own_state: Path, monkeypatch: pytest.MonkeyPatch) -> P
 
 @pytest.fixture
 def start(state: Path) -> Iterator[Start]:
-    """Starts `evener` with these arguments; what is left of it is ended behind the test, in any
-    case.
-    """
+    """Starts `evener` with these arguments; kills whatever is left of it after the test."""
     running: list[subprocess.Popen[bytes]] = []
 
     def begin(
@@ -95,7 +91,7 @@ def start(state: Path) -> Iterator[Start]:
 
 
 def measured(state: Path, stage: str = "solo") -> list[JournalContents]:
-    """The journals of the runs in which a probe of a stage was timed."""
+    """Return the journals of runs in which a probe of this stage was timed."""
     paths = [path for path in state.glob("evener/runs/*/journal.jsonl") if path.stat().st_size]
     records = [journal.read(path) for path in paths]
     return [
@@ -104,24 +100,24 @@ def measured(state: Path, stage: str = "solo") -> list[JournalContents]:
 
 
 def is_timed(seen: Observation, stage: str) -> bool:
-    """Whether it is a measurement of that stage that went well."""
+    """True if a probe of this stage was measured successfully."""
     return isinstance(seen, Timed) and seen.probe.stage == stage
 
 
 def children_of(process: subprocess.Popen[bytes]) -> list[psutil.Process]:
-    """Its children that live now."""
+    """Return all running descendants of a process."""
     return psutil.Process(process.pid).children(recursive=True)
 
 
 def living(children: list[psutil.Process]) -> list[psutil.Process]:
-    """Those that still run."""
+    """Return the processes that still run."""
     return [
         child for child in children if child.is_running() and child.status() != psutil.STATUS_ZOMBIE
     ]
 
 
 def ends(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> int:
-    """The exit code; its children go with it."""
+    """Return the exit code; check that the children exit, too."""
     code = process.wait(GONE_SECONDS)
     began = time.monotonic()
     while living(children):
@@ -131,14 +127,14 @@ def ends(process: subprocess.Popen[bytes], children: list[psutil.Process]) -> in
 
 
 def nothing_left(tmp_path: Path) -> None:
-    """No temporary file anywhere, and nothing but the plan beside it."""
+    """Check that no temporary file is left, and nothing but the plan in the working folder."""
     assert not list((tmp_path / "tmp").iterdir())
     assert not [path for path in tmp_path.rglob("*") if path.name.endswith(".tmp")]
     assert {path.name for path in (tmp_path / "work").iterdir()} <= {"plan.toml"}
 
 
 def said(process: subprocess.Popen[bytes]) -> str:
-    """All that it wrote to standard error."""
+    """Return everything that the process wrote to standard error."""
     assert process.stderr is not None
     return process.stderr.read().decode()
 
@@ -148,8 +144,9 @@ def said(process: subprocess.Popen[bytes]) -> str:
 def test_a_signal_ends_with_the_best_plan_so_far(
     start: Start, state: Path, tmp_path: Path, number: signal.Signals, stage: str
 ) -> None:
-    """Its exit code says which; the plan is printed and exported, it is what was measured, and
-    nothing stays behind.
+    """The measured plan is printed and exported, and nothing is left.
+
+    The exit code is the signal's.
     """
     process = start(
         *BALANCE, "--budget", "60s", "--export", "plan.toml", "--json", command=QUICK_EVENER
@@ -178,7 +175,7 @@ def test_a_signal_ends_with_the_best_plan_so_far(
 def test_a_signal_leaves_nothing_behind_that_the_doctor_started(
     start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """It checks frameworks in children, which import for seconds."""
+    """The doctor's children, which import frameworks for seconds, exit."""
     for framework in ("torch", "tensorflow"):
         (tmp_path / "slow" / framework).mkdir(parents=True)
         (tmp_path / "slow" / framework / "__init__.py").write_text(
@@ -217,7 +214,7 @@ sys.meta_path.insert(0, Finder)
 def test_ctrl_c_while_it_still_imports(
     start: Start, tmp_path: Path, state: Path, module: str
 ) -> None:
-    """A real signal as a module is looked for: exit 130 and not a word."""
+    """A real signal during an import gives exit code 130 without output."""
     (tmp_path / "site").mkdir()
     (tmp_path / "site" / "sitecustomize.py").write_text(AT_IMPORT.format(module=module))
     process = start(*BALANCE, path=[tmp_path / "site"])
@@ -230,7 +227,7 @@ def test_ctrl_c_while_it_still_imports(
 def test_a_signal_before_anything_was_measured(
     start: Start, tmp_path: Path, number: signal.Signals
 ) -> None:
-    """There is no plan to keep: one sentence, and still the signal's own exit code."""
+    """Without a plan to keep, one sentence is printed; the exit code is still the signal's."""
     process = start(*BALANCE, "--export", "plan.toml", "--set", "base_ms=3000")
     children = wait_for(lambda: children_of(process))
     process.send_signal(number)
@@ -242,10 +239,8 @@ def test_a_signal_before_anything_was_measured(
 
 @pytest.mark.slow
 def test_under_nohup_a_hang_up_ends_nothing(start: Start, state: Path) -> None:
-    """What whoever started it has ignored stays ignored: the search goes on, until another
-    signal.
-    """
-    # in the child, before it begins
+    """A signal that the parent ignores stays ignored: the search continues until another signal."""
+    # in the child, before it starts
     ignore = lambda: signal.signal(signal.SIGHUP, signal.SIG_IGN)  # noqa: E731
     process = start(
         *BALANCE,
@@ -268,8 +263,9 @@ def test_under_nohup_a_hang_up_ends_nothing(start: Start, state: Path) -> None:
 def test_ctrl_c_pressed_twice_still_writes_the_plan(
     start: Start, state: Path, tmp_path: Path
 ) -> None:
-    """The second comes before the first is done with, and means the same; two kinds, as two of one
-    may count as one.
+    """A second signal during the first one's handling changes nothing.
+
+    The test sends two kinds, as two of the same kind may be merged.
     """
     process = start(*BALANCE, "--budget", "60s", "--export", "plan.toml", command=QUICK_EVENER)
     wait_for(lambda: measured(state))
@@ -284,7 +280,7 @@ def test_ctrl_c_pressed_twice_still_writes_the_plan(
 def test_a_later_second_signal_ends_at_once_and_says_what_is_missing(
     capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Whoever asks again after a while doesn't want to wait."""
+    """A second signal after a while exits at once."""
     stopped: list[None] = []
     stop = lambda: stopped.append(None)  # noqa: E731 - called by a signal
     with session_runner.stopped_by_signals(stop, "stopping", "the plan is not written") as caught:
@@ -299,7 +295,7 @@ def test_a_later_second_signal_ends_at_once_and_says_what_is_missing(
 
 
 def own_terminal() -> None:
-    """In the child: a session whose controlling terminal is standard input."""
+    """Make standard input the controlling terminal of a new session; runs in the child."""
     import fcntl
     import termios
 
@@ -309,9 +305,7 @@ def own_terminal() -> None:
 
 @pytest.mark.slow
 def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> None:
-    """The cursor is shown again, the modes are those from before, and the children never saw the
-    key.
-    """
+    """The cursor is shown, the terminal modes are restored, and children never get the signal."""
     import termios
 
     ours, theirs = pty.openpty()
@@ -345,8 +339,9 @@ def test_ctrl_c_on_a_terminal_leaves_it_as_it_was(start: Start, state: Path) -> 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_reader_that_has_gone_loses_no_plan(start: Start, tmp_path: Path, stream: str) -> None:
-    """With standard error closed nothing else changes; with standard output closed, the plan is
-    exported before.
+    """With standard error closed nothing changes.
+
+    With standard output closed, the plan is exported before the exit.
     """
     reading, writing = os.pipe()
     os.close(reading)
@@ -366,7 +361,7 @@ def test_a_reader_that_has_gone_loses_no_plan(start: Start, tmp_path: Path, stre
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 def test_a_stream_that_was_never_open_is_no_traceback(start: Start, stream: str) -> None:
-    """As `evener balance >&-` has it."""
+    """`evener balance >&-` prints no traceback."""
     number = {"stdout": 1, "stderr": 2}[stream]
     process = start(*SIMULATED, "--export", "plan.toml", preexec_fn=lambda: os.close(number))
     assert process.wait(GONE_SECONDS) in (0, 141)
@@ -374,7 +369,7 @@ def test_a_stream_that_was_never_open_is_no_traceback(start: Start, stream: str)
 
 
 def one_sentence(text: str) -> str:
-    """The last line, if it is a fault as a person reads it."""
+    """Return the last line, if it is an error message for people."""
     assert "Traceback" not in text
     last = text.strip().splitlines()[-1]
     assert last.startswith("evener: ")
@@ -384,8 +379,9 @@ def one_sentence(text: str) -> str:
 def test_a_disk_that_fills_while_journalling_is_one_sentence(
     start: Start, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """What was journalled before stays whole, is exported, and is gone on with once there is
-    room.
+    """Earlier journal entries stay intact and are exported.
+
+    The run resumes once there is space.
     """
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
     fill(small_disk, 16_000)
@@ -415,7 +411,7 @@ def test_a_disk_that_fills_while_journalling_is_one_sentence(
 def test_a_disk_without_room_for_the_last_line_costs_no_plan(
     start: Start, small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Everything was measured and journalled; only that the search has ended isn't."""
+    """All measurements are in the journal; only the end of the search is missing."""
     assert start(*SIMULATED, "--export", "whole.toml").wait(GONE_SECONDS) == 0
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
     fill(small_disk, 24_000)
@@ -432,8 +428,9 @@ def test_a_disk_without_room_for_the_last_line_costs_no_plan(
 def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
     start: Start, small_disk: Path, state: Path
 ) -> None:
-    """One sentence, the file from before intact, no temporary file; the plan is still in the
-    run.
+    """One sentence is printed, and the earlier file stays intact without a temporary file.
+
+    The plan is still in the run.
     """
     plan = small_disk / "plan.toml"
     assert start(*SIMULATED, "--export", str(plan)).wait(GONE_SECONDS) == 0
@@ -447,7 +444,7 @@ def test_a_disk_that_is_full_while_exporting_leaves_the_earlier_plan(
 
 
 def test_a_file_size_limit_is_one_sentence_too(start: Start, tmp_path: Path, state: Path) -> None:
-    """RLIMIT_FSIZE, which comes with a signal of its own."""
+    """RLIMIT_FSIZE, which sends a signal of its own, gives one sentence."""
     process = start(
         *SIMULATED, preexec_fn=lambda: resource.setrlimit(resource.RLIMIT_FSIZE, (6000, 6000))
     )
@@ -461,7 +458,7 @@ def test_a_file_size_limit_is_one_sentence_too(start: Start, tmp_path: Path, sta
 def test_a_read_only_folder_is_one_sentence_before_any_probe(
     start: Start, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, what: str
 ) -> None:
-    """A read-only file system, which not even root may write."""
+    """A read-only file system, where even root can't write, gives one sentence."""
     folder = tmp_path / "readonly"
     folder.mkdir()
     mounted = ["mount", "-t", "tmpfs", "-o", "ro,size=64k", "tmpfs", str(folder)]
@@ -483,8 +480,9 @@ def test_a_read_only_folder_is_one_sentence_before_any_probe(
 
 @pytest.mark.slow
 def test_two_runs_on_the_same_devices(start: Start, state: Path) -> None:
-    """The second says who holds them; with --share it measures, and so does one after the first was
-    killed.
+    """The second run names the holder of the devices.
+
+    It measures with --share, and so does a run after the first was killed.
     """
     holder = start(*BALANCE, "--budget", "10m")
     wait_for(lambda: children_of(holder))
@@ -505,6 +503,6 @@ def test_two_runs_on_the_same_devices(start: Start, state: Path) -> None:
     holder.send_signal(signal.SIGKILL)
     holder.wait()
     after = start(*BALANCE, command=QUICK_EVENER)
-    wait_for(lambda: len(measured(state)) == 3)  # the kernel has let go of the locks
+    wait_for(lambda: len(measured(state)) == 3)  # the kernel has released the locks
     after.send_signal(signal.SIGINT)
     assert after.wait(GONE_SECONDS) == 130

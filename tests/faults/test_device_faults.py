@@ -1,5 +1,6 @@
-"""Devices that go, hang, fill up or slow down in the middle: shown as such, measured again, left
-out, and said.
+"""Devices that disappear, hang, fill up or slow down during a search.
+
+They are shown as such, measured again or left out, and reported.
 """
 
 from __future__ import annotations
@@ -51,7 +52,7 @@ if os.path.exists({flag!r}):
 
 
 def drive(session: Session, see: Callable[[Event], None] = lambda _: None) -> Finished:
-    """To its end, which is a plan and no child."""
+    """Run a session to its end; check that it has a plan and leaves no child."""
     last: Event | None = None
     for last in session.events():
         see(last)
@@ -71,17 +72,17 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     stage: str,
     by: str,
 ) -> None:
-    """By its processes, which are aborted as it falls off the bus; by a call that blocks for 10 s
-    once a split ran.
+    """A GPU lost during a stage is left out and reported.
 
-    The other GPU goes on until it is measured again, and has the plan, though a split over both was
-    measured before.
+    Either its processes abort as it falls off the bus, or a driver call blocks for 10 s once a
+    split has run. The other GPU continues until it is measured again, and gets the plan, although a
+    split over both was measured before.
     """
     double = fake_nvml(2)
     double.gpus[0].used_bytes = double.gpus[1].used_bytes = 0
     double.gpus[0].utilization = double.gpus[1].utilization = 0
     flag = tmp_path / "lost"
-    # not 5 s: a quick race would be over
+    # with 5 s, a quick race would be over
     monkeypatch.setattr(InterferenceMonitor.__init__, "__defaults__", (1.0,))
     if by == "SIGABRT":
         (tmp_path / "sitecustomize.py").write_text(
@@ -106,7 +107,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
                 double.hang("nvmlDeviceGetFieldValues", 1)
                 threading.Timer(10.0, double.release).start()
 
-    dear = {"per_sample_ms": 0.5}  # a split is the fastest, and so measured again
+    dear = {"per_sample_ms": 0.5}  # a split is the fastest, so it is measured again
     request = Request(
         devices="gpu", workload="synthetic", settings=dear, budget_seconds=60.0, max_global_batch=64
     )
@@ -115,7 +116,7 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
     assert flag.exists()
     assert finished.plan.layout.batches[0] > 0
     assert finished.plan.layout.batches[1] == 0
-    words = (by, "the GPU is lost")  # whichever came first
+    words = (by, "the GPU is lost")  # whichever came first of the two
     assert any(
         "GPU:1" in each and any(word in each for word in words) for each in finished.plan.warnings
     )
@@ -126,8 +127,9 @@ def test_a_gpu_that_is_lost_midway_is_left_out_and_said(
 def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_it_has_gone(
     fake_nvml: Callable[..., Any],
 ) -> None:
-    """Unloaded once both GPUs have run: the best that was measured, with a warning; earlier: exit
-    3.
+    """A driver unloaded after both GPUs have run gives the best plan with a warning.
+
+    Unloaded earlier, it gives exit code 3.
     """
     double = fake_nvml(2)
     request = Request(devices="gpu", workload="synthetic", budget_seconds=6.0, max_global_batch=64)
@@ -160,10 +162,11 @@ def test_a_driver_that_goes_away_midway_ends_with_the_plan_so_far_or_says_that_i
 def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """After 64 rows of 4 MiB, 300 of 600 MiB are taken: by the driver's account, and by allocations
-    that fail.
+    """The plan fits if others take GPU memory during the search.
 
-    One probe runs out, the next ones fit at once, and both the warnings and the verdict say why.
+    After 64 rows of 4 MiB, 300 of 600 MiB are taken: by the driver's account, and by failing
+    allocations. One probe runs out of memory, the next ones fit at once, and the warnings and the
+    verdict explain it.
     """
     double = fake_nvml(2)
     for gpu in double.gpus:
@@ -193,7 +196,7 @@ def test_gpu_memory_that_others_take_midway_lowers_the_line_and_the_plan_fits(
             for gpu in double.gpus:
                 gpu.used_bytes = 300 * MIB
             for child in list_children():
-                child.kill()  # new children find less
+                child.kill()  # new children find less memory
 
     finished = drive(session, take)
     assert flag.exists()
@@ -214,7 +217,7 @@ class Rig:
         self.sampler = Sampler(NvmlSource(library=nvml), 0.1)
 
     def latest(self, state: State, gpu: int = 0) -> Snapshot | None:
-        """The newest snapshot if the GPU's temperature is in that state."""
+        """Return the latest snapshot if the GPU's temperature is in this state."""
         snapshot = self.sampler.latest()
         right = snapshot is not None and snapshot.devices[gpu].temperature_celsius.state is state
         return snapshot if right else None
@@ -222,7 +225,7 @@ class Rig:
 
 @pytest.fixture
 def rig(fake_nvml: Callable[..., Any]) -> Iterator[Rig]:
-    """Two GPUs, sampled."""
+    """Two GPUs with a sampler."""
     made = Rig(fake_nvml(2))
     made.sampler.start()
     with contextlib.closing(made.sampler):
@@ -232,7 +235,7 @@ def rig(fake_nvml: Callable[..., Any]) -> Iterator[Rig]:
 
 
 def test_a_gpu_that_falls_off_the_bus_is_lost_and_the_other_is_read_on(rig: Rig) -> None:
-    """Lost, with a sentence; never a zero."""
+    """The GPU is shown as lost with a message, never as zero."""
     rig.nvml.lose(1)
     seen = wait_for(lambda: rig.latest(State.LOST, 1))
     assert "lost" in seen.devices[1].note
@@ -241,7 +244,7 @@ def test_a_gpu_that_falls_off_the_bus_is_lost_and_the_other_is_read_on(rig: Rig)
 
 
 def test_a_driver_that_goes_away_is_said_and_found_again(rig: Rig) -> None:
-    """Unloaded and loaded, by itself."""
+    """An unloaded driver is reported, and found again once it is loaded."""
     rig.nvml.unload()
     seen = wait_for(lambda: rig.latest(State.LOST))
     assert seen.notes
@@ -254,9 +257,7 @@ CALLS = ("nvmlDeviceGetTemperature", "nvmlDeviceGetFieldValues")
 
 @pytest.mark.parametrize("call", CALLS)
 def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
-    """Readers get the last values at once, as stale, for as long as it hangs, and current ones
-    after.
-    """
+    """Readers get the last values as stale while a call hangs, and current values afterwards."""
     rig.nvml.hang(call)
     seen = wait_for(lambda: rig.latest(State.STALE))
     assert "does not answer" in seen.devices[0].note
@@ -278,10 +279,10 @@ def test_a_call_that_hangs_holds_up_nobody(rig: Rig, call: str) -> None:
 async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(
     fake_nvml: Callable[..., Any],
 ) -> None:
-    """A call that blocks for seconds holds the sampling thread only: it says so, and is read on
-    after.
+    """A driver call that blocks for seconds blocks only the sampling thread.
 
-    One that never comes back doesn't keep the app from leaving.
+    The app reports it and reads on afterwards. A call that never returns doesn't keep the app from
+    exiting.
     """
     nvml = fake_nvml(2)
     source = NvmlSource(library=nvml)
@@ -320,11 +321,10 @@ async def test_the_app_obeys_its_keys_while_the_driver_hangs_and_ends_in_time(
 def test_memory_that_another_process_takes_midway_is_measured_anew(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """What 64 rows promised no longer fits: the next probes run out, smaller ones follow, and the
-    plan fits.
+    """Memory that another process takes is measured again.
 
-    The other process is real in its effect: each child that allocates finds that much less, by a
-    limit of its own.
+    What fitted before runs out of memory; smaller probes follow, and the plan fits. The other
+    process is simulated by a limit that leaves each allocating child that much less memory.
     """
     flag = tmp_path / "taken"
     code = (
@@ -358,7 +358,7 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
                 taken_at.append(event.probes)
                 flag.touch()
                 for child in list_children():
-                    child.kill()  # whoever held memory there is gone; new children find less
+                    child.kill()  # the children that held memory are gone; new ones find less
 
     finished = drive(session, take)
     assert taken_at
@@ -375,10 +375,10 @@ def test_memory_that_another_process_takes_midway_is_measured_anew(
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_probes")
 def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_verdict() -> None:
-    """For real: every child is stopped for half of the time once layouts are compared, as a
-    throttled device would be.
+    """Devices that are throttled while layouts are compared are doubted in the verdict.
 
-    The winner is measured again then, at the latest when it is checked.
+    Every child is really stopped for half of the time. The winner is measured again by then, at the
+    latest in its check.
     """
     session = Session(
         open_run(
@@ -389,7 +389,7 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
 
     def hold_back() -> None:
         while not over.is_set():
-            # which looks at all processes
+            # it scans all processes
             children = list_probe_children() if racing.is_set() else []
             for act in ("suspend", "resume") * 10:
                 for child in children:
@@ -405,7 +405,7 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
         over.set()
         thread.join()
     assert finished.found is not None
-    rough = not finished.found.rate.known  # beside much other work
+    rough = not finished.found.rate.known  # on a busy machine
     assert finished.found.doubts or rough, finished.verdict
     causes = (
         "Other work",
@@ -413,7 +413,7 @@ def test_devices_that_are_held_back_while_they_are_measured_are_doubted_in_the_v
         "in one measurement",
         "vary",
         "longer --budget",
-    )  # ranks may take it for waiting
+    )  # ranks may count it as waiting
     assert any(cause in warning for warning in finished.plan.warnings for cause in causes), (
         finished.plan.warnings
     )

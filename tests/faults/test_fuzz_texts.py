@@ -1,5 +1,6 @@
-"""Every text that is read from outside, mutated: a value or one sentence, in bounded time, raw on
-no terminal.
+"""Mutate every text that is read from outside.
+
+Each must give a value or one sentence in bounded time, and never reach a terminal raw.
 """
 
 from __future__ import annotations
@@ -18,14 +19,14 @@ EXAMPLES = {
     "machine": 20,
     "journal": 30,
     "snapshot": 30,
-}  # more by benchmarks.fuzz, for as long as asked
-CUTS = 20  # of each text
-LONGEST_SECONDS = 5.0  # of CPU, for one text
+}  # benchmarks.fuzz runs more, for any time
+CUTS = 20  # cuts per text
+LONGEST_SECONDS = 5.0  # CPU time limit for one text
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
-    """Cut, spliced, reordered, with huge numbers, deep nesting, and bytes that are no text."""
+    """Texts are cut, spliced, reordered, or get huge numbers, deep nesting and invalid bytes."""
     mutated = mutations(seeds(name))
 
     @settings(
@@ -42,14 +43,14 @@ def test_a_mutated_text_is_a_value_or_one_sentence(name: str) -> None:
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_each_odd_text_alone_is_a_value_or_one_sentence(name: str) -> None:
-    """Nothing but it in a file, an argument or a message."""
+    """An odd text is the whole file, argument or message."""
     for data in (*ODD, b"", b"\n", b"[" * 100_000, b'{"a":' * 20_000, b"9" * 100_000):
         call(TARGETS[name], data)
 
 
 @pytest.mark.parametrize("name", TARGETS)
 def test_a_text_torn_anywhere_is_a_value_or_one_sentence(name: str) -> None:
-    """As a kill or a full disk leaves it."""
+    """Texts are cut off as by a kill or a full disk."""
     for data in seeds(name):
         for end in range(0, len(data), max(1, len(data) // CUTS)):
             call(TARGETS[name], data[:end])
@@ -119,7 +120,7 @@ WORDS = st.text(max_size=20) | st.sampled_from(
 def test_any_word_on_the_command_line_is_an_exit_code(
     command: tuple[str, ...], own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """0 to 3 and no escape character, as text and as JSON, for words that no shell would stop."""
+    """The exit code is 0 to 3 and no escape character is printed, as text and as JSON."""
 
     @settings(max_examples=8, deadline=None, suppress_health_check=list(HealthCheck))
     @given(WORDS, st.booleans())

@@ -1,5 +1,6 @@
-"""Probes on GPUs that are held back, shared, lost or silent: a scripted driver, real children that
-need no GPU.
+"""Probes on GPUs that are throttled, shared, lost or silent.
+
+The driver is scripted, and the real children need no GPU.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ COUNTERS = [f"field {field}" for field in (POWER_CAP, HARDWARE_HEAT, 269, 271)]
 
 
 class Bench:
-    """Two scripted GPUs and a prober over them."""
+    """Two scripted GPUs with a prober."""
 
     def __init__(self, nvml: Any, **settings: Any) -> None:
         self.nvml = nvml
@@ -51,7 +52,7 @@ class Bench:
         self._clock = threading.Thread(target=self._tick)
 
     def _tick(self) -> None:
-        """The driver's counters run on as time does."""
+        """Let the driver's counters advance with time."""
         last = time.monotonic()
         while not self._over.wait(0.01):
             now = time.monotonic()
@@ -59,9 +60,7 @@ class Bench:
             last = now
 
     def probe(self, layout: Layout, measuring: Callable[[], object] | None = None) -> Observation:
-        """What comes of it; of a long one that calls `measuring` as it begins to measure, if that
-        is given.
-        """
+        """Probe a layout; with `measuring`, a long probe that calls it when measuring begins."""
         stage: Stage = Stage.SOLO if layout.kind == "solo" else Stage.SPLIT
         probe = Probe(layout, stage, 60.0 if measuring else 0.6, whole=measuring is not None)
 
@@ -91,7 +90,7 @@ class Bench:
 
 @pytest.fixture
 def nvml(fake_nvml: Callable[..., Any]) -> Iterator[Any]:
-    """Two GPUs of 600 MiB that nobody uses."""
+    """Two unused GPUs of 600 MiB."""
     double = fake_nvml(2)
     for gpu in double.gpus:
         gpu.total_bytes, gpu.reserved_bytes, gpu.used_bytes = 600 * MIB, 0, 0
@@ -100,14 +99,15 @@ def nvml(fake_nvml: Callable[..., Any]) -> Iterator[Any]:
 
 
 def doubts(seen: Observation) -> dict[str, tuple[float, int]]:
-    """By name: how much, and of which device."""
+    """Return the strength and the device of each doubt by name."""
     assert isinstance(seen, Timed), seen
     return {doubt.code: (doubt.value, doubt.device) for doubt in seen.warnings}
 
 
 def test_a_gpu_that_is_held_back_is_named_measured_again_and_doubted(nvml: Any) -> None:
-    """Hot for a third of the time by the driver's own counters: a second round follows; the cool
-    GPU is not blamed.
+    """By the driver's counters, one GPU is throttled by heat for a third of the time.
+
+    A second round follows, and the cool GPU isn't blamed.
     """
     nvml.gpus[1].throttled = {HARDWARE_HEAT: 0.35}
     with Bench(nvml) as bench:
@@ -135,18 +135,18 @@ def test_a_probe_knows_what_its_gpu_and_the_idle_one_draw(nvml: Any) -> None:
 
 
 def test_a_chip_without_counters_is_judged_by_the_reasons_of_the_moment(nvml: Any) -> None:
-    """The driver's mask says a hardware slowdown at every look: all of the time was slow."""
+    """If the driver's mask reports a hardware slowdown each time, all of the time was slow."""
     for call in COUNTERS:
         nvml.fail(call, pynvml.NVML_ERROR_NOT_SUPPORTED)
     nvml.gpus[0].event_reasons = 0x08
     with Bench(nvml) as bench:
         share, device = doubts(bench.probe(solo(2, 0, 8)))["throttled"]
-    assert share > 0.2  # a look that comes late, on a busy machine, loses some of it
+    assert share > 0.2  # a late reading on a busy machine loses some of it
     assert device == 0
 
 
 def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
-    """A training will meet it as well, so the figure holds."""
+    """A power limit is no doubt, as training will meet it, too."""
     nvml.gpus[0].throttled = {POWER_CAP: 0.8}
     with Bench(nvml) as bench:
         seen = bench.probe(solo(2, 0, 8))
@@ -158,9 +158,7 @@ def test_a_power_limit_is_said_and_no_doubt(nvml: Any) -> None:
 
 
 def test_work_that_lower_clocks_lost_is_told_by_its_reason(nvml: Any) -> None:
-    """Hot for about two fifths of the time at half of the clock, and at a power limit at two
-    thirds.
-    """
+    """The fractions of work lost to heat and to a power limit are reported separately."""
     nvml.gpus[1].throttled, nvml.gpus[1].clock_mhz = {HARDWARE_HEAT: 0.4}, 990
     nvml.gpus[0].throttled, nvml.gpus[0].clock_mhz = {POWER_CAP: 0.9}, 1320
     with Bench(nvml) as bench:
@@ -177,7 +175,7 @@ def test_work_that_lower_clocks_lost_is_told_by_its_reason(nvml: Any) -> None:
 
 
 def lost(seen: Observation, position: int) -> tuple[float, float]:
-    """The parts of a step that power and heat took from a device's work."""
+    """Return the fractions of a step that power and heat took from a device's work."""
     assert isinstance(seen, Timed), seen
     part = seen.parts[position]
     assert part is not None
@@ -185,7 +183,7 @@ def lost(seen: Observation, position: int) -> tuple[float, float]:
 
 
 def test_a_neighbour_that_computes_is_told_from_the_session_s_own_children(nvml: Any) -> None:
-    """Where the driver doesn't name the children, its processes may be anybody's."""
+    """If the driver doesn't name the children, their processes may be anybody's."""
     fake_process = sys.modules[type(nvml).__module__].FakeProcess
     with Bench(nvml) as bench:
         assert isinstance(bench.probe(solo(2, 0, 8)), Timed)
@@ -208,8 +206,9 @@ def test_a_neighbour_that_computes_is_told_from_the_session_s_own_children(nvml:
 
 
 def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: Any) -> None:
-    """One batch of counters for each GPU between two blocks; a driver that hangs is waited for
-    once, and briefly.
+    """Between two blocks, the counters of each GPU are read once in a batch.
+
+    A driver that hangs is waited for only once, and briefly.
     """
     monitor = InterferenceMonitor(discover("gpu").devices)
     monitor.wait_for_drivers((0, 1), threading.Event())
@@ -219,7 +218,7 @@ def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: A
         interference.annotate(Block(1, 0.01))
     asked = nvml.calls - before
     assert set(asked) == {"nvmlDeviceGetFieldValues"}
-    assert asked.total() <= 200  # on a busy machine an answer may come late, and isn't waited for
+    assert asked.total() <= 200  # on a busy machine, an answer may come too late
     nvml.hang("nvmlDeviceGetFieldValues", 1)
     began = time.monotonic()
     for _ in range(400):
@@ -233,8 +232,9 @@ def test_a_look_costs_no_more_than_a_block_can_bear_and_is_not_within_it(nvml: A
 def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(
     nvml: Any, how: str
 ) -> None:
-    """In the middle of a probe whose child goes on, and before one is started; it is measured again
-    once it is back.
+    """A GPU lost during or before a probe fails it, although the child continues.
+
+    It is measured again once it is back.
     """
     with Bench(nvml) as bench:
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
@@ -252,9 +252,7 @@ def test_a_gpu_that_the_driver_no_longer_has_fails_its_probe_and_is_named(
 
 
 def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> None:
-    """The other GPU is measured meanwhile, a stop is obeyed at once, and it is tried again once it
-    answers.
-    """
+    """The other GPU is measured, a stop works at once, and the GPU is retried once it answers."""
     with Bench(nvml) as bench:
         bench.watch(InterferenceMonitor(bench.devices, silent_seconds=2.5))
         assert isinstance(bench.probe(solo(2, 1, 8)), Timed)
@@ -280,15 +278,16 @@ def test_a_driver_that_is_silent_fails_the_probe_of_its_gpu_alone(nvml: Any) -> 
 def test_memory_that_others_hold_is_told_as_a_probe_begins_and_as_it_runs_out(
     nvml: Any,
 ) -> None:
-    """Only what is not the session's own, by the pids that the driver names; without these, only of
-    an empty GPU.
+    """Memory of others is reported by the pids that the driver names.
+
+    Without pids, only that of a GPU without own children counts.
     """
     fake_process = sys.modules[type(nvml).__module__].FakeProcess
     with Bench(nvml, memory_per_sample_mib=1.0, fail="memory", at_share=100) as bench:
         free = bench.probe(solo(2, 0, 8))
         assert isinstance(free, Timed)
         assert free.short_bytes == (0, 0)
-        # whose it is stays unclear while an own child runs there
+        # the owner is unclear while an own child runs there
         nvml.gpus[0].used_bytes = 300 * MIB
         hidden = bench.probe(solo(2, 0, 8))
         nvml.gpus[0].processes = [

@@ -1,4 +1,4 @@
-"""Sessions on GPUs of a scripted driver, with real children that need none."""
+"""Sessions on GPUs of a scripted driver, with real children that need no GPU."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.probe_children import list_children
 
 
 def test_fake_gpus_are_balanced_by_real_children(fake_nvml: Callable[..., Any]) -> None:
-    """UUIDs, driver and layout stand in the plan, and that one of the GPUs was busy before."""
+    """The plan has UUIDs, driver and layout, and says that one of the GPUs was busy before."""
     fake_nvml(2).gpus[0].utilization = 0
     session = Session(
         open_run(

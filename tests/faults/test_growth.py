@@ -1,4 +1,4 @@
-"""What a long-lived process keeps of the sessions that it ran: nothing."""
+"""A long-lived process keeps nothing of the sessions that it ran."""
 
 from __future__ import annotations
 
@@ -10,9 +10,7 @@ from tests.support.whole_sessions import drive
 
 
 def live_objects(sessions: range) -> int:
-    """Python's objects after these sessions on simulated devices, which differ by their noise;
-    caches have bounds.
-    """
+    """Return the number of Python objects after sessions on simulated devices with other noise."""
     for seed in sessions:
         drive(Request(devices="sim:gtx1080ti,gtx1080,t4,t4", seed=seed, max_global_batch=512))
     ours = [module for name, module in sys.modules.items() if name.startswith("evener.")]
@@ -23,9 +21,7 @@ def live_objects(sessions: range) -> int:
 
 
 def test_sessions_leave_no_objects_behind() -> None:
-    """Fits, events and evidence go with the session that made them; what is loaded once stays, and
-    was before.
-    """
+    """Fits, events and evidence are freed with their session."""
     before = live_objects(range(4))
     grown = live_objects(range(4, 16)) - before
     assert grown < 150

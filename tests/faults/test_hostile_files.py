@@ -1,6 +1,4 @@
-"""Files that somebody else made, may write, or put in the way: none is believed, none is written
-through.
-"""
+"""Files that others made, may write, or placed in the way are not trusted or written through."""
 
 from __future__ import annotations
 
@@ -45,7 +43,7 @@ LIVE = {
 
 
 def a_run() -> tuple[str, Path]:
-    """A finished run and its journal."""
+    """Return a finished run and its journal."""
     session = Session(open_run(SIMULATED))
     list(session.events())
     session.close()
@@ -53,17 +51,17 @@ def a_run() -> tuple[str, Path]:
 
 
 def somebodys(path: Path) -> None:
-    """Give it away."""
+    """Change the owner to another user."""
     os.chown(path, SOMEBODY, SOMEBODY)
 
 
 def group_writable(path: Path) -> None:
-    """Let the group write it."""
+    """Make it writable for its group."""
     path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o020)
 
 
 def world_writable(path: Path) -> None:
-    """Let everybody write it."""
+    """Make it writable for everybody."""
     path.chmod(stat.S_IMODE(path.stat().st_mode) | 0o002)
 
 
@@ -74,8 +72,9 @@ DISTRUSTED = [pytest.param(somebodys, marks=root_only), group_writable, world_wr
 def test_a_journal_of_somebody_else_is_not_believed(
     spoil: Callable[[Path], None], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """It is neither shown, resumed nor exported; the list says why, and the others are listed all
-    the same.
+    """It isn't shown, resumed or exported.
+
+    The list gives the reason and still has the other runs.
     """
     name, path = a_run()
     other, _ = a_run()
@@ -91,7 +90,7 @@ def test_a_journal_of_somebody_else_is_not_believed(
 
 @pytest.mark.parametrize("spoil", DISTRUSTED)
 def test_a_state_folder_of_somebody_else_is_not_used(spoil: Callable[[Path], None]) -> None:
-    """Neither for runs nor for locks."""
+    """It is used neither for runs nor for locks."""
     spoil(state_folder())
     with pytest.raises(RequestError, match="not trusted"):
         Session(open_run(SIMULATED))
@@ -102,7 +101,7 @@ def test_a_state_folder_of_somebody_else_is_not_used(spoil: Callable[[Path], Non
 def test_a_live_file_of_somebody_else_is_passed_over(
     spoil: Callable[[Path], None], what: str, tmp_path: Path
 ) -> None:
-    """Whether the file or its folder is theirs."""
+    """Another user's live file or folder is skipped."""
     folder = tmp_path / "live"
     prepare_folder(folder)
     path = folder / file_name(os.getpid(), start_ticks(os.getpid()) or 0, 1)
@@ -117,7 +116,7 @@ def test_a_live_file_of_somebody_else_is_passed_over(
 def test_a_lock_of_somebody_else_can_t_name_its_holder_at_will(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """What a lock's note says is shown only where it is a number and a run's name."""
+    """A lock's note is shown only if it is a number and a run's name."""
     session = Session(open_run(Request(devices="cpu", workload="synthetic")))
     for path in (state_folder() / "locks").iterdir():
         path.write_text(
@@ -131,7 +130,7 @@ def test_a_lock_of_somebody_else_can_t_name_its_holder_at_will(
 
 
 def test_what_is_made_is_for_its_user_alone(own_state: Path) -> None:
-    """Folders, journals, locks and live files, whatever the umask says."""
+    """Folders, journals, locks and live files are private with any umask."""
     before = os.umask(0)
     try:
         a_run()
@@ -154,9 +153,7 @@ def test_what_is_made_is_for_its_user_alone(own_state: Path) -> None:
 def test_a_link_in_the_way_is_not_followed(
     place: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Somebody's file is neither written, cut, nor deleted by way of a link that lies where ours
-    should.
-    """
+    """A symlink in place of evener's file can't make it write, truncate or delete another file."""
     victim = tmp_path / "victim"
     victim.mkdir()
     (victim / "kept.json").write_text("precious")
@@ -199,8 +196,9 @@ def test_a_link_in_the_way_is_not_followed(
 def test_an_export_through_a_link_replaces_what_it_leads_to_and_makes_nothing_beside(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As the shell's `>` would; a temporary name that lies there already can't be guessed, nor is
-    it followed.
+    """Exporting through a symlink works like the shell's `>`.
+
+    The temporary name can't be guessed, and an existing file of that name isn't followed.
     """
     name, _ = a_run()
     real = tmp_path / "real"
@@ -217,15 +215,16 @@ def test_an_export_through_a_link_replaces_what_it_leads_to_and_makes_nothing_be
 def test_what_is_no_file_of_its_kind_ends_soon_and_in_bounded_memory(
     kind: str, what: str, tmp_path: Path
 ) -> None:
-    """An endless device, a folder, a sparse file of a terabyte; a pipe only where it can't be
-    meant.
+    """An endless device, a folder and a sparse file of a terabyte are refused.
+
+    A pipe is read only where it can be meant.
     """
     path = tmp_path / "input.toml"
     if kind == "/dev/zero":
         path.symlink_to(kind)
     elif kind == "fifo":
         if what in ("plan", "machine"):
-            return  # `<(...)` of a shell is a fair way to give these
+            return  # `<(...)` of a shell is a valid way to pass these
         os.mkfifo(path)
     elif kind == "folder":
         path.mkdir()
@@ -254,7 +253,7 @@ def test_what_is_no_file_of_its_kind_ends_soon_and_in_bounded_memory(
 
 
 def run_quietly(*arguments: str) -> None:
-    """The command as a fault instead of an exit code."""
+    """Run a command and raise its error instead of exiting."""
     from evener.tui.cli.main import app
 
     app(args=list(arguments), standalone_mode=False)
@@ -282,7 +281,7 @@ BANNED_CALLS = {
 }
 
 
-# functions that unpickle what other ranks, or whoever reaches a process's port, have sent
+# functions that unpickle what other ranks, or anybody who reaches a port, have sent
 BANNED_METHODS = {
     *("all_gather_object", "gather_object", "scatter_object_list", "broadcast_object_list"),
     *("send_object_list", "recv_object_list", "broadcast_object", "all_gather_objects"),
@@ -291,10 +290,10 @@ BANNED_METHODS = {
 
 
 def test_nothing_is_unpickled_or_evaluated() -> None:
-    """No module that can run what it reads, no call that evaluates text, no shell, no collective of
-    PyTorch that unpickles; read from the syntax tree.
+    """No module imports, calls or evaluates anything that can run what it reads.
 
-    The user's own workload is run by importlib's loader, in one place, and by nothing else.
+    The syntax trees contain no eval, no shell, and no collective of PyTorch that unpickles. Only
+    importlib's loader runs the user's workload, in one place.
     """
     paths = [path for package in PACKAGES for path in files(package)]
     assert len(paths) > 200
@@ -303,7 +302,7 @@ def test_nothing_is_unpickled_or_evaluated() -> None:
 
 
 def test_what_is_unpickled_or_evaluated_would_be_found() -> None:
-    """The check itself, on one line of each kind; weights alone are no objects."""
+    """The check finds one line of each kind; loading weights only is allowed."""
     found = (
         "import pickle",
         "from shelve import open",
@@ -349,9 +348,7 @@ def _is_banned(call: ast.Call, called: ast.Attribute, path: Path) -> bool:
 
 
 def _only_weights(call: ast.Call) -> bool:
-    """True of `torch.load(..., weights_only=True)`, which makes no objects but tensors and plain
-    values.
-    """
+    """True for `torch.load(..., weights_only=True)`, which makes only tensors and plain values."""
     return any(
         w.arg == "weights_only" and isinstance(w.value, ast.Constant) and w.value.value is True
         for w in call.keywords
@@ -365,9 +362,7 @@ def _true(node: ast.expr) -> bool:
 def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Naming `file.py:attr` parses the file in this process; its code is run only by a probe's
-    child.
-    """
+    """For `file.py:attr`, this process only parses the file; a probe's child runs its code."""
     from evener.balancer.jobs import make_job
 
     source = tmp_path / "train.py"
@@ -382,7 +377,7 @@ def test_foreign_code_runs_in_children_alone_and_the_help_says_so(
 
 
 def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
-    """A batch or a count that no training has is an error that names it, not an allocation."""
+    """An absurd batch or count gives an error that names it instead of an allocation."""
     name, _ = a_run()
     path = tmp_path / "plan.json"
     assert run(["export", name, "--format", "json", "-o", str(path)]) == 0
@@ -396,7 +391,7 @@ def test_a_plan_s_numbers_are_bounded(tmp_path: Path) -> None:
 def test_a_crash_log_is_written_through_no_link(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """In a folder of everybody's its name may have been guessed."""
+    """The name of a crash log in a public folder may have been guessed."""
     from evener.tui import base_app
 
     (tmp_path / "kept").write_text("precious")

@@ -1,6 +1,4 @@
-"""Text that would steer a terminal, wherever text comes from outside: it reaches none raw, by no
-way of printing.
-"""
+"""Text from outside that contains control sequences never reaches a terminal raw."""
 
 from __future__ import annotations
 
@@ -47,7 +45,7 @@ RAW = (
     b"\x7f",
     b"\x07",
 )
-ON_TERMINAL = (  # what a terminal must never get, whatever else draws on it
+ON_TERMINAL = (  # sequences that a terminal must never get from evener
     *(
         b"\x1b]0;gotcha",
         b"\x1b]52;c;ZXZpbA",
@@ -86,14 +84,14 @@ WORDS = {
     "cause",
     "code",
     "state",
-}  # keys whose texts are of a fixed set
+}  # keys whose texts come from a fixed set
 
 
 def poisoned(data: Any) -> Any:
-    """The same JSON with every text that is free replaced by the evil one."""
+    """Return the same JSON with every free text replaced by the evil one."""
     if isinstance(data, dict):
         kept = {key: item if key in WORDS else poisoned(item) for key, item in data.items()}
-        # no two are one
+        # all are different
         return {**kept, "device": f"{EVIL}{data['device']}"} if "device" in data else kept
     if isinstance(data, list):
         return [poisoned(item) for item in data]
@@ -101,7 +99,7 @@ def poisoned(data: Any) -> Any:
 
 
 def is_harmless(text: str) -> None:
-    """Nothing in it but printable signs and line ends."""
+    """Check that the text has only printable characters and newlines."""
     for line in text.split("\n"):
         shown = line.replace("\t", " ")
         assert shown == plain(shown, len(shown) + 1), repr(line)
@@ -109,7 +107,7 @@ def is_harmless(text: str) -> None:
 
 @pytest.fixture
 def poisoned_run() -> str:
-    """A run whose journal is evil in every text, and has a failed probe in it."""
+    """Return a run whose journal has evil texts everywhere, including a failed probe."""
     session = Session(open_run(Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=128)))
     list(session.events())
     session.close()
@@ -140,7 +138,7 @@ def poisoned_run() -> str:
 def test_a_journal_is_printed_plain(
     poisoned_run: str, arguments: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As a table, as JSON, as TOML, and in the error of resuming it."""
+    """It is plain as a table, as JSON, as TOML, and in the error when it is resumed."""
     run([part.replace("{}", poisoned_run) for part in arguments])
     output = capsys.readouterr()
     is_harmless(output.out)
@@ -151,9 +149,7 @@ def test_a_journal_is_printed_plain(
 def test_what_is_escaped_still_says_the_same(
     poisoned_run: str, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A printed document is the written one, read back: TOML and JSON have escapes for what a
-    terminal must not see.
-    """
+    """A printed document reads back as the written one, because TOML and JSON have escapes."""
     for form in ("toml", "json"):
         path = tmp_path / f"plan.{form}"
         assert run(["export", poisoned_run, "-o", str(path)]) == 0
@@ -168,7 +164,7 @@ def test_what_is_escaped_still_says_the_same(
 def test_an_evil_plan_s_faults_are_plain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The error of a plan that names its keys and values; a machine file's, and any word's."""
+    """Errors that quote a plan's keys and values, a machine file or any argument are plain."""
     (tmp_path / "machine.toml").write_text(f"[{json.dumps(EVIL)}]\n")
     (tmp_path / EVIL.replace("/", "")).mkdir()
     for arguments in (
@@ -199,7 +195,7 @@ def test_an_evil_plan_s_faults_are_plain(
 def test_a_simulated_device_s_name_is_plain(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the list, in the table of a search, in its plan, in the monitor, as text and as JSON."""
+    """It is plain in the list, a search's table, its plan, and the monitor, as text and JSON."""
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))
     plan = tmp_path / f"{EVIL}.toml".replace("/", "")
@@ -238,7 +234,7 @@ def test_a_simulated_device_s_name_is_plain(
 
 @pytest.fixture
 def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[int]:
-    """A real process with an evil command line that reports a training with an evil name."""
+    """A real process with an evil command line that reports a training run with an evil name."""
     monkeypatch.setenv("EVENER_LIVE_DIR", str(tmp_path / "live"))
     device = slices()[0].id
     code = (
@@ -256,9 +252,7 @@ def evil_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[in
 def test_process_and_gpu_names_are_plain(
     evil_process: int, fake_nvml: Callable[..., Any], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A real process's command line, a driver's version and GPU names that no driver should
-    give.
-    """
+    """A real process's command line, a driver's version and invalid GPU names are plain."""
     double = fake_nvml(2)
     double.gpus[0].name = EVIL
     process = sys.modules[type(double).__module__].FakeProcess(evil_process)
@@ -281,8 +275,9 @@ def test_process_and_gpu_names_are_plain(
 def test_what_a_child_writes_is_plain(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """On standard error, and in place of a reply: in the progress lines, in the fault, and in the
-    run that is shown.
+    """Output on standard error or in place of a reply is plain in progress lines and errors.
+
+    It is also plain when the run is shown.
     """
     wicked = (
         f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, "
@@ -300,16 +295,14 @@ def test_what_a_child_writes_is_plain(
 
 @pytest.mark.slow
 def test_the_app_draws_nothing_raw(poisoned_run: str) -> None:
-    """On a real terminal: evil runs, with their details open."""
+    """Evil runs with open details are drawn plain on a real terminal."""
     keys = (b"\x1b[B", b"\r", b"\x1b", b"3", b"\r", b"\x1b[B", b"\x1b", b"?", b"\x1b", b"1", b"q")
     shown_harmless(drawn_by(["--devices", "sim:t4,t4"], keys, first=b"T4"))
 
 
 @pytest.mark.slow
 def test_live_processes_are_drawn_plain(evil_process: int) -> None:
-    """On the monitor screen: a real process whose command line and training are evil, with its
-    details open.
-    """
+    """The monitor screen draws a real process with an evil command line and training name plain."""
     pid = str(evil_process).encode()
     drawn = drawn_by(["--devices", "cpu"], (b"\t", b"\r", b"\x1b", b"\x1b[B", b"q"), first=pid)
     assert pid in drawn
@@ -318,9 +311,7 @@ def test_live_processes_are_drawn_plain(evil_process: int) -> None:
 
 @pytest.mark.slow
 def test_a_search_on_evil_devices_is_drawn_plain(tmp_path: Path) -> None:
-    """On the form, on the balance screen while and after it searches, and among the runs that it
-    leaves.
-    """
+    """The form, the balance screen and the run list draw evil device names plain."""
     machine = tmp_path / "machine.toml"
     machine.write_text(MACHINE.format(name=json.dumps(EVIL)) + MACHINE.format(name='"Plain"'))
     drawn = drawn_by(
@@ -334,9 +325,7 @@ def test_a_search_on_evil_devices_is_drawn_plain(tmp_path: Path) -> None:
 def test_what_a_child_writes_is_drawn_plain(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """By `evener balance` on a terminal: garbage in place of a reply, on both streams of every
-    child.
-    """
+    """`evener balance` on a terminal draws garbage from its children plain."""
     wicked = (
         f"import os; os.write(2, {EVIL!r}.encode()); os.write(1, "
         f"{EVIL.replace(chr(10), ' ')!r}.encode() + b'\\n')"
@@ -349,9 +338,7 @@ def test_what_a_child_writes_is_drawn_plain(
 
 
 def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got") -> bytes:
-    """Every byte that `evener` writes to a terminal of its own, to its end; `first` comes before
-    the keys.
-    """
+    """Return all bytes that `evener` writes to its own terminal; `first` comes before the keys."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 50, 180, 0, 0))
     paths = os.pathsep.join(filter(None, (os.environ.get("PYTHONPATH"), str(HOME))))
@@ -369,7 +356,7 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got")
             drawn += read_answer(ours)
             os.write(ours, key)
         while process.poll() is None and time.monotonic() < until:
-            # out of a dialog, and yes to ending a search
+            # leave a dialog, and confirm the end of a search
             for key in (b"\x1b", b"q", b"y") if keys else ():
                 drawn += read_answer(ours)
                 os.write(ours, key)
@@ -384,16 +371,14 @@ def drawn_by(arguments: list[str], keys: Sequence[bytes], first: bytes = b"got")
 
 
 def shown_harmless(drawn: bytes) -> None:
-    """The evil text is shown, and nothing of what makes it evil."""
+    """Check that the evil text is shown, without its control characters."""
     assert b"got" in drawn, "the evil text is shown at all"
     for raw in ON_TERMINAL:
         assert raw not in drawn, raw
 
 
 def read_answer(terminal: int) -> bytes:
-    """What is drawn until nothing has been for a while; half a second at most, as a key may draw
-    nothing.
-    """
+    """Return the output until nothing is drawn for a while; at most half a second."""
     until = time.monotonic() + 0.5
     drawn = last = read_for(terminal, 0.1)
     while time.monotonic() < until and (last or not drawn):
@@ -402,7 +387,7 @@ def read_answer(terminal: int) -> bytes:
 
 
 def read_for(terminal: int, seconds: float) -> bytes:
-    """What is drawn within so many seconds."""
+    """Return the output of so many seconds."""
     drawn, until = b"", time.monotonic() + seconds
     while (left := until - time.monotonic()) > 0 and select.select([terminal], [], [], left)[0]:
         try:

@@ -1,4 +1,4 @@
-"""Tests that are killed leave no process behind."""
+"""Killed tests leave no processes behind."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ def test_that_starts_a_training_which_starts_another() -> None:
 
 
 def read_pid(path: Path) -> int:
-    """The process id in a file, once it is there."""
+    """Return the process id in a file, once it exists."""
     return int(wait_for(lambda: path.exists() and path.read_text(), "the test's child"))
 
 
 def test_what_a_killed_test_had_started_ends_with_it(tmp_path: Path) -> None:
-    """Its child, in a session of its own, and the child's own child."""
+    """The test's child, which has its own session, and that child's child exit."""
     path = tmp_path / "test_that_is_killed.py"
     path.write_text(TESTS)
     command = [

@@ -1,5 +1,6 @@
-"""`evener launch` killed at random moments, and trainings that end in odd ways: real processes, no
-framework.
+"""Kill `evener launch` at random moments, and run training scripts that exit in odd ways.
+
+The processes are real and use no framework.
 """
 
 from __future__ import annotations
@@ -26,14 +27,16 @@ from tests.support.rank_server import RankServer
 from tests.support.waiting import wait_for
 
 ROOT = Path(__file__).resolve().parents[2]
-KILLS = int(os.environ.get("EVENER_KILLS", "12"))  # random moments; 200 and more by hand
-# until all has gone: 5 on a machine that isn't busy
+KILLS = int(
+    os.environ.get("EVENER_KILLS", "12")
+)  # number of random moments; 200 or more when run by hand
+# time limit for all to exit: 5 would do on an idle machine
 SECONDS = float(os.environ.get("EVENER_SECONDS", "60"))
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[Path]:
-    """A folder whose processes are killed behind the test."""
+    """A folder whose processes are killed after the test."""
     if len(os.sched_getaffinity(0)) < 2:
         pytest.skip("needs two CPUs")
     yield tmp_path
@@ -42,9 +45,7 @@ def folder(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_a_killed_launcher_leaves_nothing_behind(folder: Path) -> None:
-    """No rank, nothing that a rank has started, and no temporary folder, after `kill -9` at any
-    moment.
-    """
+    """`kill -9` at any moment leaves no rank, no child of a rank and no temporary folder."""
     module, seed = "tests.support.killed_launchers", os.environ.get("EVENER_SEED", "1")
     words = [sys.executable, "-m", module, str(folder), str(KILLS), seed, str(SECONDS)]
     done = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, timeout=120 + KILLS)
@@ -65,7 +66,7 @@ time.sleep(300)
 def test_a_killed_run_leaves_nothing_though_its_guard_was_told_to_end(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where SIGTERM goes to all processes at once: the guard stays until its launcher ends."""
+    """If SIGTERM reaches all processes at once, the guard stays until its launcher exits."""
     (folder / "temporary").mkdir()
     monkeypatch.setenv("TMPDIR", str(folder / "temporary"))
     (folder / "train.py").write_text(HELPER)
@@ -108,7 +109,7 @@ signal.pause()
 
 
 def prepare(folder: Path, script: str, framework: str) -> None:
-    """A script and its plan for two slices."""
+    """Write a script and its plan for two slices."""
     (folder / "train.py").write_text(script)
     engine = "multiworker" if framework == "tensorflow" else ""
     plan(["cpu-0-of-2", "cpu-1-of-2"], framework=framework, engine=engine).save(
@@ -119,7 +120,7 @@ def prepare(folder: Path, script: str, framework: str) -> None:
 def launch(
     folder: Path, script: str, *options: str, framework: str = "tensorflow"
 ) -> subprocess.CompletedProcess[str]:
-    """A script on two slices, by evener launch."""
+    """Run a script on two slices by evener launch."""
     prepare(folder, script, framework)
     words = [sys.executable, "-m", "evener", "launch", *options, "plan.toml", "train.py"]
     environment = {**os.environ, "PYTHONPATH": python_path(ROOT)}
@@ -135,13 +136,13 @@ WHO_LEFT = (
 
 
 def list_said(errors: str) -> list[str]:
-    """Evener's lines, but for those that say what starts, and which ports that opens."""
+    """Return evener's messages without those about the start and its ports."""
     lines = [line for line in errors.splitlines() if line.startswith("evener: ")][1:]
     return [line for line in lines if OPEN_SERVERS not in line]
 
 
 def test_a_rank_that_leaves_in_mid_epoch_is_the_one_that_is_named(folder: Path) -> None:
-    """The others only fail because of it."""
+    """The rank that exits is named, not the others, which fail because of it."""
     done = launch(folder, LEAVER)
     assert (done.returncode, list_said(done.stderr)) == (1, [WHO_LEFT])
 
@@ -171,7 +172,10 @@ def test_a_plan_that_has_changed_is_not_started_again(folder: Path) -> None:
 
 
 def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: Path) -> None:
-    """Before anything starts; a script that imports both, or is broken, is Python's to judge."""
+    """It is refused before anything starts.
+
+    A script that imports both frameworks, or is broken, is left to Python.
+    """
     for framework, script, words in (
         ("torch", "import keras", "for PyTorch, and train.py trains with TensorFlow. "),
         (
@@ -188,7 +192,7 @@ def test_a_script_of_another_framework_than_the_plan_s_is_one_sentence(folder: P
 
 
 def test_a_pipe_as_a_plan_is_one_sentence(folder: Path) -> None:
-    """Each process would have to read it; nobody writes to it either."""
+    """A pipe is refused, because each process would have to read it."""
     os.mkfifo(folder / "plan.toml")
     (folder / "train.py").touch()
     words = [sys.executable, "-m", "evener", "launch", "plan.toml", "train.py"]

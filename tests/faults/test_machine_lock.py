@@ -1,5 +1,6 @@
-"""Two users, or two state folders, on one device: the kernel's own file of it is locked, and the
-second learns by whom.
+"""Two users, or two state folders, on one device: the kernel's own file of the device is locked.
+
+The second one learns who holds the lock.
 """
 
 from __future__ import annotations
@@ -32,7 +33,7 @@ Hold = Callable[..., int]
 
 @pytest.fixture
 def kernel_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Files of all cores like the kernel's, which everybody may read and nobody else has locked."""
+    """Files for all cores like the kernel's: readable by all, and unlocked."""
     with TemporaryDirectory(dir="/dev/shm") as folder:
         Path(folder).chmod(0o755)
         monkeypatch.setattr(locks, "SYS", Path(folder))
@@ -44,9 +45,7 @@ def kernel_cores(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 @pytest.fixture
 def somebody(kernel_cores: None) -> Iterator[Hold]:
-    """Forks a process, of another user unless `user` says which, that takes the lock and holds
-    it.
-    """
+    """Forks a process, by default of another user, that takes the lock and holds it."""
     born: list[int] = []
 
     def hold(devices: tuple[Device, ...], user: int = SOMEBODY) -> int:
@@ -58,7 +57,7 @@ def somebody(kernel_cores: None) -> Iterator[Hold]:
                 lock_kernel_files(devices)
                 os.write(writing, b"held")
                 signal.pause()
-            finally:  # never back into the tests
+            finally:  # the child must never return into the tests
                 os._exit(0)
         born.append(pid)
         os.close(writing)
@@ -74,7 +73,7 @@ def somebody(kernel_cores: None) -> Iterator[Hold]:
 
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root can be somebody else")
 def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Hold) -> None:
-    """The process is named; another core is free, all are with --share, and once it has ended."""
+    """The holder is named; other cores are free, and so are all with --share or after its exit."""
     first, *others = slices()
     pid = somebody((first,))
     with pytest.raises(
@@ -90,7 +89,7 @@ def test_a_core_that_somebody_else_measures_on_is_not_taken(somebody: Hold) -> N
 
 
 def test_one_user_with_another_state_folder_is_somebody_else(somebody: Hold) -> None:
-    """As where jobs have HOME or XDG_STATE_HOME of their own, or all are root."""
+    """The same user with another HOME or XDG_STATE_HOME, or root, counts as another holder."""
     first, *others = slices()
     pid = somebody((first,), os.getuid())
     with pytest.raises(
@@ -103,7 +102,7 @@ def test_one_user_with_another_state_folder_is_somebody_else(somebody: Hold) -> 
 
 
 def test_the_kernel_has_a_file_of_each_core_and_says_who_locks_it() -> None:
-    """Everybody may read and lock it; here one is locked by which no session goes."""
+    """Everybody may read and lock the file; the tested one isn't used by sessions."""
     path = Path("/sys/devices/system/cpu/online")
     if not path.exists():
         pytest.skip("no sysfs here")
@@ -116,9 +115,7 @@ def test_the_kernel_has_a_file_of_each_core_and_says_who_locks_it() -> None:
 def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Nobody has it any more, so nobody is another user; one whose holder is never named stays
-    theirs.
-    """
+    """A lock released meanwhile is taken; one whose holder is never found stays taken."""
     path = tmp_path / "core"
     path.touch()
     first, second = os.open(path, os.O_RDONLY), os.open(path, os.O_RDONLY)
@@ -139,8 +136,9 @@ def test_a_lock_that_is_let_go_while_its_holder_is_looked_for_is_taken(
 def test_a_gpu_is_certain_by_its_place_on_the_bus(
     fake_nvml: Callable[..., Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    """Whatever its number or UUID; what the driver doesn't tell, or sysfs doesn't have, is not
-    locked.
+    """A GPU is identified by its PCI address, whatever its number or UUID.
+
+    A GPU without an address from the driver, or unknown to sysfs, isn't locked.
     """
     double = fake_nvml(2)
     gpus = discover("gpu").devices
@@ -155,7 +153,7 @@ def test_a_gpu_is_certain_by_its_place_on_the_bus(
     path.parent.mkdir(parents=True)
     path.write_text("0x10de")
     held = lock_kernel_files(gpus)
-    lock_kernel_files(gpus).close()  # what this process holds keeps it off nothing
+    lock_kernel_files(gpus).close()  # the process's own locks don't block it
     me, pid = pwd.getpwuid(os.getuid()).pw_name, os.getpid()
     with monkeypatch.context() as another:
         another.setattr(os, "getpid", lambda: pid + 1)
@@ -167,5 +165,5 @@ def test_a_gpu_is_certain_by_its_place_on_the_bus(
 
 
 def test_simulated_devices_are_nobodys() -> None:
-    """Any number of sessions at once."""
+    """Any number of sessions can use simulated devices at the same time."""
     assert [kernel_files(device) for device in discover("sim:t4,t4").devices] == [[], []]

@@ -1,6 +1,4 @@
-"""Memory that runs out for real, in each of its ways: every one is an OutOfMemory that names its
-device.
-"""
+"""Memory that really runs out, in each way: every one gives an OutOfMemory with its device."""
 
 from __future__ import annotations
 
@@ -33,9 +31,7 @@ CGROUP = Path("/sys/fs/cgroup/memory")
 
 
 def observe(prober: Prober, batch: int, micro: int = 0) -> Observation:
-    """A step of the first device alone, after its warm-up; in passes of `micro` rows where that
-    isn't 0.
-    """
+    """Probe the first device alone; in passes of `micro` rows unless that is 0."""
     layout = layout_of((batch,), (micro or batch,))
     (seen,) = prober.measure(
         (Probe(layout, Stage.SOLO, 0.2, steps=1),), lambda _: None, threading.Event()
@@ -44,12 +40,12 @@ def observe(prober: Prober, batch: int, micro: int = 0) -> Observation:
 
 
 def one_slice(memory_bytes: int | None = None) -> Device:
-    """The first of two slices, or the only one, with a memory limit."""
+    """Return the first of two slices, or the only one, with a memory limit."""
     return msgspec.structs.replace(slices(min(2, CORES))[0], limit=Limit(memory_bytes=memory_bytes))
 
 
 def test_the_host_s_memory_runs_out(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """A real failed allocation under a real limit of the address space."""
+    """An allocation really fails under a limit of the address space."""
     (tmp_path / "sitecustomize.py").write_text(
         f"import resource; resource.setrlimit(resource.RLIMIT_AS, ({400 * MIB}, {400 * MIB}))"
     )
@@ -76,7 +72,7 @@ def group() -> Iterator[Path]:
 
 
 def test_the_kernel_s_killer(monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path) -> None:
-    """A child that the kernel kills for memory ran out of memory; a smaller batch then fits."""
+    """A child killed by the kernel's OOM killer counts as out of memory; a smaller batch fits."""
     (tmp_path / "sitecustomize.py").write_text(
         f"open({str(group / 'cgroup.procs')!r}, 'w').write('0')"
     )
@@ -105,11 +101,10 @@ time.sleep(600)
 def test_memory_that_a_real_process_takes_midway(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, group: Path
 ) -> None:
-    """Children and a stranger share 700 MiB; before the largest batch runs, the stranger leaves
-    room for half of it.
+    """Children and another process share 700 MiB.
 
-    The kernel kills the next child, which is running out of memory, and the plan is of less than
-    what was killed.
+    Before the largest batch runs, the other process leaves memory for half of it. The kernel kills
+    the next child, which counts as out of memory, and the plan is smaller than the killed batch.
     """
     (group / "memory.limit_in_bytes").write_text(str(700 * MIB))
     (tmp_path / "sitecustomize.py").write_text(
@@ -139,7 +134,7 @@ def test_memory_that_a_real_process_takes_midway(
                 and event.probe.layout.global_batch > 8
                 and not strangers
             ):
-                session.pause()  # until the stranger has what it takes
+                session.pause()  # until the other process has allocated its memory
             if not isinstance(event, Observed):
                 continue
             batch = event.seen.probe.layout.global_batch
@@ -169,7 +164,7 @@ def test_memory_that_a_real_process_takes_midway(
 @two_cores
 @pytest.mark.usefixtures("quick_probes")
 def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
-    """A device with a small memory ends with a batch that fits it, after few failures."""
+    """A device with little memory ends with a batch that fits, after few failures."""
     request = Request(
         devices="cpu:0@64MiB,cpu:1",
         workload="synthetic",
@@ -192,8 +187,9 @@ def test_the_retreat_bisects_between_what_ran_and_what_did_not() -> None:
 def test_a_real_batch_fits_its_slice_in_passes_and_runs_out_of_it_in_one(
     framework: str, workload: str, cap_mib: int, batch: int, micro: int
 ) -> None:
-    """A failed allocation of the framework's own under its cap, in a child that has just taken the
-    whole batch.
+    """A framework's own allocation fails under its cap in one pass, and fits in several.
+
+    It runs in a child that has just computed the whole batch.
     """
     skip_without(framework)
     prober = child_prober((one_slice(cap_mib * MIB),), workload, framework)

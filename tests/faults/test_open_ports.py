@@ -1,5 +1,6 @@
-"""What others on the machine or in the network can reach while evener works: loopback alone, and no
-store.
+"""What others on the machine or the network can reach while evener works.
+
+They can reach only loopback ports, and no store.
 """
 
 from __future__ import annotations
@@ -37,7 +38,7 @@ from tests.support.waiting import wait_for
 ROOT = Path(__file__).resolve().parents[2]
 PROGRAM = str(ROOT / "tests/support/meeting_program.py")
 NOBODY = 65534
-LISTED, READ = ("fd", "map_files", "cwd"), ("environ", "mem")  # of a process's folder in /proc
+LISTED, READ = ("fd", "map_files", "cwd"), ("environ", "mem")  # in a process's folder in /proc
 SECONDS = 240.0
 WAYS = {
     "launch": ("launch", "plan.toml", PROGRAM),
@@ -47,7 +48,7 @@ WAYS = {
 
 @contextmanager
 def stopped_at(folder: Path, stage: str) -> Iterator[list[int]]:
-    """A context while the program waits at a stage: the processes of its ranks."""
+    """Wait until the program reaches a stage and yield the process ids of its ranks."""
     files = [folder / f"{stage}-{rank}" for rank in (0, 1)]
     wait_for(lambda: all(file.exists() and file.read_text() for file in files), stage, SECONDS)
     yield [int(file.read_text()) for file in files]
@@ -60,8 +61,10 @@ def stopped_at(folder: Path, stage: str) -> Iterator[list[int]]:
 def test_a_training_on_one_host_has_no_store_that_others_reach(
     way: str, tmp_path: Path, rank_server: Callable[[str], RankServer]
 ) -> None:
-    """Ranks that have met listen nowhere; those that train listen on loopback, as gloo does; the
-    launcher never does, and another user who knows all names gets nothing.
+    """A training run on one host has no store that others can reach.
+
+    Ranks that have only met listen nowhere; training ranks listen on loopback, as gloo does; the
+    launcher never listens. Another user who knows all names gets nothing.
     """
     skip_without("torch")
     (tmp_path / "plan.toml").write_text(UNEVEN)
@@ -83,22 +86,22 @@ def test_a_training_on_one_host_has_no_store_that_others_reach(
             answers = [listener for listener in insists if _is_store(listener)]
         _, errors = evener.communicate(SECONDS)
     assert not evener.returncode, errors
-    assert {each.pid for each in trains} == set(ranks)  # gloo's; none of the launcher's
+    assert {each.pid for each in trains} == set(ranks)  # gloo's ports, and none of the launcher
     assert {each.pid for each in log.seen} == set(ranks)
     assert {each.address for each in log.seen} == {"127.0.0.1"}
-    assert len(answers) == 1  # the store that the program itself has asked for
+    assert len(answers) == 1  # the store that the program itself has requested
     assert log.looks > 20
     assert own
     assert stolen == []
 
 
 def find_folders() -> set[Path]:
-    """The folders of all launches on this machine."""
+    """Return the folders of all launches on this machine."""
     return set(Path(tempfile.gettempdir()).glob("evener-*"))
 
 
 def _find_meeting(rank: int) -> str:
-    """The path of the file in which ranks meet, from a rank's environment."""
+    """Return the path of the rendezvous file from a rank's environment."""
     variables = Path(f"/proc/{rank}/environ").read_bytes().split(b"\0")
     found = next(each for each in variables if each.startswith(b"EVENER_MEETING="))
     return found.decode().partition(" ")[2]
@@ -107,13 +110,16 @@ def _find_meeting(rank: int) -> str:
 def run_as_nobody(
     root: int, meeting: str, folders: Iterable[Path], listeners: Sequence[Listener]
 ) -> list[str]:
-    """What another user of this machine could read or write of a training; empty where this process
-    can't become one.
+    """Return what another user of this machine could read or write of a training run.
+
+    Empty if this process can't become another user.
     """
-    assert Path(meeting).read_bytes()  # this user reads it
+    assert Path(meeting).read_bytes()  # this user can read it
     if os.getuid():
         return []
-    "".encode("idna")  # which connecting imports: another user may not read this Python's files
+    "".encode(
+        "idna"
+    )  # connecting imports this codec, and another user may not read this Python's files
     read, write = os.pipe()
     child = os.fork()
     if not child:
@@ -136,7 +142,7 @@ def run_as_nobody(
 def _steal(
     root: int, meeting: str, folders: Iterable[Path], listeners: Sequence[Listener]
 ) -> list[str]:
-    """Each door that is open to this process; but for sockets that refuse what isn't theirs."""
+    """Return everything that this process can access, except sockets that refuse foreign data."""
     tried: list[tuple[str, Callable[[], Any]]] = [
         ("reads the store", lambda: Path(meeting).read_bytes()),
         ("writes the store", lambda: os.close(os.open(meeting, os.O_RDWR))),
@@ -163,7 +169,7 @@ def _is_store(listener: Listener) -> bool:
 
 
 def _ask_store(listener: Listener) -> None:
-    """Ask as a client of PyTorch's TCPStore does first; OSError where no store answers."""
+    """Send the first request of PyTorch's TCPStore client; raise OSError if no store answers."""
     validate, magic, ping = b"\0", 0x3C85F7CE, b"\x0d"
     question = validate + magic.to_bytes(4, sys.byteorder) + ping + (7).to_bytes(4, sys.byteorder)
     with socket.create_connection((listener.address, listener.port), 5) as line:
@@ -176,7 +182,7 @@ def _ask_store(listener: Listener) -> None:
 @two_cores
 @pytest.mark.slow
 def test_a_group_that_is_measured_listens_on_loopback_alone() -> None:
-    """From the start of its two ranks until they have ended; this process opens no port."""
+    """From the start of its two ranks to their exit, this process opens no port."""
     skip_without("torch")
     of_pytest = list_listeners(os.getpid())
     prober = ChildProber(Job(Request(), slices(2), "torch_mnist", "torch"))
@@ -203,7 +209,7 @@ NEEDS = {"metrics": "prometheus_client", "web": "textual_serve"}
 
 @pytest.mark.parametrize("way", SERVERS)
 def test_a_server_listens_on_loopback_alone(way: str, own_folder: Path) -> None:
-    """The monitor itself, without an option, listens nowhere."""
+    """Without an option, the monitor itself listens nowhere."""
     if way in NEEDS:
         pytest.importorskip(NEEDS[way])
     words = [sys.executable, "-m", "evener", *SERVERS[way], "--devices", "sim:gtx1080"]

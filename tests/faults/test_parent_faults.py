@@ -1,6 +1,4 @@
-"""The session's own process killed or stopped, for real: children end, the journal stays,
-`--resume` goes on.
-"""
+"""Kill or stop the session's own process: children exit, and `--resume` continues the journal."""
 
 from __future__ import annotations
 
@@ -29,7 +27,9 @@ from tests.support.cores import two_cores
 from tests.support.probe_children import list_children, list_probe_children
 from tests.support.whole_sessions import finish
 
-KILLS = int(os.environ.get("EVENER_KILLS", "8"))  # random moments; 200 and more by hand
+KILLS = int(
+    os.environ.get("EVENER_KILLS", "8")
+)  # number of random moments; 200 or more when run by hand
 SIMULATED = Request(devices="sim:gtx1080ti,gtx1080", pace=0.004)
 SYNTHETIC = Request(devices="cpu", workload="synthetic", budget_seconds=5.0, max_global_batch=256)
 SCRIPT = """
@@ -47,14 +47,14 @@ session.close()
 
 
 def start(request: Request, resume: str = "") -> subprocess.Popen[str]:
-    """A session in a process of its own."""
+    """Start a session in its own process."""
     arguments = [sys.executable, "-c", SCRIPT, msgspec.json.encode(request).decode(), resume]
     return subprocess.Popen(arguments, stdout=subprocess.PIPE, text=True)
 
 
 @pytest.fixture
 def started() -> Iterator[list[subprocess.Popen[str]]]:
-    """Processes to be ended behind the test, whatever happens."""
+    """Processes that are killed after the test."""
     processes: list[subprocess.Popen[str]] = []
     yield processes
     for process in processes:
@@ -65,7 +65,7 @@ def started() -> Iterator[list[subprocess.Popen[str]]]:
 
 
 def read_until(process: subprocess.Popen[str], word: str) -> None:
-    """Pass over its lines up to one that is `word`."""
+    """Skip the process's output up to a line that is `word`."""
     assert process.stdout is not None
     for line in process.stdout:
         if line.strip() == word:
@@ -74,7 +74,7 @@ def read_until(process: subprocess.Popen[str], word: str) -> None:
 
 
 def wait_gone(pids: list[int]) -> None:
-    """Soon none of these is running."""
+    """Wait until none of these processes runs."""
     deadline = time.monotonic() + 60.0
     while time.monotonic() < deadline:
         if not any(_runs(pid) for pid in pids):
@@ -84,11 +84,10 @@ def wait_gone(pids: list[int]) -> None:
 
 
 def asked_as_replayed(run: str) -> JournalContents:
-    """The journal, if at each asking the search knew what a replay up to there knows: each line
-    once, none twice.
+    """Return the journal, after checking each request against a replay of the lines before it.
 
-    A failure counts each time that the search gets it, so a line that was doubled or lost would ask
-    for other probes.
+    Each line occurs exactly once: as each failure counts, a doubled or lost line would lead to
+    other probes.
     """
     record = journal.read(runs.journal_path(run))
     search = runs.make_search(record.header.job)
@@ -110,7 +109,7 @@ def _runs(pid: int) -> bool:
 def test_killed_at_random_moments_a_simulated_run_comes_to_the_undisturbed_plan(
     started: list[subprocess.Popen[str]],
 ) -> None:
-    """No measured probe is made again, however often and wherever it is cut off."""
+    """No measured probe is repeated, however often and wherever the run is killed."""
     undisturbed, _ = finish(msgspec.structs.replace(SIMULATED, pace=0.0))
     draw = random.Random(os.environ.get("EVENER_SEED", "1"))
     run, measured = "", 0
@@ -143,7 +142,7 @@ def test_killed_at_random_moments_a_simulated_run_comes_to_the_undisturbed_plan(
 def test_kill_of_a_child_then_of_the_parent_then_resume(
     started: list[subprocess.Popen[str]],
 ) -> None:
-    """The children notice and end; the resumed run measures nothing twice and comes to a plan."""
+    """The children notice and exit; the resumed run repeats no measurement and finds a plan."""
     started.append(parent := start(SYNTHETIC))
     assert parent.stdout is not None
     run = parent.stdout.readline().strip()
@@ -174,7 +173,7 @@ def test_kill_of_a_child_then_of_the_parent_then_resume(
 def test_children_end_with_a_parent_that_is_killed_even_if_they_are_stopped(
     started: list[subprocess.Popen[str]], frozen: bool
 ) -> None:
-    """A child that hangs can't be asked: the kernel ends it."""
+    """The kernel kills a child that hangs when its parent dies."""
     started.append(parent := start(SYNTHETIC))
     read_until(parent, "measuring")
     children = psutil.Process(parent.pid).children(recursive=True)
@@ -188,7 +187,7 @@ def test_children_end_with_a_parent_that_is_killed_even_if_they_are_stopped(
 
 @pytest.mark.usefixtures("quick_probes")
 def test_a_stop_ends_all_children_at_once(started: list[subprocess.Popen[str]]) -> None:
-    """In the middle of probes, with the best plan so far, long before the time is up."""
+    """A stop during probes gives the best plan so far, long before the time is over."""
     session = Session(open_run(msgspec.structs.replace(SYNTHETIC, budget_seconds=60.0)))
     seen = 0
     stopped_at = 0.0
@@ -207,16 +206,14 @@ def test_a_stop_ends_all_children_at_once(started: list[subprocess.Popen[str]]) 
 
 
 def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.Popen[str]]) -> None:
-    """Children are in sessions of their own: a signal to the terminal's group does not end them
-    first.
-    """
+    """Children have their own sessions, so a terminal's signal doesn't reach them."""
     with closing(Session(open_run(SYNTHETIC))) as session:
         events = session.events()
         while not list_probe_children():
             next(events)
         deadline = time.monotonic() + 60.0
         for child in (*list_children(), *list_probe_children()):
-            # one that is being born has ours until it runs
+            # a starting child has this session until it runs
             while os.getsid(child.pid) != child.pid:
                 assert time.monotonic() < deadline
                 time.sleep(0.001)
@@ -225,7 +222,7 @@ def test_a_terminal_s_ctrl_c_reaches_the_parent_alone(started: list[subprocess.P
 
 @pytest.mark.usefixtures("quick_probes")
 def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
-    """The observation is journalled as failed; the fresh try is measured."""
+    """The journal has the failed observation, and the retry is measured."""
     session = Session(open_run(SYNTHETIC))
     killed = False
     events: list[Event] = []
@@ -245,7 +242,7 @@ def test_a_child_killed_once_costs_one_probe_and_the_search_goes_on() -> None:
 
 @two_cores
 def test_a_workload_that_always_dies_is_no_layout_and_says_why() -> None:
-    """One sentence with each device's smallest failure."""
+    """One sentence has each device's smallest failing batch."""
     from evener.errors import NoLayoutError
 
     session = Session(open_run(msgspec.structs.replace(SYNTHETIC, settings={"fail": "kill"})))
@@ -257,7 +254,7 @@ def test_a_workload_that_always_dies_is_no_layout_and_says_why() -> None:
 
 
 def test_a_budget_too_small_to_measure_anything_is_said() -> None:
-    """With the remedy."""
+    """The message includes a hint."""
     from evener.errors import NoLayoutError
 
     session = Session(

@@ -1,5 +1,7 @@
-"""A child that ran out of memory in a step gives back what the step held, and goes on where it is
-again what it was; else it ends. So do the children of a group.
+"""Children that ran out of memory in a step recover, or exit.
+
+A child frees the memory of the failed step, and continues if its state is as before; otherwise it
+exits. So do the children of a group.
 """
 
 from __future__ import annotations
@@ -27,12 +29,14 @@ from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload
 
 pytestmark = [pytest.mark.slow, pytest.mark.usefixtures("one_torch_thread")]
-SIZE = 64 << 20  # numbers of a tensor that a failing step keeps: 256 MiB
+SIZE = 64 << 20  # elements of a tensor that a failing step keeps: 256 MiB
 
 
 def make(where: str, kept: list[Any]) -> TorchWorkload:
-    """A workload whose steps can be made to run out of memory: in the forward pass, also with a
-    tensor that stays, or in the optimizer.
+    """Return a workload whose steps can run out of memory.
+
+    They fail in the forward pass, in the forward pass with a tensor that stays allocated, or in the
+    optimizer.
     """
     module = torch.nn.Linear(8, 8)
 
@@ -62,7 +66,7 @@ def make(where: str, kept: list[Any]) -> TorchWorkload:
 
 
 def fail(worker: Worker, step: Callable[[], None]) -> ChildError:
-    """The reply of a worker whose step fails."""
+    """Return the reply of a worker whose step fails."""
     try:
         step()
     except torch.OutOfMemoryError as error:
@@ -79,7 +83,7 @@ def test_a_child_goes_on_where_it_is_what_it_was(where: str, recovers: bool) -> 
     worker._workload = workload
     workload.prepare((4,))
     workload.step()
-    kept.append(None)  # from now on it fails
+    kept.append(None)  # steps fail from now on
     workload.prepare((4,))
     assert fail(worker, workload.step).recovered is recovers
     if recovers:
@@ -116,7 +120,7 @@ def sample_batch(rows):
 
 @pytest.fixture
 def group(tmp_path: Path, shared_servers: None) -> Iterator[Callable[..., Observation]]:
-    """Measures a split of a training whose second rank runs out of memory with over 6 rows."""
+    """Measures a split whose second rank runs out of memory above 6 rows."""
     made: list[ChildProber] = []
 
     def measure(where: str, *shares: int) -> Observation:
@@ -135,7 +139,7 @@ def group(tmp_path: Path, shared_servers: None) -> Iterator[Callable[..., Observ
 def test_a_group_goes_on_after_one_rank_ran_out_of_memory(
     group: Callable[..., Observation],
 ) -> None:
-    """Also in its first step. Nobody waits, and no child starts again."""
+    """The group continues, even after its first step; no rank waits, and no child restarts."""
     for shares in ((4, 9), (4, 7)):
         seen = group("forward", *shares)
         assert isinstance(seen, OutOfMemory), seen

@@ -1,7 +1,6 @@
-"""Signals, lost terminals and lost readers at random moments of every stage of `evener balance`,
-for real.
+"""Real signals, lost terminals and lost readers at random moments of `evener balance`.
 
-`EVENER_SIGNALS` is how many moments; some in the suite, hundreds by hand.
+`EVENER_SIGNALS` is the number of moments; the suite uses few, a run by hand hundreds.
 """
 
 from __future__ import annotations
@@ -60,7 +59,7 @@ if "worker" in " ".join(sys.orig_argv):
     tell("import")
     sys.meta_path.insert(0, Finder)
 """
-GONE_SECONDS = 60.0  # 2 on a machine of one's own
+GONE_SECONDS = 60.0  # 2 would do on an idle machine
 END_SECONDS = 60.0
 OWN_START = (
     "<frozen ",
@@ -68,11 +67,11 @@ OWN_START = (
     "/site.py",
     "sitecustomize.py",
     "/encodings/",
-)  # Python's own, before any of ours
+)  # frames of Python itself, before evener's first line
 
 
 class Struck:
-    """A started `evener balance` with an export, on a terminal or on pipes, and what strikes it."""
+    """A running `evener balance` with an export, on a terminal or on pipes."""
 
     def __init__(self, folder: Path, stage: str, on_terminal: bool) -> None:
         self.folder, self.stage = folder, stage
@@ -111,7 +110,7 @@ class Struck:
         self.children: list[psutil.Process] = []
 
     def wait(self, draw: random.Random) -> None:
-        """Until a random moment of the stage."""
+        """Wait for a random moment of the stage."""
         mark = {"import": "import", "build": "build", "warm-up": "build", "measure": "build"}.get(
             self.stage
         )
@@ -130,7 +129,7 @@ class Struck:
             self.drain()
 
     def strike(self, blow: str) -> None:
-        """For real."""
+        """Send the signal, or close the terminal or the reader."""
         with contextlib.suppress(psutil.NoSuchProcess):
             self.children = psutil.Process(self.process.pid).children(recursive=True)
         if blow == "terminal":
@@ -144,7 +143,7 @@ class Struck:
             self.process.send_signal(getattr(signal, blow))
 
     def ended(self) -> int:
-        """Its exit code; its children go with it."""
+        """Return the exit code; check that the children exit, too."""
         until = time.monotonic() + END_SECONDS
         while self.process.poll() is None:
             self.drain()
@@ -159,7 +158,7 @@ class Struck:
         return self.process.returncode
 
     def drain(self) -> None:
-        """Read what was drawn."""
+        """Read the output."""
         if self.terminal < 0:
             time.sleep(0.01)
             return
@@ -167,17 +166,17 @@ class Struck:
             self.drawn += os.read(self.terminal, 1 << 16)
 
     def words(self) -> str:
-        """What it said, on whatever."""
+        """Return the output, from wherever it was written."""
         self.errors.seek(0)
         return (self.errors.read() + self.drawn).decode(errors="replace")
 
     def record(self) -> journal.JournalContents | None:
-        """Its journal."""
+        """Return the run's journal."""
         paths = list((self.folder / "state").glob("evener/runs/*/journal.jsonl"))
         return journal.read(paths[0]) if paths and paths[0].stat().st_size else None
 
     def close(self) -> None:
-        """Leave nothing of it."""
+        """Remove everything that is left of it."""
         self.process.kill()
         self.process.wait()
         for child in self.children:
@@ -198,7 +197,7 @@ class Struck:
 
 def _own_session() -> None:
     os.setsid()
-    # whoever started the tests may have it ignored, as nohup does
+    # the parent of the tests may ignore the signal, like nohup
     signal.signal(signal.SIGHUP, signal.SIG_DFL)
 
 
@@ -210,7 +209,7 @@ def _own_terminal() -> None:
 
 
 def moments() -> Iterator[tuple[int, str, str]]:
-    """Every stage and every blow in turn, in an order of the seed's."""
+    """Yield all stages and events in turn, in a seeded random order."""
     pairs = [(stage, blow) for stage in STAGES for blow in BLOWS]
     draw = random.Random(SEED)
     chosen: list[tuple[str, str]] = []
@@ -227,10 +226,10 @@ def moments() -> Iterator[tuple[int, str, str]]:
 def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
     tmp_path: Path, number: int, stage: str, blow: str
 ) -> None:
-    """The blow's own exit code, or 0 where it had ended; no child, no temporary file, no traceback;
-    a whole plan.
+    """The exit code is that of the event, or 0 if the command had finished.
 
-    A terminal is as it was, and shows its cursor.
+    No child, temporary file or traceback is left; the plan is complete. A terminal is restored and
+    shows its cursor.
     """
     draw = random.Random(f"{SEED} {number}")
     on_terminal = blow == "terminal" or (blow in ("SIGINT", "SIGTERM") and draw.random() < 0.5)
@@ -240,9 +239,9 @@ def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
         struck.strike(blow)
         code = struck.ended()
         said = struck.words()
-        # before Python listens, the signal itself ends it
+        # before Python handles signals, the signal kills it
         exit_code = code if code >= 0 else 128 - code
-        early = {1} if stage == "start" else set()  # Python's own start
+        early = {1} if stage == "start" else set()  # while Python itself starts
         assert exit_code in {BLOWS[blow], 0} | early, said
         assert _sound(said), said
         _check_plan(struck, code)
@@ -254,13 +253,13 @@ def test_struck_at_any_moment_it_ends_clean_with_the_best_plan_so_far(
 
 
 def _sound(said: str) -> bool:
-    """No traceback, unless it is Python's own, from before a line of ours ran."""
+    """True without a traceback, except Python's own from before evener's first line."""
     files = [line for line in said.splitlines() if line.strip().startswith("File ")]
     return "Traceback" not in said or all(any(own in line for own in OWN_START) for line in files)
 
 
 def _check_plan(struck: Struck, code: int) -> None:
-    """What was measured is in the plan; nothing half stays beside it."""
+    """Check that the plan has what was measured, and that no partial file is left."""
     record = struck.record()
     path = struck.folder / "work" / "plan.toml"
     assert {one.name for one in path.parent.iterdir()} <= {"plan.toml"}

@@ -1,5 +1,6 @@
-"""What befalls simulated devices midway, on the session's clock: taken memory, heat, a loss; all
-said in the plan.
+"""Events on simulated devices at the session's time: taken memory, heat, loss.
+
+All are reported in the plan.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ ROOM = (8000 - 500) // 8
 
 
 def searched(folder: Path, event: str, resume: str | None = None) -> tuple[Finished, list[Event]]:
-    """A whole search on that machine; no tolerance, so that it fills the memory."""
+    """Run a whole search on the machine, without tolerance, so that it fills the memory."""
     machine = folder / "machine.toml"
     machine.write_text(MACHINE + event)
     return finish(Request(devices=f"sim:{machine}", tolerance=0.0), resume)
@@ -49,8 +50,9 @@ def searched(folder: Path, event: str, resume: str | None = None) -> tuple[Finis
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5])
 def test_memory_that_is_taken_midway_is_left_to_its_holder(tmp_path: Path, part: float) -> None:
-    """From before the first solo probe until a split has raced: the plan fits what is left, after
-    few failures.
+    """The plan fits the remaining memory after few failures.
+
+    The memory is taken at moments from before the first solo probe until a split has raced.
     """
     free, _ = searched(tmp_path, "at_seconds = 1e9")
     finished, events = searched(
@@ -71,7 +73,7 @@ def test_memory_that_is_taken_midway_is_left_to_its_holder(tmp_path: Path, part:
 
 
 def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:
-    """From the first split on: the verdict has the doubt, and its warning says to measure again."""
+    """A device throttled from the first split on is doubted; a warning says to measure again."""
     _, events = searched(tmp_path, "at_seconds = 1e9")
     split = next(
         e.at_seconds for e in events if isinstance(e, ProbeStarted) and e.probe.stage == Stage.SPLIT
@@ -86,7 +88,7 @@ def test_a_device_that_holds_itself_back_is_doubted(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("part", [0.0, 0.1, 0.3, 0.5, 0.6])
 def test_a_device_that_is_lost_midway_has_no_part(tmp_path: Path, part: float) -> None:
-    """At its first probe, in the middle of one, and after a split raced with it."""
+    """The device is lost at its first probe, during one, or after a split raced with it."""
     free, _ = searched(tmp_path, "at_seconds = 1e9")
     finished, _ = searched(tmp_path, f"at_seconds = {part * free.at_seconds}\nlost = true")
     assert finished.plan.layout.batches[0]
@@ -102,7 +104,7 @@ def test_a_device_that_is_lost_midway_has_no_part(tmp_path: Path, part: float) -
     ],
 )
 def test_a_run_that_was_cut_off_anywhere_comes_to_the_same_plan(tmp_path: Path, event: str) -> None:
-    """Events stand on the session's clock, which a resumed run goes on with."""
+    """Events follow the session's clock, with which a resumed run continues."""
     whole, _ = searched(tmp_path, event)
     path = runs.journal_path(runs.find("last"))
     lines = path.read_bytes().splitlines(keepends=True)
@@ -127,7 +129,7 @@ def test_a_run_that_was_cut_off_anywhere_comes_to_the_same_plan(tmp_path: Path, 
     ],
 )
 def test_an_event_that_can_not_be_meant_is_named(event: str, fault: str) -> None:
-    """With the key, as everything in a machine file."""
+    """The error names the key, like all errors in a machine file."""
     with pytest.raises(RequestError, match=fault) as seen:
         parse_machine((MACHINE + event).encode())
     assert "event 0" in str(seen.value)

@@ -1,6 +1,4 @@
-"""The state folder under odd conditions: a umask that lets the group write, a full disk, no locks
-on it.
-"""
+"""The state folder with a group-writable umask, on a full disk, or without locks."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ from tests.support.small_disk import fill
 
 @pytest.fixture
 def group_writes(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """A umask of 002, as where each user has a group of his own; no folder for runtime files."""
+    """A umask of 002, as with one group per user, and no folder for runtime files."""
     earlier = os.umask(0o002)
     monkeypatch.delenv("EVENER_LIVE_DIR", raising=False)
     monkeypatch.setattr("evener.live.files._is_private", lambda _: False)
@@ -68,7 +66,7 @@ def test_a_disk_without_room_for_a_lock_is_one_sentence(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    """The lock's file can be made, and what is written into it can't."""
+    """The lock file can be created but not written."""
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
     words = ["balance", "--devices", "cpu", "--workload", "synthetic", *more]
     runs_folder()
@@ -86,7 +84,7 @@ def test_a_disk_without_room_for_a_lock_is_one_sentence(
 def test_a_trainings_journal_goes_on_when_a_full_disk_has_room_again(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It is readable meanwhile, and after the training was started again on the full disk."""
+    """It stays readable meanwhile, also after the training run restarted on the full disk."""
     monkeypatch.setenv("XDG_STATE_HOME", str(small_disk))
     monkeypatch.setenv("EVENER_RUN", "20261128-000000-0001")
     record = LiveRecord("torch", "train.py", 100.0, 0, 1e9, ())
@@ -106,7 +104,7 @@ def test_a_trainings_journal_goes_on_when_a_full_disk_has_room_again(
     for report in reports[150:]:
         journal.note(report)
     assert [speed.step for speed in speeds()] == list(range(1, 200))
-    os.close(journal._descriptor)  # as a kill does
+    os.close(journal._descriptor)  # like a kill
     fill(small_disk, 0)
     again = TrainingJournal(["a", "b"], [6, 2])
     for report in reports[:150]:
@@ -122,7 +120,7 @@ def test_a_trainings_journal_goes_on_when_a_full_disk_has_room_again(
 
 
 def speeds() -> list[SpeedEntry]:
-    """The lines of speed in the training's journal."""
+    """Return the speed entries in the training run's journal."""
     found = runs.load_training("20261128-000000-0001")
     assert found is not None
     return [entry for entry in found.entries if isinstance(entry, SpeedEntry)]

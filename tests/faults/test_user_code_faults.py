@@ -1,6 +1,4 @@
-"""The user's own workload raises or hangs: their file and line are named, and nothing stays
-behind.
-"""
+"""The user's own workload raises or hangs: the message names file and line, and nothing is left."""
 
 from __future__ import annotations
 
@@ -48,8 +46,9 @@ def sample_batch(n):
 def test_the_line_that_raised_is_named_in_one_sentence(
     tmp_path: Path, extra: str, batch: str, words: str
 ) -> None:
-    """While the model is built, and while a batch is made; of Keras' models in
-    tests/workloads/test_keras_workloads.
+    """The line is named while the model or a batch is built.
+
+    tests/workloads/test_keras_workloads has the same for Keras models.
     """
     skip_without("torch")
     source = tmp_path / "train.py"
@@ -91,9 +90,7 @@ class Broken(torch.nn.Module):
 def test_an_error_in_a_step_names_the_user_s_line_and_the_file_with_the_traceback(
     tmp_path: Path,
 ) -> None:
-    """In whichever of their files it is; the traceback is whole, with the lines of the
-    framework.
-    """
+    """The line may be in any of the user's files; the traceback includes framework lines."""
     skip_without("torch")
     (tmp_path / "train.py").write_text(NETWORK)
     (tmp_path / "layers.py").write_text(LAYERS)
@@ -132,10 +129,9 @@ def build():
 def test_a_mistake_ends_the_session_once_whatever_the_other_devices_do(
     tmp_path: Path, budget: float, request: pytest.FixtureRequest
 ) -> None:
-    """The first device's failure is everybody's: the other one, which still builds, is not waited
-    for.
+    """The first device's failure ends the session without waiting for the other device.
 
-    It is also what is told where the time is over before the framework is imported.
+    It is also reported if the time is over before the framework is imported.
     """
     skip_without("torch")
     if budget > 1:
@@ -179,14 +175,14 @@ def build():
 def test_a_build_that_hangs_is_counted_from_the_start_and_named_at_the_end(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Seconds go up on every device, and the end says which function had not returned, where, and
-    after how long.
+    """The seconds of each device are shown; the end names the function that hasn't returned.
 
-    It comes with the end of the budget: only probes that make steps get more time.
+    It gives the line and the duration. The end comes with the budget: only probes that make steps
+    get more time.
     """
     skip_without("torch")
     monkeypatch.setattr("evener.balancer.session.GRACE_SHARE", 4.0)
-    # a busy machine takes more than 2
+    # a busy machine needs more than 2
     monkeypatch.setattr("evener.balancer.probes.children.STACK_SECONDS", 60.0)
     (tmp_path / "train.py").write_text(HANGS)
     request = Request(

@@ -1,6 +1,4 @@
-"""A user's project may call its files as evener calls its packages; theirs are imported by their
-training alone.
-"""
+"""A user's files may be named like evener's packages; only their training script imports them."""
 
 from __future__ import annotations
 
@@ -39,7 +37,7 @@ PROBE = ["probe", "--batches", "8", "--repeat", "1", "--steps", "20", "--json"]
 
 @pytest.fixture
 def project(tmp_path: Path) -> Path:
-    """A folder with a train.py, and beside it files of evener's packages' names."""
+    """A folder with a train.py and files named like evener's packages."""
     (tmp_path / "workloads").mkdir()
     (tmp_path / "workloads" / "model.py").write_text(MODEL)
     for number, name in enumerate(("balancer", "devices", "tui"), 1):
@@ -49,8 +47,9 @@ def project(tmp_path: Path) -> Path:
 
 
 def test_files_named_like_evener_s_packages_are_no_obstacle(project: Path) -> None:
-    """By the command, which trains with them; by `python -m`, which looks for modules in the folder
-    first.
+    """The command trains with these files.
+
+    So does `python -m`, which searches the folder first.
     """
     skip_without("torch")
     command = str(Path(sys.executable).with_name("evener"))

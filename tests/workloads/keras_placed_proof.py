@@ -1,5 +1,6 @@
-"""Steps of keras_towers wherever its operations lie, compared with one device; a part of
-keras_steps.py.
+"""Compare steps of keras_towers under each placement with one device.
+
+A part of keras_steps.py.
 """
 
 from __future__ import annotations
@@ -31,7 +32,7 @@ TWO = ("CPU:0", "CPU:1")
 
 
 def placed() -> dict[str, Any]:
-    """The largest relative differences by placement, and the devices of the traced operations."""
+    """Return the largest relative differences and the traced devices for each placement."""
     keras.utils.set_random_seed(1)
     plain = with_variables(model(**SMALL), *next(iter(Known().batches(None, 2))))
     start = [np.array(weight) for weight in plain.get_weights()]
@@ -50,14 +51,14 @@ def placed() -> dict[str, Any]:
 
 
 def count_parameters(make: Callable[[], Any]) -> int:
-    """The parameters of a network, which get no values."""
+    """Return the number of parameters of a network, without initializing them."""
     plain = patch.object(models, "_compiled", lambda network, *_, **__: network)
     with plain, keras.StatelessScope(initialize_variables=False):
         return int(make().count_params())
 
 
 def whole_gradients(plain: Any) -> list[Any]:
-    """The loss and each gradient of one tape over the whole model."""
+    """Return the loss and the gradients from one tape over the whole model."""
     x, y = (
         tf.nest.map_structure(tf.constant, each)
         for each in reviews(12, SMALL["words"], SMALL["vocabulary"])
@@ -69,7 +70,7 @@ def whole_gradients(plain: Any) -> list[Any]:
 
 
 def gradients(workload: Any) -> tuple[list[Any], Any]:
-    """The loss and each gradient of the workload's step, and the graph of the step."""
+    """Return the loss and the gradients of the workload's step, and the step's graph."""
     x, y = (
         tf.nest.map_structure(tf.constant, each)
         for each in reviews(12, SMALL["words"], SMALL["vocabulary"])
@@ -89,8 +90,9 @@ def gradients(workload: Any) -> tuple[list[Any], Any]:
 
 
 def by_hand() -> float:
-    """How far a step of the table's Adam is from Adam's formula on the summed gradient, every word
-    many times.
+    """Return the difference of the table's Adam step from Adam's formula.
+
+    The formula is applied to the summed gradient; every word occurs many times.
     """
     x, y = reviews(64, SMALL["words"], SMALL["vocabulary"])
     network = with_variables(model(**SMALL), tuple(map(tf.constant, x)), y)
@@ -109,25 +111,23 @@ def by_hand() -> float:
 
 
 class Known:
-    """Three batches that a test can see too, in the place of the workload's own rows."""
+    """Three known batches that replace the workload's own rows."""
 
     def batches(self, split: Any, batch: int) -> Any:
-        """The dataset that the workload steps through, over and over."""
+        """Return a dataset that repeats these batches."""
         x, y = reviews(3 * batch, SMALL["words"], SMALL["vocabulary"])
         return tf.data.Dataset.from_tensor_slices((x, y)).batch(batch).repeat()
 
 
 def trained_alone(plain: Any) -> list[Any]:
-    """The weights after three steps of Adam on one device."""
+    """Return the weights after three Adam steps on one device."""
     for x, y in Known().batches(None, 16).take(3):
         plain.train_on_batch(list(x), y)
     return list(plain.get_weights())
 
 
 def trained(workload: Any, start: list[Any], expected: list[Any]) -> float:
-    """The largest difference of a weight after three steps of Adam through the workload itself, on
-    its own batches.
-    """
+    """Return the largest difference of a weight after three Adam steps of the workload."""
     workload.data = Known()
     workload.prepare([8, 8])
     for _ in range(3):
@@ -141,8 +141,9 @@ def trained(workload: Any, start: list[Any], expected: list[Any]) -> float:
 
 
 def devices_of(graph: Any) -> dict[str, list[str]]:
-    """The devices of the traced forward operations by layer, and of the convolutions' and dense
-    layers' gradients.
+    """Return the devices of the traced operations.
+
+    Forward operations are listed by layer, gradients of convolutions and dense layers by type.
     """
     found: dict[str, set[str]] = {}
     for operation in graph.get_operations():
@@ -156,6 +157,6 @@ def devices_of(graph: Any) -> dict[str, list[str]]:
 
 
 def difference(one: Any, other: Any) -> float:
-    """Relative to the largest value."""
+    """Return the largest difference, relative to the largest value."""
     one, other = np.asarray(one), np.asarray(other)
     return float(np.abs(one - other).max() / max(np.abs(other).max(), 1e-30))

@@ -1,5 +1,6 @@
-"""Steps Keras workloads as a probe's child does, and finds what came of it; each function is one of
-`keras_ranks`.
+"""Run steps of Keras workloads like a probe's child, and return the results.
+
+The fixture `keras_ranks` calls these functions.
 """
 
 from __future__ import annotations
@@ -143,8 +144,9 @@ FEEDS = {
 
 
 def attempt(action: Callable[[], Any]) -> str:
-    """The error of an attempt in a line, with the user's line if it is theirs; "" if there is
-    none.
+    """Return a line with the error of an action, and the user's line if it is in their code.
+
+    Returns "" without an error.
     """
     try:
         action()
@@ -156,7 +158,7 @@ def attempt(action: Callable[[], Any]) -> str:
 def losses(
     workload: Any, shares: tuple[int, ...], steps: int, micro: tuple[int, ...] = ()
 ) -> list[float]:
-    """The running mean of the loss after each step."""
+    """Return the running mean of the loss after each step."""
     workload.prepare(shares, micro)
     seen = []
     for _ in range(steps):
@@ -167,9 +169,9 @@ def losses(
 
 
 def build(name: str, devices: int = 1, **setup: Any) -> Any:
-    """A workload with the same first weights each time."""
+    """Return a workload whose initial weights are always the same."""
     keras.utils.set_random_seed(11)
-    keras_workload.POOL_BYTES = 1 << 21  # to make 64 MiB takes half a second each time
+    keras_workload.POOL_BYTES = 1 << 21  # creating 64 MiB would take half a second each time
     settings = setup.pop("settings", {})
     return registry.build(
         name, WorkerSetup(tuple(f"CPU:{i}" for i in range(devices)), **setup), settings
@@ -177,16 +179,14 @@ def build(name: str, devices: int = 1, **setup: Any) -> Any:
 
 
 def own(folder: str, text: str, name: str) -> Callable[[], Any]:
-    """Build and step the user's function of that name."""
+    """Return an action that builds and steps the user's function of this name."""
     path = Path(folder) / f"train_{abs(hash(text)) % 10_000}.py"
     path.write_text(text)
     return lambda: losses(build(f"{path}:{name}"), (3,), 2)
 
 
 def lose(folder: str) -> list[bool]:
-    """Whether the loss is finite: of a model that learns, and of one whose weights are lost after
-    its first step.
-    """
+    """Return whether the loss is finite, for a model that learns and for one with NaN weights."""
     path = Path(folder) / "lost.py"
     path.write_text(OWN)
     workload = build(f"{path}:plain")
@@ -200,8 +200,9 @@ def lose(folder: str) -> list[bool]:
 
 
 def fed(folder: str, name: str) -> Callable[[], Any]:
-    """Build and step a model on what the user's `training_data` gives: more rows than it has, and
-    fewer.
+    """Return an action that trains a model on the user's `training_data`.
+
+    The batches are smaller and, for arrays, larger than the data.
     """
     path = Path(folder) / f"fed_{name.replace(' ', '_')}.py"
     path.write_text(FED.replace("{given}", FEEDS[name]))
@@ -218,13 +219,13 @@ def fed(folder: str, name: str) -> Callable[[], Any]:
 
 
 def apart(one: Any, other: Any) -> float:
-    """The largest difference of two workloads' weights."""
+    """Return the largest difference between the weights of two workloads."""
     pairs = zip(one.model.get_weights(), other.model.get_weights(), strict=True)
     return max(float(np.abs(a - b).max()) for a, b in pairs)
 
 
 def alone(_rank: int, folder: str) -> dict[str, Any]:
-    """One device."""
+    """Test workloads on one device and return all results."""
     leave_graphs_alone()
     tempfile.tempdir = folder
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
@@ -282,19 +283,19 @@ def alone(_rank: int, folder: str) -> dict[str, Any]:
 
 
 class WithoutShapes(keras.Model):
-    """A model that doesn't say what its layers give."""
+    """A model without known layer output shapes."""
 
     def __init__(self) -> None:
         super().__init__()
         self.dense = keras.layers.Dense(3)
 
     def call(self, inputs: Any) -> Any:
-        """Its outputs."""
+        """Return the model's output."""
         return self.dense(inputs)
 
 
 def nested(filters: int) -> Any:
-    """A model whose largest tensor is in a model within it."""
+    """Return a model whose largest tensor is in a nested model."""
     inner = keras.Sequential(
         [keras.Input((8, 8, 1)), keras.layers.Conv2D(filters, 3, padding="same")]
     )
@@ -304,9 +305,7 @@ def nested(filters: int) -> Any:
 
 
 def kernel_limits() -> dict[str, Any]:
-    """The largest batches by the size of a layer's output, and what one row more is answered
-    with.
-    """
+    """Return the largest batches by layer output size, and the error for one row more."""
     open_model, widest = WithoutShapes(), nested(256)
     open_model(keras.ops.ones((2, 4)))
     check_rows(open_model, 1 << 40)
@@ -326,7 +325,7 @@ def kernel_limits() -> dict[str, Any]:
 
 
 def together(_rank: int, folder: str) -> dict[str, Any]:
-    """Three devices in one process, as towers, against one device."""
+    """Compare three devices in one process, as towers, with one device."""
     make_logical_cpus(3)
     trace_faster()
     small = {"filters": 4, "dense": 16, "learning_rate": 0.01}
@@ -350,7 +349,7 @@ def together(_rank: int, folder: str) -> dict[str, Any]:
 
 
 def group(rank: int, *peers: str) -> dict[str, Any]:
-    """One process of a group, which steps with shares that change."""
+    """Run one process of a group, which steps with changing shares."""
     trace_faster()
     workload = build("keras_mnist", rank=rank, peers=peers, settings={"filters": 4, "dense": 16})
     traces = count_traces(workload.model)

@@ -1,7 +1,6 @@
-"""Keras workloads as a probe steps them: alone, over several devices of a process, and in a group
-of processes.
+"""Keras workloads as a probe steps them: on one device, on several, and in process groups.
 
-Placed on two devices, a network's outputs, gradients and trained weights are those of one.
+A network placed on two devices has the same outputs, gradients and trained weights as on one.
 """
 
 from __future__ import annotations
@@ -16,7 +15,7 @@ from tests.support.frameworks import skip_without
 from tests.support.keras_start import Answers, free_peers
 
 skip_without("tensorflow")
-# one wait for all processes, on a machine that may be busy
+# time limit for all processes, on a machine that may be busy
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(580)]
 
 STEPS = "tests.workloads.keras_steps"
@@ -26,7 +25,7 @@ STEPS = "tests.workloads.keras_steps"
 def seen(
     keras_ranks: Callable[..., list[Any]], tmp_path_factory: pytest.TempPathFactory
 ) -> Answers:
-    """What the processes of each function of keras_steps.py found."""
+    """Return the results of each function of keras_steps.py in its processes."""
     folder = str(tmp_path_factory.mktemp("own"))
 
     def step(name: str) -> list[Any]:
@@ -38,22 +37,23 @@ def seen(
 
 
 def test_the_small_network_learns(seen: Any) -> None:
-    """Its pictures are made in code, but there is something to learn in them."""
+    """The loss falls, as the generated images have something to learn."""
     found = seen("alone")[0]
     assert found["last"] < 0.8 * found["first"]
 
 
 def test_one_trace_serves_all_sizes(seen: Any) -> None:
-    """Whatever the batch, with variables made before it; one more for passes. A group also traces
-    a measurement of how parts add up before each.
+    """All batch sizes use one trace, plus one for passes; variables exist before it.
+
+    A group also traces a measurement of how parts are summed before each.
     """
     assert seen("alone")[0]["traces"] == 1
     for found in seen("group"):
-        assert found["traces"] == [2, 4, 4, 4]  # after each size; passes from the second on
+        assert found["traces"] == [2, 4, 4, 4]  # traces after each size; passes from the second on
 
 
 def test_facts_name_versions_and_the_model(seen: Any) -> None:
-    """The digest is the one that a training script computes; another model has another."""
+    """The facts have versions and the model's digest, which is the same in a training script."""
     found = seen("alone")[0]
     assert found["facts"]["digest"] == found["digest"] != found["other digest"]
     assert found["facts"]["engine"] == "solo"
@@ -63,27 +63,25 @@ def test_facts_name_versions_and_the_model(seen: Any) -> None:
 
 
 def test_memory_is_told_where_it_can_be(seen: Any) -> None:
-    """One device of a CPU process: its growth; several share it, so nobody can tell."""
+    """The memory of a single CPU device is the process's growth; for several it is unknown."""
     assert seen("alone")[0]["memory"][0] > 0
     assert seen("together")[0]["memory"] == [None, None, None]
 
 
 def test_the_seeds_network_has_its_parameters(seen: Any) -> None:
-    """78,923,530, as the seed's."""
+    """The network has 78,923,530 parameters, like the original one."""
     assert seen("alone")[0]["maxer"] == 78_923_530
 
 
 @pytest.mark.parametrize("filters", [1, 3, 256])
 def test_the_largest_tensor_of_any_layer_sets_the_limit(seen: Any, filters: int) -> None:
-    """What TensorFlow's GPU kernels count, also where the layer lies within a model within the
-    model.
-    """
+    """The limit is the element limit of TensorFlow's GPU kernels, also for nested layers."""
     found = seen("alone")[0]["limits"]
     assert found["rows"][str(filters)] == found["elements"] // (8 * 8 * filters)
 
 
 def test_one_row_more_is_refused_before_any_kernel_runs(seen: Any) -> None:
-    """The refusal retreats as out-of-memory does, where the kernel would end the process."""
+    """One row too many is refused like an out-of-memory error; the kernel would end the process."""
     found = seen("alone")[0]["limits"]
     words, is_memory = found["refused"]
     assert f"{found['rows']['256']} samples" in words
@@ -91,12 +89,12 @@ def test_one_row_more_is_refused_before_any_kernel_runs(seen: Any) -> None:
 
 
 def test_a_model_without_known_shapes_has_no_limit(seen: Any) -> None:
-    """A model written as a class doesn't say what its layers give."""
+    """A subclassed model has no limit, because its layers' output shapes are unknown."""
     assert seen("alone")[0]["limits"]["open"] is None
 
 
 def test_every_way_of_training_steps(seen: Any) -> None:
-    """From device memory, compiled by XLA, in half precision, recurrent."""
+    """Training works from device memory, with XLA, in half precision, and for a recurrent model."""
     found = seen("alone")[0]
     for way in ("from device", "compiled", "gru"):
         assert len(found[way]) == 2
@@ -106,8 +104,9 @@ def test_every_way_of_training_steps(seen: Any) -> None:
 
 
 def test_towers_step_as_one_device(seen: Any) -> None:
-    """The same weights after 4 steps, within float32's rounding; then other shares, with a device
-    left out.
+    """Towers have the same weights as one device after 4 steps, up to float32 rounding.
+
+    This also holds for other shares with one device left out.
     """
     found = seen("together")[0]
     assert max(found["towers"]) < 1e-4
@@ -117,7 +116,7 @@ def test_towers_step_as_one_device(seen: Any) -> None:
 
 
 def test_passes_step_as_one_pass(seen: Any) -> None:
-    """The same weights after 3 more steps: in passes on one device, and in others on three."""
+    """Passes on one device and on three have the same weights as one pass after 3 more steps."""
     found = seen("together")[0]
     assert found["passes"] < 1e-4
     one, towers = found["losses in passes"]
@@ -133,7 +132,7 @@ def test_a_group_steps_together(seen: Any) -> None:
 
 
 def test_shares_that_cannot_be_are_refused(seen: Any) -> None:
-    """No share for this process, too few shares, XLA over several devices, a wrong setting."""
+    """Invalid shares, XLA over several devices and wrong settings are refused."""
     alone, together = seen("alone")[0], seen("together")[0]
     assert "can't step with the shares (0,)" in alone["no share"]
     assert "can't step with the shares (3, 4)" in together["shares"]
@@ -143,7 +142,7 @@ def test_shares_that_cannot_be_are_refused(seen: Any) -> None:
 
 
 def test_the_users_model_is_trained(seen: Any) -> None:
-    """With inputs made from its shapes and losses, or by its sample_batch."""
+    """The user's model is trained on inputs made from its shapes, or from its sample_batch."""
     found = seen("alone")[0]
     assert found["own"]["plain"] == found["own"]["stack"] == ""
     assert found["own sampled"]["lazy"] == ""
@@ -159,7 +158,7 @@ def test_the_users_model_is_trained(seen: Any) -> None:
     ],
 )
 def test_a_users_function_that_gives_no_model(seen: Any, name: str, says: str) -> None:
-    """One line says what is wrong with it."""
+    """A message of one line says what is wrong with the user's function."""
     words = seen("alone")[0]["own"][name]
     assert says in words
     assert "\n" not in words
@@ -173,7 +172,7 @@ def test_a_users_function_that_gives_no_model(seen: Any, name: str, says: str) -
     ],
 )
 def test_a_users_error_names_their_line(seen: Any, part: str, name: str, line: str) -> None:
-    """The file and the line in it, while a model is built and while a batch is made."""
+    """An error while a model or a batch is built names the user's file and line."""
     where = seen("alone")[0][part][name].split(": ")[1]
     path, _, number = where.rpartition(":")
     assert Path(path).read_text().splitlines()[int(number) - 1] == line
@@ -187,7 +186,7 @@ def test_a_users_error_names_their_line(seen: Any, part: str, name: str, line: s
     ],
 )
 def test_an_error_inside_a_step_names_the_users_line(seen: Any, name: str, line: str) -> None:
-    """Through Keras and TensorFlow's tracing too."""
+    """An error within a step names the user's line, through Keras' and TensorFlow's tracing."""
     words = seen("alone")[0]["own sampled"][name]
     assert "\n" not in words
     path, _, number = words.split(": ")[1].rpartition(":")
@@ -195,19 +194,20 @@ def test_an_error_inside_a_step_names_the_users_line(seen: Any, name: str, line:
 
 
 def test_a_loss_that_is_lost_is_seen(seen: Any) -> None:
-    """Finite before, not after."""
+    """The loss is reported as finite before the weights become NaN, and not after."""
     assert seen("alone")[0]["lost"] == [True, False]
 
 
 def test_sample_batch_of_a_wrong_size_is_refused(seen: Any) -> None:
-    """The rows that it gave and the rows that it should have given."""
+    """The message has the number of rows returned and the number expected."""
     assert "sample_batch(1)" in seen("alone")[0]["own short"]
 
 
 @pytest.mark.parametrize("name", ["arrays", "weighted", "samples", "batches"])
 def test_the_users_training_data_feeds_the_steps(seen: Any, name: str) -> None:
-    """Arrays, with weights too; a dataset of samples; a function that makes one of batches. Epoch
-    after epoch.
+    """Arrays with or without weights, and datasets of samples or batches, are trained on.
+
+    The data is repeated epoch after epoch.
     """
     assert seen("alone")[0]["fed"][name] == ""
 
@@ -225,35 +225,37 @@ def test_the_users_training_data_feeds_the_steps(seen: Any, name: str) -> None:
     ],
 )
 def test_training_data_that_cannot_be_fed_is_refused(seen: Any, name: str, says: str) -> None:
-    """One line says what is wrong with it."""
+    """A message of one line says what is wrong with the training data."""
     words = seen("alone")[0]["fed"][name]
     assert says in words
     assert "\n" not in words
 
 
 def test_no_code_that_tensorflow_writes_is_left(seen: Any) -> None:
-    """AutoGraph keeps each function that it rewrites as a file in /tmp, where a child that is
-    killed leaves it.
+    """AutoGraph's generated files don't remain in /tmp.
+
+    It keeps a file for each function that it rewrites; a killed child would leave it.
     """
     assert seen("alone")[0]["left"] == []
 
 
 @pytest.fixture
 def placed(seen: Any) -> Any:
-    """What keras_towers did over two devices."""
+    """Return the results of keras_towers on two devices."""
     return seen("together")[0]["placed"]
 
 
 @pytest.mark.parametrize("placement", ["towers", "alternate"])
 def test_a_placement_has_one_devices_outputs_and_gradients(placed: Any, placement: str) -> None:
-    """In single precision, on two logical devices, against one tape over the whole model."""
+    """Two logical devices give the same loss and gradients in float32 as a tape over the model."""
     assert placed[placement]["gradients"] <= 1e-5
     assert placed[placement]["weights"] <= 1e-5
 
 
 def test_a_word_that_comes_often_moves_its_row_as_adam_has_it(placed: Any) -> None:
-    """What a group of processes learns from the summed gradient, and Keras' sparse step does
-    not.
+    """A frequent word's embedding row follows Adam's formula for the summed gradient.
+
+    A group of processes learns this; Keras' sparse step doesn't.
     """
     assert placed["dense"] <= 1e-3
 
@@ -265,7 +267,7 @@ def test_towers_lie_one_on_each_device(placed: Any) -> None:
 
 
 def test_alternate_moves_at_each_operation(placed: Any) -> None:
-    """Convolution, pool and dense of each tower; the gradient of an operation is where it was."""
+    """Convolution, pooling and dense layers alternate between devices, as do their gradients."""
     where = placed["alternate"]["devices"]
     assert [where[f"user_{kind}_1"] for kind in ("conv", "pool", "dense")] == [
         ["CPU:1"],
@@ -281,7 +283,8 @@ def test_alternate_moves_at_each_operation(placed: Any) -> None:
 
 
 def test_resnet50_has_its_published_size(placed: Any) -> None:
-    """25,636,712 parameters with ImageNet's 1000 classes: 23,587,712 and 2048 x 10 + 10 with
-    ten.
+    """ResNet-50 has 25,636,712 parameters with ImageNet's 1000 classes.
+
+    With ten classes these are 23,587,712 and 2048 x 10 + 10.
     """
     assert placed["resnet50"] == 23_587_712 + 2048 * 10 + 10

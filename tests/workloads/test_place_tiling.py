@@ -1,5 +1,6 @@
-"""Tiles with exchanged borders are the whole image: outputs, gradients and running statistics, for
-any size.
+"""Tiles with exchanged borders give the whole image's results for any size.
+
+Outputs, gradients and running statistics are compared.
 """
 
 from __future__ import annotations
@@ -21,13 +22,14 @@ CPU = [torch.device("cpu")] * 4
 
 
 def stitch(tiles: Tiles) -> Any:
-    """The whole image."""
+    """Return the whole image from its tiles."""
     return tiles.gather((0, tiles.rows[-1]), (0, tiles.columns[-1]), CPU[0])
 
 
 def seed_layers() -> nn.Sequential:
-    """The slides' layers, twice; a bias that the normalisation takes away again would have a
-    gradient of 0.
+    """Return the layers of the original network twice, without biases before normalization.
+
+    The gradient of such a bias would be 0.
     """
     return nn.Sequential(
         nn.Conv2d(3, 16, 3, padding=1, bias=False),
@@ -42,7 +44,7 @@ def seed_layers() -> nn.Sequential:
 
 
 def relative(found: Any, expected: Any) -> float:
-    """The largest difference, as a part of the largest value."""
+    """Return the largest difference as a fraction of the largest value."""
     return float(
         (found - expected).detach().abs().max() / expected.detach().abs().max().clamp_min(1e-30)
     )
@@ -51,8 +53,9 @@ def relative(found: Any, expected: Any) -> float:
 def whole_and_tiled(
     make: Callable[[], nn.Sequential], height: int, width: int, dtype: Any, seed: int
 ) -> list[tuple[Any, Any]]:
-    """(tiled, whole) of the output, the input's gradient, each parameter's gradient and each
-    running statistic.
+    """Return (tiled, whole) pairs of the results.
+
+    They are the output, the input's gradient, each parameter's gradient and each running statistic.
     """
     results = []
     for tiled in (True, False):
@@ -72,7 +75,7 @@ def whole_and_tiled(
 def test_any_size_gives_the_whole_images_output_and_gradients(
     height: int, width: int, seed: int
 ) -> None:
-    """In double precision the two are equal to rounding, whatever the sides are."""
+    """Both are equal up to float64 rounding for any height and width."""
     for found, expected in whole_and_tiled(seed_layers, height, width, torch.float64, seed):
         assert relative(found, expected) < 1e-11
 
@@ -84,7 +87,7 @@ def test_in_single_precision_they_differ_by_rounding_alone(height: int, width: i
 
 
 def test_trained_statistics_serve_evaluation() -> None:
-    """In evaluation the tiles use the running statistics, as the whole image does."""
+    """In evaluation, tiles use the running statistics, like the whole image."""
     torch.manual_seed(0)
     layers, images = seed_layers().double(), torch.randn(2, 3, 11, 14, dtype=torch.float64)
     layers(images)
@@ -93,9 +96,7 @@ def test_trained_statistics_serve_evaluation() -> None:
 
 
 def test_the_borders_are_really_exchanged() -> None:
-    """Without neighbours' rows the middle of the image would come out otherwise: the test can
-    fail.
-    """
+    """Without the neighbours' rows, the middle of the image differs, so the test can fail."""
     torch.manual_seed(0)
     layers, images = (
         nn.Sequential(nn.Conv2d(1, 1, 3, padding=1, bias=False)),

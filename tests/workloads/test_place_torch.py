@@ -1,6 +1,4 @@
-"""Depth and tiles in PyTorch: wherever the parts lie, outputs and gradients are those of one
-device.
-"""
+"""Depth and tile placements in PyTorch give the outputs and gradients of one device."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ TWO = WorkerSetup(("CPU:0", "CPU:1"), threads=1)
 
 
 def gradients(make: Callable[[], nn.Module], images: Any, labels: Any) -> list[Any]:
-    """The logits and every parameter's gradient of one step."""
+    """Return the logits and all parameter gradients of one step."""
     torch.manual_seed(3)
     module = make()
     logits = module(images)
@@ -40,7 +38,7 @@ def gradients(make: Callable[[], nn.Module], images: Any, labels: Any) -> list[A
 
 
 def largest_difference(found: list[Any], expected: list[Any]) -> float:
-    """Relative to the largest value of each tensor."""
+    """Return the largest difference, relative to the largest value of each tensor."""
     return max(
         float((one - other).abs().max() / other.abs().max())
         for one, other in zip(found, expected, strict=True)
@@ -49,7 +47,7 @@ def largest_difference(found: list[Any], expected: list[Any]) -> float:
 
 @pytest.mark.parametrize("micro_batches", [1, 2, 3, 4])
 def test_halves_and_micro_batches_have_the_whole_stacks_gradients(micro_batches: int) -> None:
-    """In single precision, with a batch that the micro-batches don't divide."""
+    """Gradients are equal in float32, also if the micro-batches don't divide the batch."""
     images, labels = as_tensors(stripes(10, 32, 10))
     whole = gradients(DepthNet, images, labels)
     halves = gradients(lambda: DepthNet().lay([CPU, CPU], micro_batches), images, labels)
@@ -78,10 +76,11 @@ def test_batch_normalisation_in_micro_batches_is_another_model_and_refused() -> 
 def test_a_placed_workload_trains_as_one_device_does(
     monkeypatch: pytest.MonkeyPatch, name: str, placement: str
 ) -> None:
-    """After three steps from one start, on the same rows, the weights agree; Adam would divide
-    rounding by itself.
+    """After three steps on the same rows, the weights are those of one device.
+
+    The test replaces Adam, which would divide rounding errors by each other.
     """
-    # a pool of as many rows on a busy machine too
+    # the same number of rows, also on a busy machine
     monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 64)
     monkeypatch.setattr(torch.optim, "Adam", lambda parameters, _: torch.optim.SGD(parameters, 0.1))

@@ -1,6 +1,4 @@
-"""What a fork server imports for its children: the framework's module, and known libraries of a
-script.
-"""
+"""What a fork server imports for its children: the framework, and known libraries of a script."""
 
 from __future__ import annotations
 
@@ -25,7 +23,10 @@ def build():
 
 
 def test_a_script_s_libraries_are_imported_and_nothing_of_its_own(tmp_path: Path) -> None:
-    """In their order; not what a function imports, nor what is unknown."""
+    """A script's known top-level imports are imported in their order.
+
+    Imports within functions and unknown modules are skipped.
+    """
     (tmp_path / "train.py").write_text(SCRIPT)
     names = find_imports(f"{tmp_path}/train.py:build", "torch")
     assert names == (TORCH, "transformers:Trainer", "lightning", "datasets", "transformers")
@@ -37,21 +38,21 @@ def test_a_script_s_libraries_are_imported_and_nothing_of_its_own(tmp_path: Path
 def test_a_script_that_sets_variables_imports_its_libraries_itself(
     tmp_path: Path, line: str
 ) -> None:
-    """They may be read by what it imports next."""
+    """Nothing after an assignment to the environment is preloaded, as imports may read it."""
     (tmp_path / "train.py").write_text(f"{line}\n{SCRIPT}")
     assert find_imports(f"{tmp_path}/train.py:build", "torch") == (TORCH,)
 
 
 @pytest.mark.parametrize("text", ["def build(:", None])
 def test_a_script_that_can_t_be_read_is_left_to_its_child(tmp_path: Path, text: str | None) -> None:
-    """Which says what is wrong."""
+    """An unreadable script preloads nothing; its child reports the error."""
     if text is not None:
         (tmp_path / "train.py").write_text(text)
     assert find_imports(f"{tmp_path}/train.py:build", "torch") == ()
 
 
 def test_a_workload_of_the_table_is_imported_by_its_module() -> None:
-    """Nothing for one that doesn't exist."""
+    """The module of a built-in workload is preloaded; an unknown name preloads nothing."""
     assert find_imports("keras_mnist", "tensorflow") == ("evener.workloads.keras_backend.models",)
     assert find_imports("synthetic", "none") == ("synthetic_workload",)
     assert find_imports("package.module:build", "torch") == (TORCH,)

@@ -1,4 +1,4 @@
-"""The registry: names, settings, and what it says of wrong ones."""
+"""The registry of workloads: names, settings, and its errors."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from evener.workloads.protocol import WorkerSetup
 
 
 def test_every_entry_is_found_under_its_framework() -> None:
-    """A name in the table resolves to itself, with and without its framework."""
+    """Each registered name resolves to itself, with and without its framework."""
     for name in registry.names():
         entry = registry.find(name)
         assert entry.name == name
@@ -34,7 +34,7 @@ def test_default_name(framework: str, on_cpu: bool, name: str) -> None:
 
 
 def test_an_unknown_name_lists_the_known_ones_close_matches_first() -> None:
-    """The remedy begins with the name that was probably meant."""
+    """The hint starts with the closest names."""
     with pytest.raises(RequestError) as caught:
         registry.find("keras_mnits")
     assert "keras_mnits" in caught.value.message
@@ -43,14 +43,14 @@ def test_an_unknown_name_lists_the_known_ones_close_matches_first() -> None:
 
 
 def test_a_workload_of_another_framework_names_its_twin() -> None:
-    """keras_gru asked for with torch is answered with torch_gru first."""
+    """For keras_gru with torch, the hint starts with torch_gru."""
     with pytest.raises(RequestError, match="keras_gru is a tensorflow workload") as caught:
         registry.find("keras_gru", "torch")
     assert caught.value.remedy.startswith("Known: torch_gru")
 
 
 def test_settings_take_the_type_of_their_default() -> None:
-    """Text from a command line becomes the number it stands for."""
+    """Text from the command line is converted to the type of the default."""
     settings = registry.resolve_settings(
         registry.find("keras_mnist"), {"filters": "8", "learning_rate": "0.1"}
     )
@@ -59,16 +59,14 @@ def test_settings_take_the_type_of_their_default() -> None:
 
 @pytest.mark.parametrize("given", [{"filter": 3}, {"filters": "many"}, {"filters": "1.5"}])
 def test_a_wrong_setting_is_named(given: dict[str, str]) -> None:
-    """An unknown setting or a value of the wrong type is refused, and what there is stands in the
-    remedy.
-    """
+    """An unknown setting or a wrong type is refused, with the valid settings in the hint."""
     with pytest.raises(RequestError, match="filter") as caught:
         registry.resolve_settings(registry.find("keras_mnist"), given)
     assert caught.value.remedy
 
 
 def test_build_makes_the_workload() -> None:
-    """The registry builds what it names."""
+    """The registry builds the workload of a name."""
     workload = registry.build("synthetic", WorkerSetup(("CPU:0",)), {"base_ms": 0.1})
     workload.prepare((4,))
     workload.step()
@@ -77,7 +75,7 @@ def test_build_makes_the_workload() -> None:
 
 
 def test_own_file_is_parsed_not_run(tmp_path: Path) -> None:
-    """Resolving the user's file runs none of it."""
+    """Resolving a user's file doesn't run it."""
     script = tmp_path / "train.py"
     script.write_text("raise SystemExit('was run')\ndef build():\n    return None\n")
     entry = registry.find(f"{script}:build", "torch")
@@ -101,7 +99,7 @@ def test_own_file_is_parsed_not_run(tmp_path: Path) -> None:
 def test_own_names_that_lead_nowhere(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str | None, name: str, says: str
 ) -> None:
-    """A missing file, function or syntax is one sentence that names it."""
+    """A missing file, a missing function or a syntax error gives one sentence that names it."""
     monkeypatch.chdir(tmp_path)
     if text is not None:
         (tmp_path / "train.py").write_text(text)
@@ -142,7 +140,7 @@ def network():
 def test_a_file_without_a_function_names_those_that_could_be_it(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, says: str, name: str
 ) -> None:
-    """Public functions that return something, by the text alone: none of it is run."""
+    """The hint lists public functions that return something; the file is only parsed."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text(text)
     with pytest.raises(RequestError, match="doesn't name a function") as caught:
@@ -151,7 +149,7 @@ def test_a_file_without_a_function_names_those_that_could_be_it(
 
 
 def test_an_error_in_the_users_function_names_their_line(tmp_path: Path) -> None:
-    """Not our traceback: their file, their line, the error."""
+    """The message has the user's file, line and error instead of evener's traceback."""
     script = tmp_path / "bad.py"
     script.write_text(
         "def helper():\n    return {}['missing']\n\n\ndef build():\n    return helper()\n"
@@ -162,7 +160,7 @@ def test_an_error_in_the_users_function_names_their_line(tmp_path: Path) -> None
 
 
 def test_an_error_below_the_users_function_names_the_line_that_led_there(tmp_path: Path) -> None:
-    """When a library raises, the user's last line before it is the one that is named."""
+    """If a library raises, the user's last line before it is named."""
     script = tmp_path / "bad_call.py"
     script.write_text("import json\n\n\ndef build():\n    return json.loads('nonsense')\n")
     with pytest.raises(ValueError, match="Expecting value") as fault:
@@ -171,7 +169,7 @@ def test_an_error_below_the_users_function_names_the_line_that_led_there(tmp_pat
 
 
 def test_the_users_module_may_be_an_installed_one() -> None:
-    """Its own lines are theirs, those of other packages aren't."""
+    """In an installed module, its own lines count as the user's, but not other packages'."""
     with pytest.raises(ValueError, match="no rows") as fault:
         exec(compile("raise ValueError('no rows')", pytest.__file__, "exec"))
     assert (
@@ -182,13 +180,13 @@ def test_the_users_module_may_be_an_installed_one() -> None:
 
 
 def test_packages_of_another_environment_are_no_code_of_the_users() -> None:
-    """As one made with --system-site-packages sees them."""
+    """Packages seen through --system-site-packages don't count as the user's code."""
     assert not user_code.is_user_file("/usr/lib/python3/dist-packages/keras/layers.py")
     assert user_code.is_user_file("/home/me/train.py")
 
 
 def test_settings_reach_the_users_function(tmp_path: Path) -> None:
-    """Text is read as the literal it stands for; a parameter that it hasn't is refused."""
+    """Text is parsed as a literal; a setting without a parameter is refused."""
     script = tmp_path / "good.py"
     script.write_text(
         "def build(units=3, name='x'):\n    return units, name\n\n\ndef sample_batch(n):\n    "

@@ -1,4 +1,4 @@
-"""The synthetic workload: its time, its memory, and every way in which it fails on request."""
+"""The synthetic workload: its time, its memory, and its failures on request."""
 
 from __future__ import annotations
 
@@ -28,19 +28,19 @@ print("survived")
 
 
 def make(setup: WorkerSetup | None = None, **settings: Any) -> Any:
-    """A synthetic workload on one device."""
+    """Return a synthetic workload on one device."""
     return registry.build("synthetic", setup or WorkerSetup(("CPU:0",)), settings)
 
 
 def run(*settings: str) -> subprocess.CompletedProcess[str]:
-    """Three steps of 8 samples in a child."""
+    """Run three steps of 8 samples in a child process."""
     return subprocess.run(
         [sys.executable, "-c", RUN, *settings], capture_output=True, text=True, timeout=60
     )
 
 
 def test_a_step_takes_at_least_its_time() -> None:
-    """Seconds = base + per sample x share; a busy machine can only add to it."""
+    """A step takes at least base + per sample x share seconds; a busy machine only adds to it."""
     workload = make(base_ms=2.0, per_sample_ms=0.5)
     workload.prepare((16,))
     started = time.perf_counter()
@@ -49,14 +49,14 @@ def test_a_step_takes_at_least_its_time() -> None:
 
 
 def test_it_holds_the_memory_of_its_shares() -> None:
-    """Bytes = base + per sample x share, for each own device, and none for one that is left out."""
+    """It allocates base + per sample x share bytes per device, and none for one left out."""
     workload = make(WorkerSetup(("CPU:0", "CPU:1")), memory_base_mib=1, memory_per_sample_mib=0.5)
     workload.prepare((4, 0))
     assert workload.max_memory_bytes() == (3 << 20, 0)
 
 
 def test_over_the_devices_limit_is_a_memory_error() -> None:
-    """The limit of the place ends in a MemoryError; a smaller share fits afterwards."""
+    """A share beyond the limit raises MemoryError; a smaller share fits afterwards."""
     workload = make(
         WorkerSetup(("CPU:0",), (4 << 20,)), memory_base_mib=1, memory_per_sample_mib=0.5
     )
@@ -66,7 +66,7 @@ def test_over_the_devices_limit_is_a_memory_error() -> None:
 
 
 def test_it_raises_at_its_share_and_step_only() -> None:
-    """Below `at_share`, or before `at_step`, it works."""
+    """It works below `at_share` and before `at_step`."""
     workload = make(base_ms=0.1, fail="raise", at_share=8, at_step=1)
     workload.prepare((7,))
     for _ in range(3):
@@ -81,14 +81,14 @@ def test_it_raises_at_its_share_and_step_only() -> None:
     ("settings", "code"), [(("fail=exit", "exit_code=7"), 7), (("fail=kill",), -9)]
 )
 def test_it_dies_on_request(settings: tuple[str, ...], code: int) -> None:
-    """An exit or a signal ends the child without another word."""
+    """An exit or a signal ends the child without further output."""
     done = run(*settings, "at_step=2")
     assert done.returncode == code
     assert "survived" not in done.stdout
 
 
 def test_it_prints_garbage_on_request() -> None:
-    """What comes out is no message, and the training goes on."""
+    """It prints garbage, which is no message, and continues."""
     done = subprocess.run(
         [sys.executable, "-c", RUN, "fail=garbage"], capture_output=True, timeout=60
     )
@@ -103,13 +103,13 @@ def test_it_hangs_on_request() -> None:
 
 
 def test_an_unknown_failure_is_refused() -> None:
-    """The ways to fail are listed."""
+    """The error lists the valid failures."""
     with pytest.raises(RequestError, match="'explode'"):
         make(fail="explode")
 
 
 def test_ranks_wait_for_each_other_and_see_one_die() -> None:
-    """A group steps together; when a rank goes, the other gets a ConnectionError."""
+    """A group steps together; when a rank exits, the other gets a ConnectionError."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
     peers = (f"127.0.0.1:{port}", "127.0.0.1:0")

@@ -1,6 +1,4 @@
-"""PyTorch workloads: the seed's sizes, steps that train, places that are refused, groups that are
-exact.
-"""
+"""PyTorch workloads: network sizes, training steps, refused setups, exact groups."""
 
 from __future__ import annotations
 
@@ -36,7 +34,7 @@ CPU = WorkerSetup(("CPU:0",), threads=1)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Any:
-    """A place sets the threads of the whole process: give them back."""
+    """Restore the number of threads, which a workload sets for the whole process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -47,8 +45,9 @@ def count(module: torch.nn.Module) -> int:
 
 
 def test_the_models_have_the_sizes_of_their_twins() -> None:
-    """The seed's count; the small network's; a GRU layer has 3 units (inputs + units + 2 biases)
-    parameters.
+    """Both networks have the parameter counts of their Keras versions.
+
+    A GRU layer has 3 units (inputs + units + 2 biases) parameters.
     """
     with torch.device("meta"):
         large, small, gru = maxer(), mnist(16, 64), GruNet(32, 512, 4, 128, 10)
@@ -80,7 +79,7 @@ def test_the_models_have_the_sizes_of_their_twins() -> None:
 def test_a_workload_learns(
     monkeypatch: pytest.MonkeyPatch, name: str, settings: dict[str, Any], rows: int, steps: int
 ) -> None:
-    """After a few steps the loss on another batch is clearly below that of guessing one of ten."""
+    """After a few steps, the loss on another batch is clearly below that of guessing among ten."""
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 4096)
     workload = registry.build(name, CPU, settings, "torch")
     workload.prepare((rows,))
@@ -94,7 +93,7 @@ def test_a_workload_learns(
 
 
 def test_a_loss_that_is_lost_is_seen_and_the_rows_of_the_data_are_known() -> None:
-    """Finite on sound rows, not on NaN; made-up rows are no data set."""
+    """The loss is finite for valid rows and not for NaN; generated rows are no data set."""
     data = TensorDataset(torch.ones(40, 4), torch.zeros(40, 2))
     for value, sound in ((1.0, True), (math.nan, False)):
         module = torch.nn.Linear(4, 2)
@@ -114,8 +113,9 @@ def test_a_loss_that_is_lost_is_seen_and_the_rows_of_the_data_are_known() -> Non
 def test_another_size_is_prepared_and_memory_grows_with_it(
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
-    """In a new process: here, memory of earlier tests may be given back meanwhile, and hide what a
-    step takes.
+    """Peak memory grows with the batch size.
+
+    Measured in a new process, as memory freed by earlier tests would hide what a step needs.
     """
     (peaks,) = trainer_ranks("tests.workloads.torch_group_rank.save_peaks")
     assert all(peaks)
@@ -127,10 +127,8 @@ def test_another_size_is_prepared_and_memory_grows_with_it(
 def test_half_precision_trains_with_weights_in_float32(
     monkeypatch: pytest.MonkeyPatch, precision: Any
 ) -> None:
-    """The loss comes near that of float32: within 0.05 after 16 steps; fp16's loss scale stays
-    finite.
-    """
-    # the same rows on a busy machine too
+    """The loss is within 0.05 of that in float32 after 16 steps; fp16's loss scale stays finite."""
+    # the same rows, also on a busy machine
     monkeypatch.setattr(torch_batches, "SLOW_ROW_SECONDS", math.inf)
     monkeypatch.setattr(torch_batches, "POOL_ROWS", 1024)
     losses = {}
@@ -158,12 +156,12 @@ def feed(data: Data, on_device: bool = False) -> Batches:
 
 
 def numbers(rows: int) -> TensorDataset:
-    """Row i holds i."""
+    """Return a data set in which row i is i."""
     return TensorDataset(torch.arange(rows), torch.arange(rows))
 
 
 def test_a_pool_goes_round_for_any_batch() -> None:
-    """Each row as often as any other, also where a batch is larger than the pool."""
+    """All rows are used equally often, also if a batch is larger than the pool."""
     made: list[int] = []
 
     def sample(rows: int) -> tuple[torch.Tensor, torch.Tensor]:
@@ -193,8 +191,9 @@ def test_a_pool_of_large_or_slow_rows_is_small() -> None:
 
 
 def test_a_data_set_is_fed_epoch_after_epoch_by_its_own_options() -> None:
-    """Full batches of the rows that a training would see, in the order of its loader; a part for
-    each rank.
+    """Each rank gets its part of the full batches that training would see.
+
+    The order is that of the data set's own loader.
     """
     calls: list[int] = []
 
@@ -260,18 +259,18 @@ def test_shares_for_another_place_are_one_sentence(shares: tuple[int, ...]) -> N
 
 
 def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., list[Any]]) -> None:
-    """Three ranks, shares that change, one rank left out for a while: float64 weights equal to
-    1e-12.
+    """Three ranks with changing shares have the float64 weights of one process, within 1e-12.
 
-    Then the others wait for the first rank, which pauses before each step.
+    One rank is left out for a while. Then the others wait for the first rank, which pauses before
+    each step.
     """
     ended = trainer_ranks("tests.workloads.torch_group_rank.train", world=3)
     assert {each["facts"]["engine"] for each in ended} == {"ddp"}
-    # before the first step, others may not be there yet
+    # before the first step, other ranks may not be ready yet
     pauses = (RANK.STEPS - 1) * RANK.PAUSE_SECONDS
     assert all(each["waited"] > 0.5 * pauses for each in ended[1:])
     assert {(each["waited since"], each["on a CPU"]) for each in ended} == {(0, None)}
-    # it was left out before
+    # this rank was left out before
     assert all(map(torch.equal, ended[1]["weights"][3], ended[0]["weights"][3]))
     torch.manual_seed(0)
     recipe = RANK.recipe()
@@ -289,7 +288,7 @@ def test_a_group_takes_the_steps_of_one_process(trainer_ranks: Callable[..., lis
             for mine, expected in zip(
                 ended[rank]["weights"][turn], recipe.module.parameters(), strict=True
             ):
-                if size and turn < 3:  # momentum begins anew with one who comes back
+                if size and turn < 3:  # momentum starts again for a returning rank
                     torch.testing.assert_close(mine, expected.detach(), rtol=0, atol=1e-12)
 
 
@@ -376,7 +375,7 @@ def test_what_is_wrong_with_the_users_module_is_one_sentence(
         workload.prepare((12,))
         workload.step()
 
-    # theirs, or a sentence of ours with a remedy
+    # the user's error, or evener's sentence with a hint
     with pytest.raises(Exception) as caught:  # noqa: PT011
         run()
     assert named in f"{find_line(caught.value)}: {caught.value}"
@@ -393,7 +392,10 @@ def test_what_is_no_recipe_is_one_sentence(result: object) -> None:
 
 
 def test_a_batch_that_cannot_be_cut_is_one_sentence_and_only_in_passes() -> None:
-    """Something in it has no rows; the module's batch normalization is in the facts."""
+    """A batch with an object that can't be split by rows is refused, but only in passes.
+
+    Batch normalization in the module is in the facts.
+    """
 
     class Graph:
         pass
@@ -427,7 +429,7 @@ def test_a_batch_that_cannot_be_cut_is_one_sentence_and_only_in_passes() -> None
 
 
 def test_a_recipe_may_return_its_loss() -> None:
-    """A module with no loss function beside it returns the loss, from keyword inputs."""
+    """A module without a loss function returns its own loss, from keyword inputs."""
 
     class Own(torch.nn.Module):
         def __init__(self) -> None:

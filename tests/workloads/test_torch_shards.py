@@ -1,6 +1,4 @@
-"""Probes of a sharded workload: a rank by itself says what the model needs, and a group is planned
-and trains.
-"""
+"""Probes of sharded workloads: a single rank measures the model; a group is planned and trains."""
 
 from __future__ import annotations
 
@@ -105,8 +103,9 @@ def test_an_optimizer_that_looks_at_whole_parameters_is_refused(
 def planned(
     own_folder: Path, quick_probes: None, shared_servers: None
 ) -> tuple[Plan, list[Observation]]:
-    """The plan after a whole step in shards, for slices of 30 and 10 MiB by the ledger, and all
-    measurements.
+    """Return the plan after a whole step in shards, and all measurements.
+
+    The slices have 30 and 10 MiB by evener's own count.
     """
     workload = f"{shard_workload.__file__}:build"
     slices = "cpu/2:0@30MiB,cpu/2:1@10MiB"
@@ -138,7 +137,10 @@ def test_what_no_slice_holds_is_planned_in_shards_and_trains_with_the_memory_tha
     own_folder: Path,
     trainer_ranks: Callable[..., list[Any]],
 ) -> None:
-    """Equal shards would be 17 MB each."""
+    """A model too large for each slice is planned in shards, and trains within the plan's memory.
+
+    Equal shards would need 17 MB each.
+    """
     plan, seen = planned
     alone = [one for one in seen if one.probe.layout.kind == "solo"]
     assert {type(one) for one in alone} == {OutOfMemory}

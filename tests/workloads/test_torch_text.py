@@ -1,4 +1,4 @@
-"""PyTorch workloads whose rows have lengths: their passes, row assignment and errors."""
+"""PyTorch workloads whose rows have lengths: passes, row assignment and errors."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ COST = Cost(0.001, 1e-5, 1e-8)
 
 @pytest.fixture(scope="module", autouse=True)
 def one_thread() -> Iterator[None]:
-    """A place sets the threads of the whole process: give them back."""
+    """Restore the number of threads, which a workload sets for the whole process."""
     before = torch.get_num_threads()
     yield
     torch.set_num_threads(before)
@@ -54,7 +54,7 @@ def workload() -> TorchWorkload:
 
 
 def step(workload: TorchWorkload) -> Work:
-    """What one step computed."""
+    """Return the work of one step."""
     before = workload.work() or Work(0, 0, 0, 0)
     workload.step()
     after = workload.work()
@@ -66,7 +66,10 @@ def step(workload: TorchWorkload) -> Work:
 def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_shape(
     workload: TorchWorkload,
 ) -> None:
-    """Also where the same child measured dealt rows before."""
+    """cuDNN's attention, which plans each shape anew, is disabled only for assigned rows.
+
+    This also holds if the same child has measured assigned rows before.
+    """
     workload.prepare_assigned((8,), (COST,), (0,))
     workload.step()
     assert not torch.backends.cuda.cudnn_sdp_enabled()
@@ -77,8 +80,9 @@ def test_dealt_rows_alone_do_without_the_attention_that_makes_a_plan_for_each_sh
 
 
 def test_each_probe_of_the_same_dealing_has_other_batches(workload: TorchWorkload) -> None:
-    """Shapes that were seen before are faster than those that a training will see; other layouts
-    have the same rows.
+    """Each probe of the same row assignment has other batches; other layouts have the same rows.
+
+    Shapes that were seen before are faster than those that training will see.
     """
     tokens = []
     for cost in (COST, COST, Cost(0.5, 1e-5, 1e-8)):
@@ -89,7 +93,7 @@ def test_each_probe_of_the_same_dealing_has_other_batches(workload: TorchWorkloa
 
 
 def test_a_decoder_sees_no_later_token() -> None:
-    """So padding, which comes last, changes nothing."""
+    """Causal attention ignores later tokens, so padding at the end changes nothing."""
     torch.manual_seed(0)
     decoder, tokens = Decoder(**MODEL).eval(), torch.randint(1, 32, (2, 20))
     changed = torch.cat([tokens[:, :12], torch.zeros(2, 8, dtype=torch.long)], 1)
@@ -109,7 +113,7 @@ def test_texts_are_the_same_for_a_seed_and_padded_to_their_longest() -> None:
 
 
 def test_facts_have_an_even_sample_of_the_lengths(workload: TorchWorkload) -> None:
-    """With the longest of them."""
+    """The facts have an even sample of the lengths, including the longest."""
     sample = list(map(int, workload.facts()["lengths"].split()))
     lengths = Texts(**TEXTS).lengths
     assert sample == sorted(sample)
@@ -118,7 +122,10 @@ def test_facts_have_an_even_sample_of_the_lengths(workload: TorchWorkload) -> No
 
 
 def test_random_rows_are_padded_to_the_longest_of_the_share(workload: TorchWorkload) -> None:
-    """In passes too, as the batch is cut after it was collated."""
+    """Random rows are padded to the longest of the share.
+
+    This includes passes, as the batch is split after it was collated.
+    """
     workload.prepare((16,))
     whole = step(workload)
     workload.prepare((16,), (4,))
@@ -140,14 +147,17 @@ def test_rows_of_one_length_are_padded_to_it_in_every_pass(workload: TorchWorklo
             12 * length,
             12 * length * length,
         )
-    workload.prepare_length((300,), (), length)  # more than there are
+    workload.prepare_length((300,), (), length)  # more rows than there are
     assert step(workload).padded == 300 * length
 
 
 def test_dealt_rows_have_little_padding_and_keep_to_the_tokens_of_a_pass(
     workload: TorchWorkload,
 ) -> None:
-    """The rows of a global batch are those that come without lengths."""
+    """Assigned rows have little padding and respect the tokens of a pass.
+
+    The rows of a global batch are the same as without lengths.
+    """
     workload.prepare((32,))
     plain = [step(workload) for _ in range(6)]
     workload.prepare_assigned((32,), (COST,), (0,))
@@ -162,7 +172,7 @@ def test_dealt_rows_have_little_padding_and_keep_to_the_tokens_of_a_pass(
 
 
 def test_rows_of_equal_length_are_as_without_lengths() -> None:
-    """Nothing is said of them, and the batches are the same."""
+    """Rows of equal length have no lengths in the facts, and the batches are unchanged."""
     rows = torch.utils.data.TensorDataset(torch.arange(40))
     assert read_lengths([7] * 40, 40) is None
     plain, equal = Data(rows), Data(rows, {"lengths": [7] * 40})
@@ -229,7 +239,7 @@ def lengths(dataset):
     ],
 )
 def test_a_function_beside_the_data_says_lengths(tmp_path: Path, said: str, named: str) -> None:
-    """Wrong ones are a sentence before the first step."""
+    """A `lengths` function returns the lengths; wrong ones raise an error before the first step."""
     path = tmp_path / "train_texts.py"
     path.write_text(OWN.replace("LENGTHS", said))
 
@@ -250,8 +260,9 @@ def test_a_function_beside_the_data_says_lengths(tmp_path: Path, said: str, name
 @two_cores
 @pytest.mark.usefixtures("shared_servers")
 def test_children_measure_rows_that_are_dealt_by_cost() -> None:
-    """Two real ranks: tokens of whole batches, each rank's own work, and less padding than rows as
-    they come.
+    """Two real ranks measure tokens of whole batches and each rank's compute time (own work).
+
+    There is less padding than with rows in their original order.
     """
     settings = {**SETTINGS, "median": 24.0, "width": 16}
     request = Request(

@@ -1,4 +1,4 @@
-"""A probe of a transformers Trainer or a LightningModule steps as they do."""
+"""A probe of a transformers Trainer or a LightningModule steps like the trainer itself."""
 
 from __future__ import annotations
 
@@ -43,9 +43,7 @@ def a_module() -> Any:
 
 
 def probe(built: Any) -> tuple[int, float]:
-    """(rows of the data, how far two steps moved the weights); a rank of `trainer_ranks` calls
-    it.
-    """
+    """Return the number of rows and how far two steps moved the weights; run on a rank."""
     recipe = find_recipe("train.py:build", built)
     assert recipe is not None
     assert recipe.data is not None
@@ -62,8 +60,9 @@ def probe(built: Any) -> tuple[int, float]:
 
 
 def step_probe(trainer: Any) -> None:
-    """Take a probe's step in three passes; after an evaluation, each begins with train(), whose
-    time counts.
+    """Run a probe's step in three passes.
+
+    After an evaluation, each step begins with train(), whose time counts.
     """
     workload = TorchWorkload(CPU, lambda: cast(Recipe, find_recipe("train.py:build", trainer)))
     workload.prepare((8,), (3,))
@@ -73,8 +72,9 @@ def step_probe(trainer: Any) -> None:
 
 
 def list_turns(make: Callable[[], Any], run: Callable[[Any], Any]) -> list[str]:
-    """What a run of a Trainer does in turn: forward passes, waiting for a loss, and work on all
-    parameters.
+    """Return the sequence of a Trainer's actions in a run.
+
+    They are forward passes, reads of a loss, and work on all parameters.
     """
     turns: list[str] = []
 
@@ -97,7 +97,7 @@ def list_turns(make: Callable[[], Any], run: Callable[[Any], Any]) -> list[str]:
 
 
 def a_planned_trainer() -> Any:
-    """One that trains two steps of 8 rows, in passes of 3."""
+    """Return a Trainer for two steps of 8 rows, in passes of 3."""
     program = programs.Program(rows=32, arguments={"max_grad_norm": 0.01, "max_steps": 2})
     kind = programs.with_plan(programs.Trainer, programs.make_plan((8,), (3,)))
     return kind(
@@ -106,7 +106,7 @@ def a_planned_trainer() -> Any:
 
 
 def list_prefetches() -> list[int | None]:
-    """How many batches are fetched ahead: of trainers without loader processes, and of one with."""
+    """Return how many batches are prefetched with and without loader processes."""
     busy = a_trainer()
     busy.args.dataloader_num_workers = 1
     recipes = [find_recipe("train.py:build", each) for each in (a_trainer(), a_module(), busy)]
@@ -114,7 +114,7 @@ def list_prefetches() -> list[int | None]:
 
 
 def count_lengths() -> int:
-    """Of a LightningModule's data set that has them."""
+    """Return the number of lengths of a LightningModule's data set."""
     module, data = a_module()
     data.lengths = list(range(1, 33))
     recipe = find_recipe("train.py:build", (module, data))
@@ -131,7 +131,7 @@ def refuse(built: Any) -> str:
 
 
 def probe_all(folder: Path, rank: int) -> None:
-    """Both kinds, and what isn't a kind."""
+    """Probe both kinds of models, and something else."""
     torch.set_num_threads(1)
     found = {
         "trainer": probe(a_trainer()),

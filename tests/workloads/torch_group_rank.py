@@ -1,5 +1,7 @@
-"""Processes that train a workload, by a RankServer: a rank of a group, which saves the weights
-after each size, and one alone, whose memory nothing else has used.
+"""Rank functions for a RankServer that train a workload, in a group or alone.
+
+A rank of a group saves the weights after each size; in a single process nothing else has used
+memory before.
 """
 
 from __future__ import annotations
@@ -18,11 +20,11 @@ from evener.workloads.protocol import WorkerSetup
 from evener.workloads.torch_backend.batches import Data
 from evener.workloads.torch_backend.workload import Recipe, TorchWorkload, Waits
 
-SIZES = ((6, 2, 3), (1, 5, 2), (4, 0, 4), (6, 2, 3))  # in the third, the middle rank is left out
+SIZES = ((6, 2, 3), (1, 5, 2), (4, 0, 4), (6, 2, 3))  # the middle rank is left out in the third
 MICROS = ((2, 2, 3), (), (4, 0, 1), (5, 1, 2))
 STEPS = 5
-PAUSE_SECONDS = 0.03  # of the first rank, before a step
-ROWS = 28  # two or three full batches an epoch
+PAUSE_SECONDS = 0.03  # pause of the first rank before a step
+ROWS = 28  # two or three full batches per epoch
 
 
 def recipe() -> Recipe:
@@ -65,7 +67,7 @@ def train(folder: Path, rank: int) -> None:
 
 
 def save_peaks(folder: Path, rank: int) -> None:
-    """The peak of a step of 16 rows, of 512 and of 16 again, in bytes."""
+    """Save the peak memory in bytes of a step of 16 rows, of 512 and of 16 again."""
     workload = registry.build("torch_mnist", WorkerSetup(("CPU:0",), threads=1), {}, "torch")
     peaks: list[int | None] = []
     for rows in (16, 512, 16):
