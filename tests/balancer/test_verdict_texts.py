@@ -413,7 +413,10 @@ def a_search_that_ended_in_a_tie() -> Verdict:
 
 @verdict
 def one_device_that_was_faster_before() -> Verdict:
-    """GPU:1 was raced alone; GPU:0 had 2 271 samples/s at the same batch before."""
+    """Return a verdict in which GPU:1 was raced alone.
+
+    GPU:0 had 2 271 samples/s at the same batch before.
+    """
     chosen = result(SPLIT, 2100)
     solos = (result(SOLO, 2271), result(OTHER, 1801))
     ranking = [standing(OTHER, 1801, 1801 / 2100 - 1)]
@@ -421,7 +424,7 @@ def one_device_that_was_faster_before() -> Verdict:
 
 
 def whole_text(found: Verdict) -> str:
-    """All that is said of it."""
+    """Return the whole text of a verdict."""
     written = write_verdict(found)
     lines = [written.text, *(f"warning: {line}" for line in written.warnings)]
     stop = Stop[found.stopped.upper()]

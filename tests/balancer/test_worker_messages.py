@@ -1,4 +1,4 @@
-"""A child's reply is accepted only if it can be true; anything else is an invalid reply, never a
+"""A child's reply is accepted only if it can be true. Anything else is an invalid reply, not a
 traceback.
 """
 
@@ -55,7 +55,7 @@ def test_commands_travel_whole(command: protocol.Command) -> None:
 
 @pytest.mark.parametrize("reply", REPLIES, ids=lambda reply: type(reply).__name__)
 def test_replies_travel_whole(reply: protocol.Reply) -> None:
-    """As one line, line breaks and all."""
+    """As one line, including line breaks."""
     assert parse_reply(protocol.encode_line(reply).rstrip(b"\n")) == reply
 
 
@@ -129,14 +129,14 @@ def test_what_can_t_be_true_is_invalid(impossible: object) -> None:
     )
 )
 def test_any_bytes_are_a_reply_or_invalid(text: bytes) -> None:
-    """And an invalid one is kept short."""
+    """The text of an invalid reply is bounded."""
     reply = parse_reply(text)
     assert not isinstance(reply, InvalidReply) or len(reply.text) <= 80
 
 
 @given(st.sampled_from(REPLIES), st.data())
 def test_damaged_replies_are_replies_or_invalid(reply: protocol.Reply, data: st.DataObject) -> None:
-    """A byte changed, cut or put in."""
+    """A byte is changed, removed or inserted."""
     text = bytearray(protocol.encode_line(reply))
     at = data.draw(st.integers(0, len(text) - 1))
     text[at : at + data.draw(st.integers(0, 3))] = data.draw(st.binary(max_size=3))
@@ -144,7 +144,7 @@ def test_damaged_replies_are_replies_or_invalid(reply: protocol.Reply, data: st.
 
 
 def test_the_user_s_line_is_the_last_one_outside_of_installed_packages(tmp_path: Path) -> None:
-    """Also where an error crosses a package on its way, and where only its text names a line."""
+    """Also if an error passes through a package, and if only its text names a line."""
     source = tmp_path / "own.py"
     source.write_text("import json\ndef load():\n    return json.loads('{')\n")
     space: dict[str, Any] = {}

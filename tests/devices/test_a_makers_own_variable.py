@@ -1,4 +1,4 @@
-"""An invented maker whose variable spells devices in its own way, and whose library may be
+"""An invented maker whose variable has its own spelling of devices, and whose library may be
 missing.
 """
 
@@ -45,7 +45,7 @@ class SpelledCards(ToyCards):
 
 @pytest.fixture(autouse=True)
 def first_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    """`auto` asks this maker before any other, also on a machine with GPUs."""
+    """Make `auto` ask this maker before any other, also on a machine with GPUs."""
     for kind, place in {"toy": f"{__name__}:SpelledCards", **BACKENDS}.items():
         monkeypatch.delitem(BACKENDS, kind, raising=False)
         monkeypatch.setitem(BACKENDS, kind, place)

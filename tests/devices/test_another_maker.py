@@ -1,4 +1,4 @@
-"""An invented maker: its class and one line in the registry, and every command and probe takes its
+"""An invented maker: with its class and one line in the registry, every command and probe uses its
 cards.
 """
 
@@ -21,7 +21,7 @@ from tests.support.probers import child_prober
 CARDS = tuple(Device(f"toy-{i:04x}", i, "Toyland Express", "toy", 8 << 30) for i in range(2))
 
 
-# for the monitor devices, sample and close; for probes read and close
+# for the monitor: devices, sample and close; for probes: read and close
 class ToyDriver(SnapshotBuilder):
     def devices(self) -> tuple[Device, ...]:
         return CARDS

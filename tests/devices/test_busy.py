@@ -1,4 +1,4 @@
-"""GPUs that others keep busy are said when a session begins."""
+"""GPUs that others keep busy are named when a session begins."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from evener.devices.discover import discover, find_others
 
 
 def notes() -> tuple[str, ...]:
-    """What is said of all GPUs of the scripted driver."""
+    """Return the notes on all GPUs of the scripted driver."""
     return find_others(discover("gpu", environ={}).devices)[1]
 
 
 def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable[..., Any]) -> None:
-    """The idle one, and one with a desktop on it, are not."""
+    """The idle GPU, and one with a desktop on it, aren't named."""
     nvml = fake_nvml(gpus=3)
     nvml.gpus[0].utilization, nvml.gpus[2].utilization = 0, 15
     process = type("Process", (), {"used_bytes": 1, "sm_percent": 9, "graphics": False})
@@ -30,7 +30,7 @@ def test_a_gpu_that_works_for_others_is_said_with_their_pids(fake_nvml: Callable
 def test_where_the_driver_names_no_processes_the_load_is_said_alone(
     fake_nvml: Callable[..., Any],
 ) -> None:
-    """As in a container with process ids of its own, or after what has just ended."""
+    """As in a container with its own process ids, or after a process has just ended."""
     fake_nvml(gpus=1)
     (said,) = notes()
     assert said.startswith(
@@ -39,7 +39,7 @@ def test_where_the_driver_names_no_processes_the_load_is_said_alone(
 
 
 def test_a_gpu_that_does_not_tell_its_load_is_not_said(fake_nvml: Callable[..., Any]) -> None:
-    """Instances of a GPU tell none; one that can't be asked spoils nothing for the other."""
+    """Instances of a GPU report none. A GPU that can't be read doesn't affect the other."""
     nvml = fake_nvml(gpus=2)
     nvml.fail("nvmlDeviceGetUtilizationRates", nvml.NVML_ERROR_NOT_SUPPORTED, gpu=0)
     (said,) = notes()
@@ -47,7 +47,7 @@ def test_a_gpu_that_does_not_tell_its_load_is_not_said(fake_nvml: Callable[..., 
 
 
 def test_a_driver_that_went_away_is_no_error(fake_nvml: Callable[..., Any]) -> None:
-    """The session's own first look will say it."""
+    """The session's first reading reports it."""
     nvml = fake_nvml(gpus=1)
     devices = discover("gpu", environ={}).devices
     nvml.unload()

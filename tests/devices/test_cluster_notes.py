@@ -1,6 +1,4 @@
-"""What is said of a cluster's hosts: versions that differ, devices that others hold, hosts that
-aren't there.
-"""
+"""Notes on a cluster's hosts: versions that differ, devices that others hold, missing hosts."""
 
 from __future__ import annotations
 

@@ -25,7 +25,7 @@ HOST = HostSample(
 
 
 class Agent:
-    """An agent of a host whose source always says the same."""
+    """An agent of a host whose source always returns the same."""
 
     def __init__(self, *reports: Training) -> None:
         self._reports = reports
@@ -50,7 +50,7 @@ class Agent:
 
 
 def test_ranks_of_one_training_are_joined_over_hosts(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Both hosts have a GPU:0; hosts that share a machine, or a home folder, read the same
+    """Both hosts have a GPU:0. Hosts on one machine, or with a shared home folder, read the same
     files.
     """
     first, second = make_ranks(ids=("GPU-7", "GPU-8"))

@@ -1,4 +1,4 @@
-"""What `--devices` means, in every form."""
+"""What `--devices` selects, in every form."""
 
 from __future__ import annotations
 
@@ -24,13 +24,13 @@ EMPTY: dict[str, str] = {}
 
 
 def ids(found: Discovery) -> list[str]:
-    """The devices by label."""
+    """Return the labels of the devices."""
     return [device.label for device in found.devices]
 
 
 @pytest.fixture
 def four_cores(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A process that may use four logical CPUs without known siblings."""
+    """Let the process use four logical CPUs without known siblings."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {4000, 4001, 4002, 4003})
 
 
@@ -288,7 +288,7 @@ def test_gpu_and_auto_keep_to_cuda_visible_devices(
 def test_indices_of_unequal_gpus_are_said_to_be_in_the_drivers_order(
     fake_nvml: Callable[..., Any],
 ) -> None:
-    """CUDA counts the fastest first unless said otherwise: `1` may be another card there."""
+    """CUDA counts the fastest first by default, so `1` may be another card there."""
     nvml = fake_nvml(gpus=2)
     variables = {"CUDA_VISIBLE_DEVICES": "1"}
     assert discover("gpu", environ=variables).notes == ()

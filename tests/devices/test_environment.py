@@ -1,4 +1,4 @@
-"""What a child is started with."""
+"""The environment with which a child starts."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ FREE = Limit()
 
 
 def slice_of(index: int, limit: Limit = FREE) -> Device:
-    """A slice with one core and 4 GiB."""
+    """Return a slice with one core and 4 GiB."""
     return Device(f"cpu-{index}-of-2", index, "CPU", "cpu", 4 * GIB, (index,), limit)
 
 
 def gpu(index: int, limit: Limit = FREE) -> Device:
-    """A GPU of 80 GiB."""
+    """Return a GPU of 80 GiB."""
     return Device(f"GPU-{index:08x}", index, "H100", "gpu", 80 * GIB, (), limit)
 
 
@@ -103,7 +103,7 @@ def test_devices_that_one_process_cannot_hold_are_refused() -> None:
 
 
 def test_a_child_sees_no_devices_of_another_maker(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Neither one on slices nor one on another maker's cards."""
+    """Neither a child on slices nor one on another maker's cards."""
     monkeypatch.setitem(BACKENDS, "toy", "tests.devices.test_another_maker:ToyCards")
     for device in (slice_of(0), gpu(0)):
         assert child_environment([device], "torch").variables["TOY_VISIBLE"] == ""
@@ -122,7 +122,7 @@ def test_a_maker_that_holds_no_percentage_refuses_it(monkeypatch: pytest.MonkeyP
 
 
 def test_a_kind_that_this_evener_does_not_have_is_said_in_words() -> None:
-    """As in a journal of a newer one."""
+    """As in a journal of a newer version."""
     with pytest.raises(RequestError, match="no devices of the kind 'abacus'"):
         child_environment([Device("abacus-0", 0, "Abacus", "abacus", GIB)], "torch")
 
@@ -132,7 +132,7 @@ def test_a_simulated_device_needs_nothing() -> None:
 
 
 def test_a_capped_process_fails_to_allocate_and_lives_on() -> None:
-    """64 MiB fit into a cap of 256 MiB, 512 MiB end in a MemoryError that is caught."""
+    """64 MiB fit in a cap of 256 MiB; 512 MiB raise a MemoryError that is caught."""
     code = (
         "from evener.system.cores import cap_address_space\n"
         "cap_address_space(256 << 20)\n"
@@ -155,7 +155,9 @@ def test_a_capped_process_fails_to_allocate_and_lives_on() -> None:
 def test_a_limited_slice_ends_in_an_error_that_torch_raises(
     trainer_ranks: Callable[..., Any],
 ) -> None:
-    """Batches double until 256 MiB are full; torch says so, and a smaller batch runs afterwards."""
+    """Batches double until 256 MiB are full. PyTorch raises the error, and a smaller batch runs
+    afterwards.
+    """
     made = child_environment([slice_of(0, Limit(memory_bytes=256 << 20))], "torch")
     ((fitted, failed),) = trainer_ranks(
         "tests.support.limited_slice.grow", made.address_space_bytes

@@ -1,4 +1,6 @@
-"""The host line, process facts, samples/s from trainings, and the source over CPU slices."""
+"""The host line, facts about processes, samples/s from trainings, and the source over
+CPU slices.
+"""
 
 from __future__ import annotations
 
@@ -24,13 +26,13 @@ OTHER = Device("cpu-1-of-2", 1, "CPU", "cpu", 1 << 30, (1,))
 
 @pytest.fixture
 def sleeper() -> Iterator[subprocess.Popen[bytes]]:
-    """A child whose command holds control characters."""
+    """Yield a child whose command has control characters."""
     code = "import time; print('up', flush=True); time.sleep(60)"
     child = subprocess.Popen(
         [sys.executable, "-c", code, "\x1b[31mred\u202e"], stdout=subprocess.PIPE
     )
     assert child.stdout is not None
-    child.stdout.readline()  # before that it may hold next to no memory
+    child.stdout.readline()  # before that it may hold almost no memory
     yield child
     child.kill()
     child.communicate()
@@ -39,7 +41,7 @@ def sleeper() -> Iterator[subprocess.Popen[bytes]]:
 def training(
     rate: float, pid: int = 1, devices: tuple[LiveDevice, ...] = (), age: float = 0.0
 ) -> Training:
-    """A report, so old."""
+    """Return a report of this age."""
     return Training("torch", "w", rate, 5, time.time() - age, devices, pid=pid)
 
 
@@ -57,7 +59,7 @@ def test_process_facts_are_known_and_cannot_steer_a_terminal(
 ) -> None:
     book = ProcessTable()
     look = book.look(sleeper.pid)
-    assert look.cpu_percent is None  # the first look has nothing to compare with
+    assert look.cpu_percent is None  # the first reading has nothing to compare with
     assert (look.memory_bytes or 0) > 1 << 20
     assert look.command.endswith("[31mred")
     assert "sleep" in look.command
@@ -85,7 +87,7 @@ def test_text_is_cleaned_of_what_is_not_printed() -> None:
 def by_process(
     reports: list[Training], devices: list[Device], **pids: list[int]
 ) -> dict[tuple[int, str], float]:
-    """Rates without their ages; `pids` by device, `cpu_0` for cpu-0."""
+    """Return rates without their ages. `pids` is by device, with `cpu_0` for cpu-0."""
     seen = {name.replace("_", "-"): there for name, there in pids.items()}
     rates = TrainingRates(lambda: reports).by_process(devices, seen)
     return {key: rate for key, (rate, _) in rates.items()}
@@ -129,7 +131,7 @@ def test_a_training_that_names_no_device_counts_where_the_driver_sees_it() -> No
 
 
 def test_reports_name_the_devices_that_they_are_of() -> None:
-    """One on a device of another machine keeps the name it gives."""
+    """A report from a device of another machine keeps its name."""
     elsewhere = LiveDevice("elsewhere", -1, 9, 9.0)
     rates = TrainingRates(
         lambda: [training(30.0, 8, (LiveDevice("", 0, 20, 20.0), elsewhere)), training(5.0, 9)]
@@ -218,7 +220,7 @@ def test_rows_are_what_the_driver_sees_and_who_reports_itself(
 
 
 def test_a_process_on_two_devices_is_measured_once_a_tick() -> None:
-    """Its CPU share is the same in both rows: a second look right after the first would show
+    """Its CPU share is the same in both rows: a second reading right after the first would show
     nothing.
     """
     builder = SnapshotBuilder(TrainingRates(lambda: ()))
@@ -255,7 +257,7 @@ def test_slices_of_this_machine_are_sampled() -> None:
 
 
 def test_a_host_listens_where_the_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Where its name means its own loopback, as on Debian, it is the address of the way to them."""
+    """If its name means loopback, as on Debian, it is the address of the route to them."""
     named = {"big": "127.0.1.1", "small": "10.0.0.2", "127.0.0.2": "127.0.0.2"}
     ways = {"10.0.0.2": "10.0.0.1", "127.0.0.3": "127.0.0.1"}
     monkeypatch.setattr(

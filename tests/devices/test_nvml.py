@@ -1,4 +1,4 @@
-"""NVIDIA GPUs through a scripted driver: every metric, every failure, and the way back."""
+"""NVIDIA GPUs through a scripted driver: every metric, every failure, and recovery."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ GIB = 1 << 30
 
 
 class Rig:
-    """A source over a scripted driver, and the time that both go by."""
+    """A source over a scripted driver, and the clock of both."""
 
     def __init__(self, nvml: Any) -> None:
         self.nvml = nvml
@@ -43,7 +43,7 @@ class Rig:
 
 @pytest.fixture
 def rig(fake_nvml: Callable[..., Any]) -> Iterator[Rig]:
-    """Two GPUs."""
+    """Yield two GPUs."""
     made = Rig(fake_nvml(gpus=2))
     yield made
     made.nvml.release()
@@ -51,7 +51,7 @@ def rig(fake_nvml: Callable[..., Any]) -> Iterator[Rig]:
 
 
 def states(sample: DeviceSample) -> dict[str, State]:
-    """Every metric's state."""
+    """Return every metric's state."""
     return {
         name: reading.state
         for name in sample.__struct_fields__
@@ -62,7 +62,7 @@ def states(sample: DeviceSample) -> dict[str, State]:
 def test_every_metric_of_a_healthy_gpu_has_its_value(rig: Rig) -> None:
     rig.nvml.gpus[0].fan_percent = 30
     rig.nvml.gpus[0].throttled = {74: 0.25, 270: 0.1}
-    sample = rig.tick(times=11).devices[0]  # the energy counter is looked at every ten seconds
+    sample = rig.tick(times=11).devices[0]  # the energy counter is read every ten seconds
     expected = {
         "utilization_percent": 95,
         "sm_percent": 80,
@@ -100,8 +100,9 @@ def test_rates_need_a_second_look_and_are_never_a_false_zero(rig: Rig) -> None:
 
 
 def test_throttling_has_its_reasons_before_its_share(rig: Rig) -> None:
-    """`monitor --once` takes two samples, 0.12 s apart: too close for the share. That is neither
-    lost nor missing.
+    """`monitor --once` takes two samples, 0.12 s apart.
+
+    That is too short for the percentage, which is neither lost nor missing.
     """
     rig.nvml.gpus[1].event_reasons = 0x04
     rig.tick()
@@ -159,8 +160,8 @@ CALLS = {
 def test_one_failing_call_costs_its_metric_and_no_other(
     rig: Rig, call: str, code_name: str, state: State
 ) -> None:
-    """The metric says why it has no value; the rest is as before, and it comes back when the call
-    succeeds again.
+    """The metric says why it has no value. The rest is unchanged, and it returns when the call
+    succeeds.
     """
     rig.nvml.fail(call, getattr(rig.nvml, f"NVML_ERROR_{code_name}"), gpu=0)
     broken, healthy = rig.tick(times=3).devices
@@ -249,7 +250,7 @@ def test_a_gpu_lost_for_a_minute_is_looked_for_by_a_new_init(rig: Rig) -> None:
     assert rig.nvml.calls["nvmlInit"] == inits + 1
     healthy = rig.tick(10.0).devices[1]
     assert healthy.temperature_celsius.current == 40
-    assert healthy.energy_joules.current == 300 * (50 + 40 + 10)  # counted on across the new init
+    assert healthy.energy_joules.current == 300 * (50 + 40 + 10)  # continued after the new init
 
 
 def test_a_gpu_that_needs_a_reset_says_so(rig: Rig) -> None:
@@ -276,9 +277,7 @@ def test_the_driver_is_unloaded_and_loaded_again(rig: Rig) -> None:
 
 
 def test_a_driver_that_was_replaced_is_opened_again(rig: Rig) -> None:
-    """An update without a reboot: the library and the kernel disagree until the modules are loaded
-    anew.
-    """
+    """An update without a reboot: library and kernel disagree until the modules are reloaded."""
     rig.tick()
     rig.nvml.unload(rig.nvml.NVML_ERROR_LIB_RM_VERSION_MISMATCH)
     assert "different versions" in rig.tick(times=2).notes[0]
@@ -316,7 +315,7 @@ def test_a_driver_that_answers_unknown_error_to_everything_is_said(rig: Rig) -> 
 
 
 def type_of_process(rig: Rig) -> Any:
-    """The double's process record."""
+    """Return the process record of the test double."""
     import sys
 
     return sys.modules[type(rig.nvml).__module__].FakeProcess
@@ -464,7 +463,7 @@ def test_a_discovery_opens_only_its_own_gpus(fake_nvml: Callable[..., Any]) -> N
 
 
 def test_a_gpu_says_whether_it_has_hardware_for_bfloat16(fake_nvml: Callable[..., Any]) -> None:
-    """From compute capability 8.0 on; where the driver doesn't say, it isn't known."""
+    """From compute capability 8.0 on. If the driver doesn't report it, it is unknown."""
     nvml = fake_nvml(gpus=3)
     nvml.nvmlInit()
     nvml.gpus[1].capability = (7, 5)

@@ -1,5 +1,5 @@
-"""A driver's real answers, recorded on H200s, read again; nvidia-smi's rows of the same seconds
-bear witness.
+"""A driver's real answers, recorded on H200s, are read again and compared with
+nvidia-smi's rows.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from evener.devices.types import DeviceSample, Reading, Snapshot, State
 from tests.support.nvml_tape import NvmlPlayer, NvmlRecorder
 
 TAPE = Path(__file__).parents[1] / "recorded" / "h200x2-nvml.tape"
-LOADED = slice(14, 24)  # ticks, a second each, with matrix products on the second GPU all the while
+LOADED = slice(14, 24)  # ticks, a second each, with matrix products on the second GPU throughout
 MIB = 1 << 20
 
 
 def sampled(
     library: Any, clock: Callable[[], float], times: int, move: Callable[[int], None]
 ) -> list[Snapshot]:
-    """Looks at what a library tells, `move` getting the number of each before it."""
+    """Return readings of a library. `move` gets the number of each reading before it."""
     source = NvmlSource(library=library, builder=SnapshotBuilder(TrainingRates(lambda: ()), clock))
     found = []
     for look in range(times):
@@ -35,7 +35,7 @@ def sampled(
 
 
 def told_of(sample: DeviceSample, metric: str) -> tuple[State, float | None]:
-    """A metric's state and value, whatever its age."""
+    """Return a metric's state and value, whatever its age."""
     reading: Reading = getattr(sample, metric)
     return reading.state, reading.value
 
@@ -79,17 +79,17 @@ def test_what_is_no_tape_is_refused(tmp_path: Path) -> None:
 
 @pytest.fixture(scope="module")
 def tape() -> NvmlPlayer:
-    """Two H200: idle, then matrix products on the second, then idle again."""
+    """Return two H200s: idle, then matrix products on the second, then idle again."""
     return NvmlPlayer(TAPE)
 
 
 @pytest.fixture(scope="module")
 def seen(tape: NvmlPlayer) -> list[Snapshot]:
-    """What evener reads of the tape, at each of its ticks."""
+    """Return what evener reads from the tape at each of its ticks."""
     ticks = tape.header["ticks"]
 
     def wind(look: int) -> None:
-        tape.now = ticks[look] + 0.1  # the answers of a tick came in its first tenth
+        tape.now = ticks[look] + 0.1  # the answers of a tick arrived in its first tenth
 
     return sampled(tape, lambda: tape.now, len(ticks), wind)
 
@@ -124,7 +124,7 @@ def test_a_gpu_at_its_power_cap_is_shown_as_one(seen: list[Snapshot]) -> None:
 
 def test_energy_is_the_sum_of_the_power(seen: list[Snapshot]) -> None:
     """By two different counters of the driver: one of energy, one of mean power over a second."""
-    counted_at = 30  # the last tick at which the counter of energy was asked
+    counted_at = 30  # the last tick at which the energy counter was read
     for place in (0, 1):
         watts = [
             snapshot.devices[place].power_watts.value or 0.0
@@ -136,7 +136,7 @@ def test_energy_is_the_sum_of_the_power(seen: list[Snapshot]) -> None:
 
 
 def test_a_process_is_there_while_it_runs_and_on_its_gpus(seen: list[Snapshot]) -> None:
-    """It computed on the second; its library held memory on the first, too."""
+    """It computed on the second GPU; its library also held memory on the first."""
     for snapshot in (*seen[:11], *seen[27:]):
         assert snapshot.processes == ()
     for snapshot in seen[19:24]:

@@ -1,4 +1,4 @@
-"""The polling thread: its period, its history, and what it does when the source hangs or fails."""
+"""The polling thread: its period, its history, and its behaviour when the source hangs or fails."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ HOST = HostSample(
 
 
 def snapshot(celsius: float = 50.0) -> Snapshot:
-    """One device and one process."""
+    """Return one device and one process."""
     return Snapshot(
         at_seconds=time.time(),
         interval_seconds=1.0,
@@ -78,14 +78,14 @@ class Scripted:
 def sampling(
     source: Scripted, seconds: float, subscriber: Subscriber | None = None
 ) -> Iterator[Sampler]:
-    """A sampler that runs."""
+    """Yield a running sampler."""
     with closing(Sampler(source, seconds)) as sampler:
         sampler.start(subscriber)
         yield sampler
 
 
 def sampler_threads() -> list[threading.Thread]:
-    """Those that a sampler left running."""
+    """Return the threads that a sampler left running."""
     return [thread for thread in threading.enumerate() if thread.name.startswith("evener-sampler")]
 
 
@@ -102,7 +102,7 @@ def test_the_subscriber_gets_every_snapshot_and_the_source_is_closed_once() -> N
 
 
 def test_a_subscriber_that_comes_later_gets_what_follows() -> None:
-    """As the app does, which is imported while the first reading is taken."""
+    """As in the app, which is imported while the first reading is taken."""
     source, got = Scripted(), list[Snapshot]()
     with sampling(source, 0.1) as sampler:
         wait_for(lambda: sampler.latest() is not None)
@@ -113,12 +113,12 @@ def test_a_subscriber_that_comes_later_gets_what_follows() -> None:
 
 
 def test_the_period_is_kept_though_sampling_takes_time() -> None:
-    """A quarter of the period spent in the source doesn't stretch it: ticks stay on the grid."""
+    """A quarter of the period spent in the source doesn't prolong it: ticks stay on the grid."""
     source = Scripted(lambda _: time.sleep(0.05))
     with sampling(source, 0.2):
         wait_for(lambda: source.count >= 8)
     offsets = sorted((at - source.at[0]) / 0.2 % 1.0 for at in source.at)
-    # 25 ms a tick of drift would spread them evenly, past a period
+    # a drift of 25 ms per tick would spread them evenly, beyond a period
     assert offsets[len(offsets) // 2] < 0.5
     assert (source.at[7] - source.at[0]) / 0.2 >= 6.9
 
@@ -128,7 +128,7 @@ def test_ticks_that_a_slow_source_missed_are_left_out() -> None:
     with sampling(source, 0.2):
         wait_for(lambda: source.count >= 3)
     assert source.at[1] - source.at[0] >= 0.55
-    # on the grid at 0.6 and 0.8 s: nothing is made up for
+    # on the grid at 0.6 and 0.8 s: missed ticks aren't repeated
     assert source.at[2] - source.at[0] >= 0.75
 
 
@@ -238,7 +238,7 @@ def test_a_stale_snapshot_keeps_its_values_and_says_their_age() -> None:
 
 
 def test_a_history_forgets_what_nobody_reports_any_more() -> None:
-    """Its memory is flat once it is full, however many trainings come and go."""
+    """Its memory stays constant once it is full, however many trainings come and go."""
     history = History(10)
     for tick in range(200):
         device = Device(f"gpu-{tick // 40}", 0, "GPU", "gpu", None)

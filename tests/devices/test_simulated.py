@@ -1,4 +1,4 @@
-"""The simulated machines: their physics, their file and the catalogue's promises."""
+"""The simulated machines: their physics, their file format and the values in the catalogue."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ curve = {CURVE}
 
 
 def device(**changes: object) -> SimulatedDevice:
-    """A device with round numbers."""
+    """Return a device with round numbers."""
     keys: dict[str, object] = {
         "name": "A",
         "memory_mib": 1000.0,
@@ -50,7 +50,7 @@ def device(**changes: object) -> SimulatedDevice:
 
 
 def out_of_memory(machine: Machine, shares: tuple[int, ...]) -> tuple[int, ...]:
-    """Positions of the devices whose samples don't fit."""
+    """Return the positions of the devices whose samples don't fit."""
     sizes = [
         (machine.memory_bytes(i, share), machine.usable_memory_bytes(i))
         for i, share in enumerate(shares)
@@ -74,8 +74,9 @@ def test_the_seed_machine_runs_out_of_memory_where_the_author_did() -> None:
 
 
 def test_the_best_of_the_seed_machine_leaves_room_for_a_plan_within_tolerance() -> None:
-    """The best is at least 2170 samples/s, and the smallest batch within 2 % of it gives the Ti
-    0.58 to 0.62.
+    """The best is at least 2170 samples/s.
+
+    The smallest batch within 2 % of it gives the Ti 0.58 to 0.62.
     """
     machine = catalogue(SEED_MACHINE)
     grid = [
@@ -171,9 +172,7 @@ def test_a_bent_memory_line_replaces_the_straight_one() -> None:
 def test_a_step_takes_a_time_between_its_neighbours_and_does_not_fall_outside_the_curve(
     points: list[tuple[int, float]], batch: int
 ) -> None:
-    """Whatever the curve does: times may fall as the batch grows, and none ever extrapolates down
-    to nothing.
-    """
+    """Times may fall as the batch grows, and none is ever extrapolated down to nothing."""
     curve = tuple(sorted(points))
     seconds = device(curve=curve).seconds(batch) * 1000
     left = [ms for size, ms in curve if size <= batch][-1:]
@@ -190,8 +189,9 @@ def test_a_step_takes_a_time_between_its_neighbours_and_does_not_fall_outside_th
 def test_a_recorded_curve_that_falls_is_read_and_balanced(
     batch: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """128 rows in 7.39 ms and 256 in 7.08, as an H200 trained a GRU; two such cards beat one at 512
-    rows.
+    """128 rows in 7.39 ms and 256 in 7.08 ms, as an H200 trained a GRU.
+
+    Two such cards are faster than one at 512 rows.
     """
     path = tmp_path / "gru.toml"
     path.write_text(DEVICE.replace(CURVE, "[[64, 7.1], [128, 7.39], [256, 7.08], [512, 11.0]]") * 2)

@@ -1,4 +1,4 @@
-"""Packing and placing in the simulated machines' physics and in their file."""
+"""Packing and placing in the physics and the file of simulated machines."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ curve = [[10, 15.0], [20, 25.0]]
 
 
 def test_packing_multiplies_the_throughput_by_its_gain() -> None:
-    """Linear from one training to the first point and between points, flat beyond the last."""
+    """Linear from one training to the first point and between points, level beyond the last."""
     machine = parse_machine(FILE.encode())
     alone = machine.device_seconds(0, 10, False)
     for processes, gain in ((1, 1.0), (2, 1.6), (3, 1.8), (4, 2.0), (9, 2.0)):

@@ -1,4 +1,4 @@
-"""Readings of simulated devices follow the simulated load, and the seed."""
+"""Readings of simulated devices follow the simulated load and the seed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from evener.devices.types import DeviceSample, Reading
 
 
 class Run:
-    """A source and the time that it goes by."""
+    """A source and its clock."""
 
     def __init__(self, machine: Machine, seed: int = 0) -> None:
         self.now = 0.0
@@ -23,7 +23,7 @@ class Run:
         )
 
     def tick(self, times: int = 1) -> tuple[DeviceSample, ...]:
-        """Seconds pass."""
+        """Let seconds pass."""
         for _ in range(times):
             self.now += 1.0
             samples = self.source.sample().devices
@@ -31,7 +31,7 @@ class Run:
 
 
 def number(reading: Reading) -> float:
-    """A value that must be there."""
+    """Return a value, which must exist."""
     assert reading.current is not None
     return reading.current
 
@@ -57,7 +57,7 @@ def test_an_idle_card_is_cool_and_a_loaded_one_warms_up_to_its_load() -> None:
 
 
 def test_a_small_batch_looks_busy_at_half_the_power() -> None:
-    """What the seed's author saw: utilisation 96 % at half the throughput."""
+    """Utilisation was 96 % at half the throughput on real cards."""
     run = Run(catalogue(["gtx1080ti"]))
     run.source.set_load(0, 684.0, 64)
     (small,) = run.tick(60)
@@ -70,7 +70,7 @@ def test_a_small_batch_looks_busy_at_half_the_power() -> None:
 
 
 def test_work_between_two_readings_is_seen() -> None:
-    """A probe that has ended by the next reading has its part of it; the one after is idle."""
+    """A probe that has ended by the next reading is a part of it. The one after is idle."""
     run = Run(catalogue(["t4"]))
     run.tick()
     run.source.set_load(0, 900.0, 256)
@@ -84,7 +84,7 @@ def test_work_between_two_readings_is_seen() -> None:
 
 
 def test_a_device_that_trains_at_an_unknown_rate_is_busy() -> None:
-    """It goes at its own speed until the rate is known."""
+    """It trains at its own speed until the rate is known."""
     run = Run(catalogue(["t4"]))
     run.source.set_load(0, None, 256)
     (sample,) = run.tick()

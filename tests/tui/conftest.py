@@ -1,4 +1,4 @@
-"""Scripted devices, snapshots, feeds and sessions: what the screens are driven with."""
+"""Scripted devices, snapshots, samplers and sessions that drive the screens."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from evener.tui.base_app import BaseApp
 from tests.support import launched_plan
 
 GIB = 1024**3
-AT_SECONDS = 1_790_000_000.0  # a fixed moment, so that pictures don't change
+AT_SECONDS = 1_790_000_000.0  # a fixed time, so that pictures don't change
 
 
 class Script:
@@ -108,7 +108,7 @@ class Script:
 
 
 class ScriptedPublisher(Sampler):
-    """A publisher whose snapshots are pushed by the test."""
+    """A publisher whose snapshots the test pushes."""
 
     interval_seconds = 1.0
     state = ""
@@ -139,7 +139,7 @@ class ScriptedPublisher(Sampler):
 
 
 class ScriptedSession:
-    """Plays events; the last ones wait for `stop` where `hold` says so."""
+    """Plays events. With `hold`, the last ones wait for `stop`."""
 
     def __init__(self, events: Iterable[Event], hold: bool = False) -> None:
         self._events = list(events)
@@ -173,7 +173,7 @@ class ScriptedSession:
 
 
 class ScriptedSearches:
-    """Makes sessions that play these events, and keeps what was asked for."""
+    """Makes sessions that play these events, and records the requests."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events = tuple(events)
@@ -215,7 +215,7 @@ def _observed(
 
 
 def make_plan() -> plans.Plan:
-    """The plan of the scripted search."""
+    """Return the plan of the scripted search."""
     templates = (
         plans.Share("sim-0-gtx1080ti", 0, "GTX 1080 Ti", 0, 0.0),
         plans.Share("sim-1-gtx1080", 1, "GTX 1080", 0, 0.0),
@@ -249,7 +249,7 @@ def make_plan() -> plans.Plan:
 
 
 def make_events() -> list[Event]:
-    """A short search: solos, one out of memory, a split, the even split, the verdict."""
+    """Return a short search: solos, one out of memory, a split, the even split, the verdict."""
     split = _timed(layout_of((820, 568)), 2127.0, "split")
     best = Result(split.probe.layout, Interval(2127.0, 2118.0, 2136.0), 1)
     wall = OutOfMemory(Probe(solo(2, 0, 1310), Stage.SOLO, 10.0), (0,), "out of memory", 1.0)
@@ -270,8 +270,9 @@ def make_events() -> list[Event]:
 
 @pytest.fixture(autouse=True, scope="session")
 def shared_styles() -> Iterator[None]:
-    """Each style sheet is parsed once in this process, not once in each app: a sixth of an app's
-    start.
+    """Parse each style sheet once in this process instead of once per app.
+
+    That takes a sixth of an app's start.
     """
     parsed: dict[Any, Any] = {}
     parse = Stylesheet._parse_rules
@@ -289,49 +290,49 @@ def shared_styles() -> Iterator[None]:
 
 @pytest.fixture
 def script() -> type[Script]:
-    """Makers of scripted records."""
+    """Return the maker of scripted records."""
     return Script
 
 
 @pytest.fixture
 def events() -> list[Event]:
-    """The events of a short search over two devices."""
+    """Return the events of a short search over two devices."""
     return make_events()
 
 
 @pytest.fixture
 def plan() -> plans.Plan:
-    """A plan for two devices."""
+    """Return a plan for two devices."""
     return make_plan()
 
 
 @pytest.fixture
 def publisher_of() -> type[ScriptedPublisher]:
-    """Makes a feed of the snapshots it is given."""
+    """Return a maker of publishers with the given snapshots."""
     return ScriptedPublisher
 
 
 @pytest.fixture
 def session_of() -> type[ScriptedSession]:
-    """Makes a session that plays the events it is given."""
+    """Return a maker of sessions that play the given events."""
     return ScriptedSession
 
 
 @pytest.fixture
 def searches(events: list[Event]) -> ScriptedSearches:
-    """Makes sessions that play `events`."""
+    """Return a maker of sessions that play `events`."""
     return ScriptedSearches(events)
 
 
 @pytest.fixture
 def quick_replays(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The app replays a run in a second, not five."""
+    """Make the app replay a run in a second, not five."""
     monkeypatch.setattr(BaseApp.replay, "__defaults__", (40.0,))
 
 
 @pytest.fixture
 def app_of(monkeypatch: pytest.MonkeyPatch) -> Callable[..., EvenerApp]:
-    """Makes an app over scripted snapshots."""
+    """Return a maker of apps over scripted snapshots."""
     monkeypatch.delenv("NO_COLOR", raising=False)
 
     def make(*snapshots: Snapshot, **options: Any) -> EvenerApp:

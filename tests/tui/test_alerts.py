@@ -1,4 +1,4 @@
-"""An alert comes once, when something has lasted, and again after it ended."""
+"""An alert is raised once if a problem lasts, and again after it has ended."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tests.support.trainings import make_ranks
 
 
 def _watch(script: Any, seconds: int, sample: Any = None, reports: Any = ()) -> list[Alert]:
-    """The alerts of so many seconds in this state."""
+    """Return the alerts after some seconds in this state."""
     watch = AlertWatch(AlertRules())
     found: list[Alert] = []
     for second in range(seconds):

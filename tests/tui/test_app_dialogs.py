@@ -1,6 +1,4 @@
-"""What a person types or presses that nobody foresaw: odd paths, a workload without a name, keys in
-a hurry.
-"""
+"""Unusual input: odd paths, a workload without a name, keys pressed in a hurry."""
 
 from __future__ import annotations
 
@@ -30,12 +28,12 @@ NOBODY = "~nobody-of-that-name/plan.toml"
 
 
 def _words(app: Any, selector: str) -> str:
-    """The text without its line breaks."""
+    """Return the text without its line breaks."""
     return " ".join(text(app, selector).split())
 
 
 def _says(app: Any, reason: str) -> bool:
-    """True once the dialog says this."""
+    """Return True once the dialog shows this text."""
     return reason in _words(app, "#hint")
 
 
@@ -55,8 +53,8 @@ UNWRITABLE = {
 
 
 async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: Any) -> None:
-    """Nobody's home, a long name, no name, and a long path: each in the dialog, which stays
-    open.
+    """An unknown home, a long name, no name, and a long path: each error is in the dialog, which
+    stays open.
     """
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
@@ -73,7 +71,7 @@ async def test_a_path_that_cannot_be_written_is_said_whole(app_of: Any, plan: An
 
 @pytest.mark.parametrize("key", ["question_mark", "enter"], ids=("help", "details"))
 async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str) -> None:
-    """At the size that it opens at, and at those that its terminal is given then."""
+    """At the size at which it opens, and at sizes to which the terminal is changed."""
     app = app_of()
     async with app.run_test(size=(100, 30)) as pilot:
         await until(pilot, lambda: "GPU:0" in text(app, "#devices"), "the first snapshot")
@@ -93,9 +91,7 @@ async def test_no_word_of_a_dialog_is_under_its_scroll_bar(app_of: Any, key: str
 async def test_a_run_s_plan_is_exported_however_soon_it_is_asked_for(
     app_of: Any, tmp_path: Path
 ) -> None:
-    """Between the key that moves the cursor and the one that exports nothing needs to have been
-    drawn.
-    """
+    """Nothing needs to be drawn between the key that moves the cursor and the one that exports."""
     app = app_of()
     await asyncio.to_thread(make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -139,7 +135,7 @@ async def test_screens_can_be_opened_while_a_run_is_replayed(app_of: Any) -> Non
 
 
 async def test_a_replay_gives_way_to_the_form_and_not_to_a_search(app_of: Any) -> None:
-    """The next run takes the place of one that still plays; a search goes on."""
+    """The next run replaces a replay in progress; a search continues."""
     app = app_of()
     await asyncio.to_thread(make_runs, 2)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -159,8 +155,9 @@ async def test_a_replay_gives_way_to_the_form_and_not_to_a_search(app_of: Any) -
 async def test_a_typed_workload_runs_in_its_framework(
     app_of: Any, searches: Any, own_folder: Path
 ) -> None:
-    """Its name ticks it; the framework is the one that its file imports, or the one that the form
-    says.
+    """Typing its name ticks it.
+
+    The framework is the one that its file imports, or the one chosen in the form.
     """
     app = app_of(session_maker=searches)
     async with app.run_test(size=(120, 40)) as pilot:

@@ -1,4 +1,4 @@
-"""The form: its tasks and fields, and a start that fails; the help page, which has every key."""
+"""The form: its tasks and fields, and a start that fails. The help page lists every key."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def _has_focus(app: Any, field: str) -> bool:
 
 
 def test_a_complaint_is_in_the_form_s_words() -> None:
-    """Options are fields here, and the first of them is the one that is marked."""
+    """Options are named as fields, and the first of them is marked."""
     assert form_words("--max-global-batch 3 is below --multiple-of 4.") == (
         "max global batch 3 is below multiple of 4.",
         "max_global_batch",
@@ -66,7 +66,7 @@ def test_a_complaint_is_in_the_form_s_words() -> None:
 async def test_a_start_that_fails_stays_in_the_form(
     app_of: Any, fault: Exception, field: str, said: str
 ) -> None:
-    """With the field marked, its words, and the focus in it; nothing looks done."""
+    """The field is marked and focused, with the message. Nothing looks finished."""
 
     def fail(_request: Any) -> Any:
         raise fault
@@ -93,7 +93,7 @@ async def test_a_start_that_fails_stays_in_the_form(
 
 
 async def test_what_is_wrong_is_said_by_its_field_and_nothing_starts(app_of: Any) -> None:
-    """A number, no device, a workload of one's own that has no name."""
+    """A number, no device, a workload of the user's without a name."""
     app = app_of(session_maker=lambda _: pytest.fail("nothing may start"))
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
@@ -144,7 +144,7 @@ async def test_a_wrong_field_is_marked_until_the_form_is_right(
 
 
 async def test_keys_are_taken_in_the_order_in_which_they_were_pressed(app_of: Any) -> None:
-    """However fast: text after Ctrl-U stays, text after three Tabs is in the third field."""
+    """However fast: text after Ctrl-U stays, and text after three Tabs is in the third field."""
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await open_form(pilot)
@@ -206,7 +206,7 @@ async def test_efficiency_a_comparison_and_sharing_are_asked_for_in_the_form(
 
 
 def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
-    """Nobody has to read the code to find one."""
+    """Users find every key without reading the code."""
     names = {
         "question_mark": "?",
         "slash": "/",
@@ -249,7 +249,7 @@ def test_every_key_is_in_the_footer_or_on_the_help_page() -> None:
 async def test_a_function_of_this_folder_comes_first_and_one_key_starts_it(
     app_of: Any, searches: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Functions that build a model are found in files that import a framework, and in no others."""
+    """Functions that build a model are found only in files that import a framework."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "cnn.py").write_text(
         "import torch\ndef helper(x):\n    return x\ndef build():\n    return torch.zeros(1)\n"
@@ -276,7 +276,7 @@ async def test_a_function_of_this_folder_comes_first_and_one_key_starts_it(
 async def test_the_model_that_was_balanced_last_is_the_first(
     app_of: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As long as its file is there; what a person ticks meanwhile stays ticked."""
+    """As long as its file exists. What the user ticks meanwhile stays ticked."""
     script = tmp_path / "mine.py"
     script.write_text("import torch\ndef build():\n    return 1\ndef other():\n    return 2\n")
     last = RunSummary(
@@ -344,7 +344,7 @@ async def test_a_dry_run_that_fails_says_why_and_closes(
 
 
 async def test_the_four_fields_and_the_hint_fit_a_small_terminal(app_of: Any) -> None:
-    """The others are hidden until they are asked for, and the form scrolls then."""
+    """The others are hidden until they are opened; then the form scrolls."""
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:
         await open_form(pilot)
@@ -359,7 +359,7 @@ async def test_the_four_fields_and_the_hint_fit_a_small_terminal(app_of: Any) ->
 
 
 async def test_a_pasted_path_goes_into_its_field(app_of: Any, own_folder: Path) -> None:
-    """As one that a terminal brackets: what follows the first line isn't typed as keys."""
+    """As a bracketed paste: the lines after the first aren't typed as keys."""
     name = f"{'long_' * 30}model.py:build"
     app = app_of()
     async with app.run_test(size=(80, 24)) as pilot:

@@ -1,5 +1,5 @@
-"""A cluster in the app: hosts as groups that fold, one that is lost, processes that can't be
-reached from here.
+"""A cluster in the app: hosts as groups that fold, a lost host, processes that can't be signalled
+from here.
 """
 
 from __future__ import annotations
@@ -22,7 +22,9 @@ BIG, SMALL = "10.0.0.1", "10.0.0.2"
 
 
 def over_hosts(script: Any, *, lost: bool = False) -> Snapshot:
-    """Two devices on one host and one on another, which may be lost; a process on each host."""
+    """Return two devices on one host and one on another, which may be lost; a process on
+    each host.
+    """
     devices = [
         msgspec.structs.replace(script.device(index), host=host)
         for index, host in ((0, BIG), (1, BIG), (0, SMALL))

@@ -1,6 +1,4 @@
-"""The monitor's list of processes: marks, signals; and keys that are offered only where they
-work.
-"""
+"""The monitor's list of processes: marks, signals, and keys that are offered only if they work."""
 
 from __future__ import annotations
 
@@ -26,7 +24,7 @@ async def _ready(pilot: Pilot[Any]) -> ProcessPanel:
 
 
 def _keys(app: Any) -> dict[str, str]:
-    """The keys that the footer offers."""
+    """Return the keys that the footer offers."""
     return {
         active.binding.key: active.binding.description
         for active in app.screen.active_bindings.values()
@@ -35,7 +33,7 @@ def _keys(app: Any) -> dict[str, str]:
 
 
 async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, script: Any) -> None:
-    """As the children of probes, which come and go; K on it says that it has ended."""
+    """Children of probes come and go. The key K on it shows that it has ended."""
     snapshot = script.snapshot(processes=(script.process(71), script.process(72)))
     app = app_of(snapshot)
 
@@ -70,7 +68,7 @@ async def test_a_process_that_ended_keeps_its_row_for_a_moment(app_of: Any, scri
 async def test_marked_processes_get_one_signal(
     app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each once, also if it is on two devices; Escape removes the marks."""
+    """Each gets it once, also if it is on two devices. Escape removes the marks."""
     sent: list[tuple[int, str]] = []
     monkeypatch.setattr(
         "evener.tui.screens.dialogs.send_signal", lambda row, name: sent.append((row.pid, name))
@@ -94,7 +92,7 @@ async def test_marked_processes_get_one_signal(
 
 
 async def test_the_footer_names_what_a_key_does_now(app_of: Any, script: Any) -> None:
-    """p pauses or resumes; without processes, or under --readonly, no signal is offered."""
+    """p pauses or resumes. Without processes, or with --readonly, no signal is offered."""
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -112,7 +110,7 @@ async def test_the_footer_names_what_a_key_does_now(app_of: Any, script: Any) ->
 
 
 async def test_a_cursor_over_the_graphs_reads_out_a_moment(app_of: Any, script: Any) -> None:
-    """By arrows or a click; Escape takes it away before it ends a filter."""
+    """By arrows or a click. Escape hides it before it ends a filter."""
     app = app_of(script.snapshot())
     async with app.run_test(size=(200, 60)) as pilot:
         await _ready(pilot)
@@ -144,7 +142,7 @@ async def test_a_cursor_over_the_graphs_reads_out_a_moment(app_of: Any, script: 
 async def test_ctrl_c_quits_at_once_from_everywhere(
     app_of: Any, events: Any, session_of: Any, key: str
 ) -> None:
-    """While a search runs; also from the dialog that asks about it."""
+    """While a search runs, and also from the dialog that asks about it."""
     session = session_of(events, hold=True)
     app = app_of(session_maker=lambda _: session)
     async with app.run_test(size=(120, 40)) as pilot:

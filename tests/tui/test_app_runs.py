@@ -1,4 +1,4 @@
-"""The list of runs: continued, annotated, sorted, filtered, marked; tracebacks and reports by a
+"""The list of runs: continued, annotated, sorted, filtered and marked; tracebacks and reports by a
 key.
 """
 
@@ -50,7 +50,7 @@ async def _dialog(pilot: Pilot[Any], kind: type[Any]) -> None:
 
 
 async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any) -> None:
-    """What was measured is kept, and the Balance screen shows what is added."""
+    """Its measurements are kept, and the Balance screen shows the new ones."""
     await asyncio.to_thread(_search, devices=PAIR, budget_seconds=30.0)
     before = runs.list_runs()[0]
     app = app_of()
@@ -80,7 +80,7 @@ async def test_a_run_that_ended_is_continued_for_as_long_as_is_asked(app_of: Any
 async def test_a_run_that_cannot_go_on_says_so_and_loses_nothing(
     app_of: Any, events: Any, session_of: Any
 ) -> None:
-    """What the Balance screen showed stays there."""
+    """The Balance screen keeps its content."""
     await asyncio.to_thread(_search, devices=PAIR)
     faults: list[str] = []
 
@@ -103,7 +103,7 @@ async def test_a_run_that_cannot_go_on_says_so_and_loses_nothing(
 
 
 async def test_the_list_is_sorted_filtered_and_marked(app_of: Any) -> None:
-    """What is hidden is said in the heading, framed or not."""
+    """The heading counts the hidden rows, with or without a frame."""
     await asyncio.to_thread(_search, devices=PAIR)
     await asyncio.to_thread(_search, devices="sim:gtx1080", workload="keras_gru")
     app = app_of()
@@ -126,7 +126,7 @@ async def test_the_list_is_sorted_filtered_and_marked(app_of: Any) -> None:
 async def test_a_failed_run_says_why_and_shows_its_traceback_whole(
     app_of: Any, tmp_path: Path
 ) -> None:
-    """A key shows the file; the state is a word that a filter looks at."""
+    """A key shows the file. The state is a word that a filter finds."""
     run = "29991231-120000-aaaa"  # the newest
     await asyncio.to_thread(_search, devices="sim:gtx1080")
     kept = runs.list_runs()[0].run
@@ -154,7 +154,7 @@ async def test_a_failed_run_says_why_and_shows_its_traceback_whole(
 
 @pytest.mark.usefixtures("quick_replays")
 async def test_a_failed_run_is_replayed_as_one_that_failed(app_of: Any) -> None:
-    """Its traceback is a key away there too, and begins with the user's own code."""
+    """A key shows its traceback there too, beginning with the user's own code."""
     await asyncio.to_thread(_search, devices="sim:gtx1080")
     journal = runs.journal_path(runs.list_runs()[0].run)
     *entries, _ended = journal.read_text().splitlines()
@@ -200,7 +200,7 @@ async def test_a_report_is_written_from_the_list(app_of: Any, tmp_path: Path) ->
 
 @pytest.mark.usefixtures("quick_replays")
 async def test_a_read_only_app_starts_no_search_and_changes_no_run(app_of: Any) -> None:
-    """Runs can be looked at and replayed."""
+    """Runs can be read and replayed."""
     await asyncio.to_thread(_search, devices=PAIR)
     app = app_of(readonly=True)
     async with app.run_test(size=(120, 36)) as pilot:

@@ -44,7 +44,7 @@ async def test_a_screen_that_opens_without_the_focus_shows_its_keys(app_of: Any)
     app = app_of()
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
-        app.app_focus = False  # another window has it, as while a demo goes on
+        app.app_focus = False  # another window has the focus, as during a demo
         app.switch_mode("runs")
         await until(pilot, lambda: "q Quit" in text(app, "#keys"), "the keys")
 
@@ -256,9 +256,7 @@ async def test_a_search_from_form_to_exported_plan(
 async def test_a_search_shows_its_devices_is_paused_stopped_and_its_plan_kept(
     app_of: Any, events: Any, session_of: Any, script: Any
 ) -> None:
-    """Utilisation and temperature of each device stand beside what is measured on it, tick by
-    tick.
-    """
+    """Each device's utilisation and temperature are shown beside its measurement, tick by tick."""
     session = session_of(events, hold=True)
     app = app_of(session_maker=lambda _: session)
     async with app.run_test(size=(120, 40)) as pilot:
@@ -348,7 +346,7 @@ async def test_a_lost_device_and_no_driver_are_said_and_come_back(app_of: Any, s
 
 
 async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any) -> None:
-    """A resize storm down to one cell, on each screen, with ticks in between."""
+    """Many sizes in a row, down to one cell, on each screen, with ticks in between."""
     app = app_of(script.snapshot(16))
     async with app.run_test(size=(120, 40)) as pilot:
         await _ready(pilot)
@@ -362,7 +360,7 @@ async def test_any_size_of_terminal_is_borne(app_of: Any, script: Any) -> None:
 
 
 async def test_ascii_draws_nothing_else(app_of: Any) -> None:
-    """On every screen, with a bar that scrolls, a message, and the palette."""
+    """On every screen, with a scroll bar, a message, and the palette."""
     app = app_of(ascii=True)
     async with app.run_test(size=(80, 24)) as pilot:
         await _ready(pilot)
@@ -376,15 +374,15 @@ async def test_ascii_draws_nothing_else(app_of: Any) -> None:
 
 
 def _check_ascii(app: Any, where: str) -> None:
-    """Everything that is drawn now is ASCII."""
+    """Check that everything drawn now is ASCII."""
     strips = app.screen._compositor.render_strips()
     beyond = {sign for strip in strips for sign in strip.text if not sign.isascii()}
     assert not beyond, f"{where} draws {beyond}"
 
 
 async def test_the_form_says_what_its_fields_mean(app_of: Any) -> None:
-    """The row or field in focus is explained in full, and a complaint stays until the form is sent
-    again.
+    """The focused row or field is explained in full. An error stays until the form is
+    sent again.
     """
     app = app_of()
     async with app.run_test(size=(80, 20)) as pilot:

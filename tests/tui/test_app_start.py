@@ -1,4 +1,4 @@
-"""How the app comes up: the same on every Python, though from 3.12 on Textual runs new tasks at
+"""The app starts in the same way on every Python, though from 3.12 on Textual runs new tasks at
 once.
 """
 
@@ -13,8 +13,8 @@ from evener.tui.screens.monitor import MonitorScreen
 
 
 async def test_a_screen_is_made_only_when_another_is_on_the_stack(app_of: Any) -> None:
-    """A new screen's widgets may ask for the app's screen while they are mounted, before it is on
-    the stack itself.
+    """Widgets of a new screen may need the app's screen while they are mounted, before theirs is on
+    the stack.
     """
     app = app_of()
     there: list[int] = []

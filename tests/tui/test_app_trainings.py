@@ -1,4 +1,4 @@
-"""The Trainings screen: who waits for whom, kept apart for each training, live, paused and
+"""The Trainings screen: which rank waits for which, for each training, live, paused and
 replayed.
 """
 
@@ -115,7 +115,7 @@ def test_text_and_json_have_the_trainings(script: Any) -> None:
 async def test_a_rank_that_is_held_up_for_150_ms_is_seen_in_json_and_in_the_app(
     app_of: Any, trainer_ranks: Callable[..., list[Any]]
 ) -> None:
-    """Two ranks of real PyTorch: the one works for 150 ms longer, the other waits as long."""
+    """Two ranks of real PyTorch: one works for 150 ms longer, the other waits as long."""
     said, _ = trainer_ranks("tests.support.torch_slow_rank.watched", 0.15, world=2)
     (training,) = json.loads(said["json"])["trainings"]
     quick, slow = training["ranks"]

@@ -1,5 +1,6 @@
-"""Pictures of the Balance screen at three sizes: the form, a search that is going on, its result;
-drawn only with the versions that they were made with.
+"""Pictures of the Balance screen at three sizes: the form, a running search, its result.
+
+They are compared only with the library versions with which they were made.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ NAMES = ["80x24", "120x40", "200x60"]
 
 @pytest.fixture(autouse=True)
 def _one_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """One time zone, and a folder with one model."""
+    """Set one time zone, and a folder with one model."""
     monkeypatch.setattr(time, "localtime", time.gmtime)
     monkeypatch.setenv("TZ", "UTC")
     monkeypatch.chdir(tmp_path)
@@ -33,7 +34,7 @@ def _one_clock(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
 
 
 def _with_verdict(events: Sequence[Event]) -> list[Event]:
-    """The scripted search, whose end has a verdict with fields."""
+    """Return the scripted search, whose end has a verdict with fields."""
     labels = ("SIM:0", "SIM:1")
     even = Rival(
         "equal_shares", "even split", labels, (710, 710), 1420, MeasuredRate(1801, 1792, 1810), 0.18

@@ -1,5 +1,5 @@
-"""`evener --web`: the app in a browser, for this machine's own user, through the printed address
-alone.
+"""`evener --web`: the app in a browser, only for this machine's user and through the printed
+address.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ COMMAND = [sys.executable, "-m", "evener", "--web", "--devices", "sim:gtx1080ti,
 
 
 class Served:
-    """`evener --web` in a process of its own."""
+    """`evener --web` in its own process."""
 
     def __init__(self, *options: str) -> None:
         self.process = subprocess.Popen(
@@ -48,11 +48,11 @@ class Served:
         self.root = urlsplit(self.url).path
 
     def visitors(self) -> list[psutil.Process]:
-        """The processes that draw for visitors."""
+        """Return the processes that draw for visitors."""
         return [each for each in psutil.Process(self.process.pid).children() if _lives(each)]
 
     def ask(self, path: str, **headers: str) -> int:
-        """The status of an answer."""
+        """Return the status of a response."""
         connection = http.client.HTTPConnection("127.0.0.1", self.port, timeout=60)
         connection.request("GET", path, headers=headers)
         status = connection.getresponse().status
@@ -60,15 +60,15 @@ class Served:
         return status
 
     def end(self) -> int:
-        """End it, and its exit code."""
-        self.process.send_signal(signal.SIGTERM)  # does nothing to a process that has ended
+        """End the server and return its exit code."""
+        self.process.send_signal(signal.SIGTERM)  # does nothing to a process that has exited
         self.process.communicate(timeout=60)
         return self.process.returncode
 
 
 @pytest.fixture(scope="module")
 def served() -> Iterator[Served]:
-    """One server for all tests that don't end it."""
+    """Yield one server for all tests that don't end it."""
     started = Served()
     yield started
     started.end()
@@ -81,10 +81,10 @@ def _lives(process: psutil.Process) -> bool:
 
 
 def _drawn(browser: Chromium) -> str:
-    """What the app has written to the terminal of the newest tab, without colours and moves of the
-    cursor.
+    """Return what the app has written to the terminal of the newest tab, without escape
+    sequences.
     """
-    browser.evaluate("0")  # takes in what has come
+    browser.evaluate("0")  # reads what has arrived
     frames = [
         event["params"]["response"]["payloadData"]
         for event in browser.events
@@ -250,7 +250,7 @@ def test_a_devices_text_can_start_no_other_command() -> None:
 
 
 def test_connections_that_say_nothing_keep_nobody_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Few at once, and not for long, however slowly they send a byte; who has asked for the page
+    """Few at once and not for long, however slowly they send. A connection that requested the page
     stays.
     """
     from evener.tui.serve import browser
@@ -296,15 +296,13 @@ async def _connect(port: int) -> Connection:
 
 
 async def _count_closed(connections: Sequence[Connection]) -> int:
-    """The connections, once the server has closed them."""
+    """Return the number of connections that the server has closed."""
     await asyncio.gather(*(reader.read() for reader, _ in connections))
     return len(connections)
 
 
 async def _drip(connection: Connection) -> None:
-    """Send the bytes of a request one after the other, until the server has closed the
-    connection.
-    """
+    """Send the bytes of a request one by one until the server has closed the connection."""
     reader, writer = connection
     with suppress(ConnectionError):
         writer.write(b"GET / HTTP/1.1\r\nX-Slow: ")
@@ -315,7 +313,7 @@ async def _drip(connection: Connection) -> None:
 
 
 async def _ask_page(connection: Connection, token: str) -> bytes:
-    """The first line of the answer, which is read to the end of its headers and its body."""
+    """Return the first line of the response, after reading its headers and body."""
     reader, writer = connection
     port = writer.get_extra_info("peername")[1]
     writer.write(f"GET /{token}/ HTTP/1.1\r\nHost: 127.0.0.1:{port}\r\n\r\n".encode())

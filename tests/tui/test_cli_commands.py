@@ -1,4 +1,4 @@
-"""Commands as a user runs them, on simulated devices: their answers, exit codes and errors."""
+"""Commands as a user runs them, on simulated devices: their output, exit codes and errors."""
 
 from __future__ import annotations
 
@@ -45,15 +45,13 @@ curve = [[64, 300.0], [512, 2000.0]]
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    """A command's exit code and its JSON answer."""
+    """Return a command's exit code and its JSON output."""
     code = run(list(arguments))
     return code, json.loads(capsys.readouterr().out)
 
 
 def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -> None:
-    """At least 2120 samples/s by the machine's own physics, the Ti with 0.58 to 0.62, in few
-    probes.
-    """
+    """At least 2120 samples/s by the machine's physics, 0.58 to 0.62 for the Ti, in few probes."""
     code, answer = ask(capsys, "balance", "--devices", PAIR, "--json")
     assert code == 0
     batches = [share["batch"] for share in answer["layout"]["share"]]
@@ -73,8 +71,9 @@ def test_the_seed_s_two_cards_are_balanced(capsys: pytest.CaptureFixture[str]) -
 def test_one_device_wins_where_keeping_in_step_costs_too_much(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The plan is solo, and the sentence says why; without passes, as a larger batch costs less of
-    it.
+    """The plan is solo, and the sentence says why.
+
+    Passes are off, because a larger batch would reduce the cost.
     """
     machine = tmp_path / "machine.toml"
     machine.write_text(ALONE)
@@ -97,7 +96,7 @@ def test_the_same_seed_gives_the_same_plan(capsys: pytest.CaptureFixture[str]) -
 def test_an_exported_plan_survives_a_round_trip(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """--export, `evener export` and load_plan agree to the byte, in TOML and in JSON."""
+    """--export, `evener export` and load_plan give the same bytes, in TOML and in JSON."""
     plan = tmp_path / "plan.toml"
     assert run(["balance", "--devices", PAIR, "--export", str(plan)]) == 0
     assert to_toml(load_plan(plan)) == plan.read_bytes()
@@ -110,7 +109,7 @@ def test_an_exported_plan_survives_a_round_trip(
 
 
 def test_runs_are_listed_shown_and_deleted(capsys: pytest.CaptureFixture[str]) -> None:
-    """A run can be found again by its id, the start of it, or `last`."""
+    """A run is found by its id, a prefix of it, or `last`."""
     assert run(["balance", "--devices", PAIR]) == 0
     capsys.readouterr()
     code, listing = ask(capsys, "runs", "--json")
@@ -129,7 +128,7 @@ def test_runs_are_listed_shown_and_deleted(capsys: pytest.CaptureFixture[str]) -
 
 
 def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """On standard output, with what to do next; progress is on standard error."""
+    """On standard output, with the next steps. Progress is on standard error."""
     assert run(["balance", "--devices", PAIR]) == 0
     output = capsys.readouterr()
     lines = output.out.splitlines()
@@ -144,8 +143,9 @@ def test_the_table_ends_in_a_verdict(capsys: pytest.CaptureFixture[str]) -> None
 
 
 def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """A table of every device and of all of them; progress goes to stderr, and no simulated device
-    is called a GPU.
+    """A table of every device and of all devices. Progress goes to stderr.
+
+    No simulated device is called a GPU.
     """
     assert (
         run(
@@ -194,7 +194,7 @@ def test_a_probe_names_the_devices_and_each_run(capsys: pytest.CaptureFixture[st
 def test_batches_are_listed_with_or_without_commas(
     batches: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """As --devices takes its own."""
+    """Like the values of --devices."""
     option = [f"--batches{batches[0]}"] if batches[0].startswith("=") else ["--batches", *batches]
     code, answer = ask(capsys, "probe", "--devices", PAIR, *option, "--repeat", "1", "--json")
     assert (code, answer["batches"]) == (0, [178, 122])
@@ -222,8 +222,8 @@ def test_a_probe_takes_passes_of_ones_own_choice(capsys: pytest.CaptureFixture[s
 def test_one_output_has_one_error_of_a_figure(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """The table, the verdict, the warning and the measurement's own line agree, however wide the
-    interval is.
+    """The table, the verdict, the warning and the measurement's line agree for any width of the
+    interval.
     """
     machine = tmp_path / "noisy.toml"
     machine.write_text(
@@ -257,7 +257,7 @@ def test_one_output_has_one_error_of_a_figure(
 
 
 def test_a_request_that_cannot_be_met_leaves_no_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """One sample for two devices: refused, and nothing stands in the list."""
+    """One sample for two devices is refused, and the list is empty."""
     assert run(["balance", "--devices", PAIR, "--global-batch", "1"]) == 2
     capsys.readouterr()
     assert ask(capsys, "runs", "--json") == (0, {"runs": []})
@@ -275,7 +275,7 @@ def test_a_request_that_cannot_be_met_leaves_no_run(capsys: pytest.CaptureFixtur
 def test_resuming_with_another_request_is_refused(
     capsys: pytest.CaptureFixture[str], arguments: list[str], option: str
 ) -> None:
-    """What was measured would not fit it; the same options again, and a new budget, are fine."""
+    """The earlier measurements wouldn't fit it. The same options and a new budget are fine."""
     assert run(["balance", "--devices", PAIR]) == 0
     capsys.readouterr()
     assert run(["balance", "--resume", "last", *arguments]) == 2
@@ -287,7 +287,7 @@ def test_resuming_with_another_request_is_refused(
 def test_a_format_that_the_file_s_name_denies_is_refused(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """A TOML plan called plan.json could never be read again; --format is for standard output."""
+    """A TOML plan called plan.json could never be read. --format is for standard output."""
     assert run(["balance", "--devices", PAIR]) == 0
     assert run(["export", "last", "-o", "plan.json", "--format", "toml"]) == 2
     assert not (tmp_path / "plan.json").exists()
@@ -300,7 +300,7 @@ C_LOCALE = {"LC_ALL": "C", "PYTHONUTF8": "0", "PYTHONCOERCECLOCALE": "0", "PYTHO
 
 @pytest.mark.parametrize("encoding", ["ascii", "latin-1", "utf-8", "C"])
 def test_a_terminal_that_knows_fewer_signs_gets_near_ones(encoding: str, tmp_path: Path) -> None:
-    """No command ends because the locale has no plus-minus sign."""
+    """No command fails because the locale has no plus-minus sign."""
     locale = C_LOCALE if encoding == "C" else {"PYTHONIOENCODING": encoding}
     encoding = encoding.replace("C", "ascii")
     environment = {**os.environ, **locale, "XDG_STATE_HOME": str(tmp_path / "state")}
@@ -323,7 +323,7 @@ def test_a_terminal_that_knows_fewer_signs_gets_near_ones(encoding: str, tmp_pat
 def test_only_a_terminal_that_can_gets_the_app(
     monkeypatch: pytest.MonkeyPatch, terminal: str | None, screens: bool
 ) -> None:
-    """A shell within an editor calls itself dumb, and would show the drawing as signs."""
+    """A shell within an editor has TERM=dumb, and would show the drawing as text."""
     monkeypatch.setattr("sys.stdin.isatty", lambda: True)
     monkeypatch.setattr("sys.stdout.isatty", lambda: True)
     monkeypatch.delenv("TERM", raising=False)
@@ -333,7 +333,7 @@ def test_only_a_terminal_that_can_gets_the_app(
 
 
 def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[str]) -> None:
-    """`--ascii` holds without the app too."""
+    """`--ascii` also works without the app."""
     assert run(["monitor", "--once", "--ascii", "--devices", PAIR]) == 0
     assert capsys.readouterr().out.isascii()
 
@@ -348,8 +348,9 @@ def test_the_monitor_draws_plain_ascii_when_asked(capsys: pytest.CaptureFixture[
 def test_a_probe_of_so_many_steps_says_steps_and_memory(
     where: tuple[str, ...], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Each run times that many steps; its JSON tells them, each device's peak of memory, and what
-    is doubtful.
+    """Each run times that many steps.
+
+    Its JSON has them, each device's peak memory, and the doubts.
     """
     code, answer = ask(
         capsys,
@@ -377,7 +378,7 @@ def test_a_probe_of_so_many_steps_says_steps_and_memory(
 
 
 def test_a_probe_lasts_all_its_seconds(capsys: pytest.CaptureFixture[str]) -> None:
-    """On simulated devices, whose step is known after two or three seconds, ten are ten."""
+    """Simulated steps are known after two or three seconds, but ten requested seconds are ten."""
     code, answer = ask(
         capsys, "probe", "--devices", PAIR, "--batches", "64", "--repeat", "1", "--json"
     )
@@ -389,7 +390,7 @@ def test_a_probe_lasts_all_its_seconds(capsys: pytest.CaptureFixture[str]) -> No
 def test_a_probe_with_too_large_a_batch_ends_with_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Out of memory, however long the run was to be."""
+    """Out of memory, however long the run should be."""
     assert run(["probe", "--devices", PAIR, "--batches", "64", "9000", "--steps", "10"]) == 1
     assert "Out of memory" in capsys.readouterr().err
 
@@ -397,7 +398,7 @@ def test_a_probe_with_too_large_a_batch_ends_with_one_sentence(
 def test_a_probe_without_gpus_takes_as_many_devices_as_batches(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Two batches are for the first two devices, each with its own; one is for the first."""
+    """Two batches are for the first two devices, one is for the first."""
     chosen = "sim:gtx1080ti,gtx1080,gtx1080"
     assert ask(
         capsys, "probe", "--devices", chosen, "--batches", "820", "568", "--repeat", "1", "--json"
@@ -468,7 +469,7 @@ def test_a_probe_without_gpus_takes_as_many_devices_as_batches(
 def test_bad_input_is_one_sentence(
     arguments: list[str], code: int, word: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The thing is named, a remedy is given, the exit code is the documented one, and nothing is a
+    """It names the cause and a remedy. The exit code is as documented, and nothing is a
     traceback.
     """
     assert run(arguments) == code
@@ -492,7 +493,7 @@ def test_errors_are_json_too(capsys: pytest.CaptureFixture[str]) -> None:
 def test_a_read_only_folder_is_found_before_the_probing(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Minutes of probing are not lost to a folder that can't be written."""
+    """Minutes of measuring aren't lost to a folder that can't be written."""
     folder = tmp_path / "locked"
     folder.mkdir(mode=0o500)
     assert run(["balance", "--devices", PAIR, "--export", str(folder / "plan.toml")]) == 2
@@ -500,7 +501,7 @@ def test_a_read_only_folder_is_found_before_the_probing(
 
 
 def test_devices_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
-    """In the order that shares will have, with their limits."""
+    """In the order of the shares, with their limits."""
     code, answer = ask(capsys, "devices", "--devices", "sim:gtx1080ti,gtx1080@60%", "--json")
     assert code == 0
     assert [device["label"] for device in answer["devices"]] == ["SIM:0", "SIM:1"]

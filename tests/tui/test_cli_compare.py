@@ -58,13 +58,13 @@ QUICK = (
 
 
 def machine(sync: float = 22.0, gain: str = FLAT) -> str:
-    """The `--devices` of a machine file in the test's folder."""
+    """Return `--devices` for a machine file in the test's folder."""
     Path("m.toml").write_text(MACHINE.format(sync=sync, gain=gain))
     return "sim:m.toml"
 
 
 def ask(capsys: pytest.CaptureFixture[str], *arguments: str) -> tuple[int, Any]:
-    """A command's exit code and its JSON answer."""
+    """Return a command's exit code and its JSON output."""
     code = run(["compare", *arguments, "--json"])
     return code, json.loads(capsys.readouterr().out)
 
@@ -172,7 +172,7 @@ def test_bad_input_is_one_sentence_with_what_is_possible(
 
 
 def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFixture[str]) -> None:
-    """One device: splitting and placing are left out in words."""
+    """With one device, splitting and placing are left out, with a message."""
     Path("one.toml").write_text(
         MACHINE.format(sync=1.0, gain=FLAT).split('[[device]]\nname = "Card B"')[0]
     )
@@ -189,7 +189,9 @@ def test_what_can_not_be_had_is_said_and_the_others_run(capsys: pytest.CaptureFi
 @pytest.mark.slow
 @pytest.mark.usefixtures("quick_probes")
 def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) -> None:
-    """The synthetic workload spins the CPU: two trainings on one slice can't be faster together."""
+    """The synthetic workload spins the CPU, so two trainings on one slice can't be
+    faster together.
+    """
     code, answer = ask(
         capsys, "-d", "cpu/2", *QUICK, "--layouts", "solo,even,pack", "--budget", "14s"
     )
@@ -206,7 +208,7 @@ def test_real_children_are_packed_and_split(capsys: pytest.CaptureFixture[str]) 
 @two_cores
 @pytest.mark.slow
 def test_an_interrupt_leaves_no_child() -> None:
-    """While packing; the plan so far is still printed."""
+    """While packing. The plan so far is still printed."""
     command = [*QUICK_EVENER, "compare", "-d", "cpu/2", *QUICK, "--layouts", "solo,pack", "--json"]
     process = subprocess.Popen(
         [*command, "--budget", "20s"],

@@ -1,5 +1,5 @@
-"""What --help and `evener help` say; the scripts of docs/your_model.md and help are pasted and
-run.
+"""--help and `evener help`; the scripts in docs/your_model.md and in the help are pasted
+and run.
 """
 
 from __future__ import annotations
@@ -35,8 +35,9 @@ def _printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
 def test_options_stand_in_groups_and_workloads_are_named(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """What, which batches, how long, where: in this order; the names and the default of --workload
-    are there.
+    """In order: what, which batches, how long, where.
+
+    The workloads' names and the default of --workload are listed.
     """
     text = _printed(capsys, command, "--help")
     groups = [
@@ -51,8 +52,9 @@ def test_options_stand_in_groups_and_workloads_are_named(
 
 
 def test_help_takes_a_topic_or_a_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """`help workload` explains build(); `help balance` is `balance --help`; another word is an
-    error. Alone it names its topics.
+    """`help workload` explains build(); `help balance` is `balance --help`.
+
+    Another word is an error. Without a topic, it lists the topics.
     """
     text = _printed(capsys, "help", "workload")
     assert text == " ".join(workload_help().split())
@@ -67,7 +69,7 @@ def test_help_takes_a_topic_or_a_command(capsys: pytest.CaptureFixture[str]) -> 
 
 
 def test_the_page_has_the_scripts_of_help() -> None:
-    """One for each framework, letter by letter."""
+    """One for each framework, character by character."""
     assert dict(SCRIPTS) == {"train_keras.py": KERAS_EXAMPLE, "train_torch.py": TORCH_EXAMPLE}
 
 
@@ -78,10 +80,10 @@ def test_the_page_has_the_scripts_of_help() -> None:
 def test_a_pasted_script_is_measured_and_trains(
     name: str, script: str, request: pytest.FixtureRequest, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """By its file alone: the framework is the one that it imports. Its plan, for one device, runs
-    without a launch.
+    """The file alone suffices: the framework is the one that it imports.
 
-    With one device and one batch there is one measurement to make.
+    Its plan, for one device, runs without a launcher. With one device and one batch, there is one
+    measurement.
     """
     framework, ranks, train = {
         "train_keras.py": ("tensorflow", "keras_ranks", "run_script"),
@@ -108,7 +110,7 @@ def test_a_pasted_script_is_measured_and_trains(
 
 
 def test_a_shell_completes_commands_and_options() -> None:
-    """By the script that --install-completion adds to it."""
+    """With the script that --install-completion adds."""
     environment = {**os.environ, "_EVENER_COMPLETE": "complete_bash"}
     for words, place, wanted in (
         ("evener ba", 1, "balance"),

@@ -1,5 +1,5 @@
-"""Odd things asked of commands: names given twice, folders and disks that take nothing, runs that
-came to nothing.
+"""Odd requests: names given twice, folders and disks that can't be written, runs without
+a result.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def _last_run(capsys: pytest.CaptureFixture[str]) -> str:
 def test_a_target_that_cannot_be_looked_at_is_one_sentence(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """Before the probing, not by a traceback nor after minutes of it."""
+    """Before probing, without a traceback and not after minutes of measuring."""
     assert run(["balance", "--devices", PAIR, "--export", f"{'x' * 300}.toml"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
     assert "File name too long" in line
@@ -77,7 +77,7 @@ def test_a_target_in_a_folder_of_somebody_else_is_one_sentence(tmp_path: Path) -
 @pytest.mark.skipif(not FULL.exists(), reason="no such device here")
 @pytest.mark.parametrize("more", [(), ("--json",)], ids=("words", "json"))
 def test_a_full_disk_is_reported(more: tuple[str, ...]) -> None:
-    """An answer that was lost is not passed over as if its reader had left."""
+    """Lost output isn't treated as if its reader had exited."""
     with FULL.open("w") as stream:
         command = [sys.executable, "-m", "evener", "devices", "-d", PAIR, *more]
         done = subprocess.run(command, stdout=stream, stderr=subprocess.PIPE, text=True, timeout=60)
@@ -87,7 +87,7 @@ def test_a_full_disk_is_reported(more: tuple[str, ...]) -> None:
 
 
 def test_a_run_that_is_named_twice_is_deleted_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """Without an error for the second time."""
+    """The second time isn't an error."""
     assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0
     name = _last_run(capsys)
     assert run(["runs", "delete", "last", name, "--yes"]) == 0
@@ -111,7 +111,7 @@ def test_a_run_without_a_plan_does_not_claim_that_nothing_ran(
 
 
 def test_a_probe_names_the_device_whose_memory_ended(capsys: pytest.CaptureFixture[str]) -> None:
-    """And not those where the batch fits."""
+    """Not the devices on which the batch fits."""
     assert run(["probe", "--devices", PAIR, "--batches", "64", "9000", "--steps", "10"]) == 1
     assert "Out of memory on SIM:1: " in capsys.readouterr().err
 
@@ -132,7 +132,7 @@ def test_the_doctor_tells_of_a_runs_folder_that_cannot_be(
 def test_the_doctor_names_missing_extras_and_the_line_that_adds_them(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """A missing app is a note; each extra is one of pyproject.toml's."""
+    """A missing app is a note. Each extra is in pyproject.toml."""
     there = importlib.util.find_spec
     monkeypatch.setattr("evener.balancer.diagnostics._QUERIES", {})
     monkeypatch.setattr(
@@ -152,7 +152,7 @@ def test_the_doctor_names_missing_extras_and_the_line_that_adds_them(
 def test_the_doctor_fails_only_if_balance_can_not_run(
     level: Level, code: int, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With the exit code for what can't be measured, and a last line that says so."""
+    """The exit code and the last line say so."""
     checks = (Check("python", "ok", "3.12"), Check("torch", level, "seen", "Do it."))
     monkeypatch.setattr("evener.tui.cli.machine.check_machine", lambda: checks)
     assert run(["doctor", "--devices", "sim:gtx1080ti,gtx1080"]) == code
@@ -200,7 +200,7 @@ def test_links_are_of_the_real_devices_of_one_machine(
 
 
 def test_a_probe_refuses_devices_of_another_session(capsys: pytest.CaptureFixture[str]) -> None:
-    """Both figures would be wrong; with --share that is accepted."""
+    """Both results would be wrong. With --share it is allowed."""
     probe = [
         "probe",
         "--devices",
@@ -227,7 +227,7 @@ def test_a_probe_refuses_devices_of_another_session(capsys: pytest.CaptureFixtur
 def test_a_probe_that_is_interrupted_still_answers(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With --json every outcome is one object: here the runs that were done."""
+    """With --json every outcome is one object: here the completed runs."""
     runs = trials._runs
 
     def interrupted(*arguments: Any) -> Any:
@@ -245,7 +245,7 @@ def test_a_probe_that_is_interrupted_still_answers(
 def test_a_run_that_was_cut_off_is_reported_with_the_plan_that_is_exported(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
-    """Neither needs it to be gone on with first."""
+    """Neither requires that it is resumed first."""
     assert run(["balance", "--devices", PAIR]) == 0
     name = _last_run(capsys)
     journal = journal_path(name)
@@ -264,7 +264,7 @@ def test_a_run_that_was_cut_off_is_reported_with_the_plan_that_is_exported(
 def test_an_option_before_a_command_that_takes_no_notice_of_it_is_refused(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Else other devices than those that were named would be measured."""
+    """Otherwise other devices than the named ones would be measured."""
     assert run([*option, "devices"]) == 2
     printed = capsys.readouterr()
     assert printed.out == ""
@@ -275,8 +275,9 @@ def test_an_option_before_a_command_that_takes_no_notice_of_it_is_refused(
 def test_a_theme_is_checked_where_nothing_is_drawn_too(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In a pipe, a wrong word is as wrong as on a terminal; both commands that open the app have
-    the option.
+    """In a pipe, an unknown theme is as wrong as on a terminal.
+
+    Both commands that open the app have the option.
     """
     assert run([*command, "--devices", PAIR, "--theme", "purple"]) == 2
     assert "Give dark, light or contrast." in capsys.readouterr().err
@@ -291,7 +292,7 @@ def test_a_theme_is_checked_where_nothing_is_drawn_too(
 def test_what_simulated_devices_do_not_have_is_refused(
     option: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Their speeds are written down: the figures would be the same without a word."""
+    """Their speeds are in a file, so the results would be the same without any message."""
     assert run(["balance", "--devices", PAIR, *option]) == 2
     printed = capsys.readouterr().err
     assert option[0] in printed
@@ -301,7 +302,7 @@ def test_what_simulated_devices_do_not_have_is_refused(
 def test_a_file_that_is_no_plan_is_replaced_only_with_force(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    """A plan replaces a plan; a search refuses anything else before it begins."""
+    """A plan replaces a plan. A search refuses anything else before it begins."""
     assert run(["balance", "--devices", PAIR, "--export", "plan.toml"]) == 0
     before = Path("plan.toml").read_bytes()
     assert run(["balance", "--devices", PAIR, "--export", "plan.toml", "--seed", "1"]) == 0
@@ -333,7 +334,7 @@ def test_a_file_that_is_no_plan_is_replaced_only_with_force(
 def test_a_plan_is_written_as_what_its_file_is_called(
     command: list[str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """TOML in plan.yaml would be read by no YAML parser."""
+    """TOML in plan.yaml couldn't be read by a YAML parser."""
     assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0
     capsys.readouterr()
     assert run([*command, "plan.yaml"]) == 2
@@ -342,7 +343,7 @@ def test_a_plan_is_written_as_what_its_file_is_called(
 
 
 def test_json_is_json_on_either_side_of_the_command(capsys: pytest.CaptureFixture[str]) -> None:
-    """`runs --json show last` as `runs show last --json`."""
+    """`runs --json show last` equals `runs show last --json`."""
     assert run(["balance", "--devices", PAIR, "--budget", "1s"]) == 0
     for command in (["list"], ["show", "last"]):
         capsys.readouterr()

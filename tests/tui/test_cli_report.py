@@ -1,4 +1,4 @@
-"""`evener report`: one page that needs nothing else; the same run gives the same file."""
+"""`evener report`: one self-contained page. The same run gives the same file."""
 
 from __future__ import annotations
 
@@ -24,15 +24,13 @@ pytestmark = pytest.mark.usefixtures("own_folder")
 
 @pytest.fixture
 def a_run(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
-    """The id of a balanced run of the seed's two cards."""
+    """Return the id of a balanced run of the two simulated cards."""
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--json"]) == 0
     return str(json.loads(capsys.readouterr().out)["run"])
 
 
 class Checker(HTMLParser):
-    """Collects what a page would fetch, the names that it defines and those that it refers to, and
-    unclosed tags.
-    """
+    """Collects what a page would fetch, its defined and referenced names, and unclosed tags."""
 
     VOID = ("meta", "link", "img", "br")
 
@@ -91,7 +89,7 @@ def test_the_page_is_whole_and_needs_no_network(a_run: str) -> None:
 def test_the_memory_wall_is_in_the_first_picture(
     a_run: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Only where a device did run out of memory."""
+    """Only if a device ran out of memory."""
     from evener.tui.text.run_report import read_report
 
     report = read_report(a_run)
@@ -106,8 +104,8 @@ def test_the_memory_wall_is_in_the_first_picture(
 
 
 def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
-    """For those who can't see it: each curve's points, each probe, each layout; headings are marked
-    as such.
+    """For those who can't see it: each curve's points, each probe, each layout. Headings are marked
+    up.
     """
     from evener.tui.text.run_report import read_report
 
@@ -134,7 +132,7 @@ def test_every_figure_of_a_picture_is_in_a_table(a_run: str) -> None:
 
 
 def test_a_page_begins_with_the_gains_and_ends_its_verdict_with_the_commands() -> None:
-    """Of a search on two real GPUs: as the app's panel, before all else that was measured."""
+    """A search on two real GPUs: as in the app's panel, before all other measurements."""
     name = "h200x2-torch_maxer-60percent-4096"
     recorded = Path(__file__).parents[1] / "recorded" / f"{name}.jsonl"
     record = journal.read(recorded)
@@ -153,7 +151,7 @@ def test_a_page_begins_with_the_gains_and_ends_its_verdict_with_the_commands() -
 
 @given(st.floats(1e-3, 1e9), st.integers(2, 8))
 def test_ticks_are_round_and_few(high: float, most: int) -> None:
-    """From 0 on, in steps of 1, 2 or 5 times a power of ten, at most so many and not too few."""
+    """From 0 on, in steps of 1, 2 or 5 times a power of ten; at most `most`, and not too few."""
     ticks = round_ticks(high, most)
     assert ticks[0] == 0.0
     assert 1 <= len(ticks) - 1 <= most
@@ -209,7 +207,7 @@ def test_what_a_machine_is_called_can_not_break_the_page(
 
 
 def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
-    """As the plan's table; the plan has one name, and no other split is the best."""
+    """As in the plan's table. The plan has one name, and no other split is called the best."""
     from evener.tui.text.run_report import read_report, write_layout
 
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080@60%", "--json"]) == 0
@@ -228,7 +226,9 @@ def test_a_page_has_limits_and_begins_with_what_is_doubtful() -> None:
 def test_runs_and_reports_say_what_was_simulated(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """In the list before the name, which may be cut; in the report's title and in its verdict."""
+    """In the list, before the name, which may be cut; in the report, in the title and
+    the verdict.
+    """
     assert run(["balance", "-d", "sim:gtx1080", "--json"]) == 0
     capsys.readouterr()
     assert run(["runs"]) == 0

@@ -35,7 +35,7 @@ def _listed(capsys: pytest.CaptureFixture[str], *options: str) -> list[Any]:
 
 @pytest.fixture
 def three_runs(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[str, str, str]:
-    """The ids of one that finished, one that failed, and one that was cut off."""
+    """Return the ids of a finished run, a failed one, and one that was cut off."""
     finished = str(_ask(capsys, "balance", "-d", PAIR)["run"])
     too_large = ["--global-batch", "1000000", "--micro", "off"]
     assert run(["balance", "-d", PAIR, "--workload", "torch_maxer", *too_large]) == 1
@@ -50,7 +50,7 @@ def three_runs(own_folder: Path, capsys: pytest.CaptureFixture[str]) -> tuple[st
 def test_each_run_has_its_state_and_a_failed_one_its_reason(
     three_runs: tuple[str, str, str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """One that is going on is running, and nobody is asked to finish what failed."""
+    """A run in progress is running, and there is no advice to finish a failed one."""
     finished, failed, cut_off = three_runs
     with lock_run(run_folder(cut_off)):
         states = {one["run"]: one["state"] for one in _listed(capsys)}
@@ -90,7 +90,7 @@ def test_runs_are_chosen_and_sorted(
 def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_that_it_had(
     own_folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Below the answer."""
+    """Below the result."""
     real, calls = SimulatedProber.measure, []
 
     def interrupted(
@@ -119,8 +119,9 @@ def test_a_search_that_was_interrupted_says_how_to_go_on_and_one_that_had_ended_
 def test_a_finished_run_goes_on_with_a_larger_budget(
     own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """With what it measured: up to the new budget, also if that is the default, or by as much more
-    as +100s says.
+    """With its measurements.
+
+    It continues up to the new budget, also if that is the default, or by +100s.
     """
     first = _ask(capsys, "balance", "-d", PAIR, "--budget", "20s")
     again = _ask(capsys, "balance", "--resume", "last")
@@ -140,7 +141,7 @@ def test_a_finished_run_goes_on_with_a_larger_budget(
 def test_last_passes_over_a_run_that_was_stopped_before_it_began(
     own_folder: Path, capsys: pytest.CaptureFixture[str], left: bytes | None
 ) -> None:
-    """A kill between its folder and its journal's first line; `runs` says so."""
+    """It was killed between creating its folder and the journal's first line; `runs` says so."""
     whole = str(_ask(capsys, "balance", "-d", PAIR)["run"])
     never = run_folder("29991231-000000-0000")
     lock_run(never).close()
@@ -178,7 +179,7 @@ def test_a_short_list_reads_no_older_journals(
     capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """10,000 runs took 18 s for a list of ten."""
+    """With 10,000 runs, a list of ten took 18 s."""
     finished, failed, cut_off = three_runs
     journal_path(finished).write_bytes(b"broken\n")
     opened: list[Path] = []

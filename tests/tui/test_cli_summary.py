@@ -46,7 +46,7 @@ LABELS = ("GPU:0", "GPU:1")
 def evidence(
     evidence_kind: EvidenceKind, name: str, batches: tuple[int, ...], samples_per_second: float
 ) -> Evidence:
-    """A rival with a made-up figure."""
+    """Return a rival with an invented throughput."""
     kind: Kind = "solo" if 0 in batches else "split"
     throughput = Throughput(
         samples_per_second, samples_per_second * 0.99, samples_per_second * 1.01
@@ -74,13 +74,13 @@ PLAN = make_plan(
 
 
 def changed(*rivals: Evidence, **changes: Any) -> Plan:
-    """The plan with other rivals, if any are given, and other fields."""
+    """Return the plan with other rivals, if any are given, and other fields."""
     evidence = rivals or PLAN.evidence
     return msgspec.structs.replace(PLAN, evidence=evidence, **changes)
 
 
 def alone(batches: tuple[int, ...]) -> Plan:
-    """A plan of one device; a split was measured too."""
+    """Return a plan of one device; a split was measured too."""
     better = evidence("other_shares", "best split", (700, 300), 1900.0)
     return changed(*PLAN.evidence, better, layout=make_layout("solo", SHARES, batches))
 
@@ -119,9 +119,7 @@ def test_a_plan_reads_as_it_did(name: str, snapshot: Any) -> None:
 
 
 def test_a_terminal_breaks_sentences_between_words() -> None:
-    """No figure is torn at the edge; tables stay as they are, and a pipe gets each sentence
-    whole.
-    """
+    """No number is cut at the edge. Tables are unchanged, and a pipe gets each sentence whole."""
     verdict = (
         "Split 0.591:0.409 over GPU:0 and GPU:1 (820 + 568 samples): 2 123 samples/s, 17 % "
         "faster than even."
@@ -136,7 +134,7 @@ def test_a_terminal_breaks_sentences_between_words() -> None:
 
 
 def test_names_can_not_steer_the_terminal() -> None:
-    """Escape sequences in a device's name are shown harmless."""
+    """Escape sequences in a device's name are escaped."""
     evil = msgspec.structs.replace(SHARES[0], name="\x1b[2Jgpu")
     plan = msgspec.structs.replace(PLAN, layout=make_layout("split", (evil, SHARES[1]), (820, 568)))
     assert "\x1b" not in "\n".join(summary_lines(plan, LABELS))
@@ -146,13 +144,13 @@ BELIEF = Belief((), "checks the curve of both devices")
 
 
 def timed(layout: Layout) -> Timed:
-    """One observation at 0.5 s a step."""
+    """Return one observation at 0.5 s per step."""
     probe = Probe(layout, Stage.SOLO, 5.0)
     return Timed(probe, 0.5, 0.495, 0.505, 20, (None, None), (None, None), 1.0, 6.0)
 
 
 def test_progress_follows_a_session() -> None:
-    """Each observation is a line; the screen shows what runs, the best so far and the time left."""
+    """Each observation is a line. The screen shows what runs, the best so far and the time left."""
 
     def screen(state: SessionState) -> list[str]:
         return [" ".join(line.text.split()) for line in search_screen(state, 120)]
@@ -182,8 +180,8 @@ def test_progress_follows_a_session() -> None:
 
 
 def test_a_figure_has_the_same_error_in_every_place() -> None:
-    """Also one whose interval is wider than it is: the lower half ends at 0, and the upper one is
-    what ± says.
+    """Also if its interval is wider than the value: the lower half ends at 0, and ± is the upper
+    half.
     """
     noisy = msgspec.structs.replace(timed(solo(2, 0, 64)), low_seconds=0.0, high_seconds=1.2)
     figure = noisy.throughput
@@ -198,8 +196,9 @@ def test_a_figure_has_the_same_error_in_every_place() -> None:
 
 
 def test_a_failure_is_told_once_in_full() -> None:
-    """The end of a search has an exception's sentence and its file; the log has its kind. What is
-    no exception has no other place.
+    """The end of a search has an exception's message and its file; the log has its kind.
+
+    A failure without an exception is only in the log.
     """
     probe = Probe(solo(2, 0, 8), Stage.SOLO, 5.0)
 
@@ -216,7 +215,9 @@ def test_a_failure_is_told_once_in_full() -> None:
 
 
 def test_what_did_not_run_is_said_in_words() -> None:
-    """Out of memory names the device; a failure shows its one line, harmless."""
+    """Out of memory names the device. A failure shows its one line, with control characters
+    removed.
+    """
     probe = Probe(layout_of((1024, 710)), Stage.SPLIT, 5.0)
     words = observation_words(OutOfMemory(probe, (1,), "ResourceExhausted", 3.0), LABELS)
     assert words == "split  GPU:0[1024] GPU:1[710]: out of memory on GPU:1"

@@ -1,4 +1,4 @@
-"""Figures, times and argument lists as text."""
+"""Numbers, times and argument lists as text."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_times_are_short(seconds: float, text: str) -> None:
 
 @given(st.floats(0, 1e15))
 def test_durations_never_show_sixty(seconds: float) -> None:
-    """59.9 minutes must not print as 59 min 60 s."""
+    """59.9 minutes must not be printed as 59 min 60 s."""
     assert "60 s" not in duration(seconds)
     assert "60 min" not in duration(seconds)
 
@@ -87,7 +87,7 @@ def test_plain_text_can_not_steer_a_terminal(text: str, times: int) -> None:
 
 
 def test_lists_are_spread_for_the_parser() -> None:
-    """The seed's spelling, --gpus 0 1 --batches 820 568, becomes one option a value."""
+    """--gpus 0 1 --batches 820 568 becomes one option per value."""
     spread = spread_lists(["probe", "--gpus", "0", "1", "--batches", "820", "568", "--repeat", "2"])
     expected = "probe --gpus 0 --gpus 1 --batches 820 --batches 568 --repeat 2"
     assert " ".join(spread) == expected
@@ -115,9 +115,7 @@ def test_settings_are_json_scalars_or_text() -> None:
 
 
 def test_every_field_of_a_request_has_one_option() -> None:
-    """Whatever a session can be asked for can be asked for on the command line; `compare` is a
-    command instead.
-    """
+    """Every field of a session's request is an option, except `compare`, which is a command."""
     fields = {"budget_seconds": "budget", "input": "inputs"}
     names = {fields.get(name, name) for name in Request.__struct_fields__} - {"compare"}
     assert {*TRAINING, *SEARCH} == names == REQUEST_HELP.keys()
@@ -131,7 +129,7 @@ def test_every_field_of_a_request_has_one_option() -> None:
 def test_the_framework_is_one_that_is_installed(
     installed: set[str], framework: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Who has PyTorch alone needn't name it."""
+    """Users with only PyTorch needn't name it."""
     monkeypatch.setattr(parsing, "find_spec", lambda name: name in installed or None)
     assert make_request().framework == framework
 
@@ -149,7 +147,7 @@ def test_the_framework_is_one_that_is_installed(
 def test_the_framework_of_a_file_is_what_it_imports(
     text: str, framework: str, tmp_path: Path
 ) -> None:
-    """Unless both or neither are there; an option says more than a guess."""
+    """Unless it imports both or neither. An option overrides the guess."""
     path = tmp_path / "train.py"
     path.write_text(text)
     assert make_request(workload=f"{path}:build").framework == framework
@@ -195,7 +193,7 @@ def test_a_figure_out_of_bounds_is_told_them(
 def test_a_wrong_command_line_is_told_in_our_words(
     words: list[str], fault: str, remedy: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Not in the parser's, which change with its version and name types of Python."""
+    """Not in the parser's, which change with its version and name Python types."""
     assert run(words) == 2
     said = capsys.readouterr().err
     assert said.startswith(f"evener: {fault} ")
@@ -217,7 +215,7 @@ def test_a_browser_is_read_only_or_not(capsys: pytest.CaptureFixture[str]) -> No
 
 
 def test_a_comparison_goes_on_as_one(capsys: pytest.CaptureFixture[str]) -> None:
-    """With the layouts that it began with; a search isn't one."""
+    """With the layouts with which it began. A search isn't a comparison."""
     pair = ["--devices", "sim:gtx1080ti,gtx1080", "--budget", "60s"]
     assert run(["compare", *pair, "--layouts", "solo,even"]) == 0
     capsys.readouterr()

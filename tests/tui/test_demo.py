@@ -35,8 +35,9 @@ def plan() -> Plan:
 
 
 def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
-    """The global batch stays; the hot card has less while it is hot, and as much as planned before
-    and after.
+    """The global batch stays the same.
+
+    The hot card has fewer rows while it is hot, and as many as planned before and after.
     """
     seconds = 0.0
     source = TrainingSource(lambda: seconds)
@@ -62,8 +63,8 @@ def test_shares_follow_a_hot_card_and_come_back(plan: Plan) -> None:
 async def test_the_app_goes_from_the_search_to_the_training(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """By itself: the result, how it was found, the training. The screens stay the user's own: a
-    key opens another one.
+    """By itself: the result, how it was found, the training. A key opens another screen
+    as usual.
     """
     for name in ("FIRST_SECONDS", "RESULT_SECONDS", "READING_SECONDS"):
         monkeypatch.setattr(demo, name, 0.05)
@@ -81,8 +82,9 @@ async def test_the_app_goes_from_the_search_to_the_training(
 def test_without_a_terminal_it_is_text_and_keeps_nothing(
     capsys: pytest.CaptureFixture[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The verdict, then the training before and after the card got hot; the user's folder of runs
-    stays as it is.
+    """The verdict, then the training before and after the card gets hot.
+
+    The user's folder of runs isn't changed.
     """
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     assert run(["demo", "--plain", "--ascii"]) == 0

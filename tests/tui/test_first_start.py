@@ -1,4 +1,4 @@
-"""The first start, and a training that is started from the app: newcomers' tasks by their keys."""
+"""The first start, and a training started from the app: the tasks of newcomers by their keys."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from tests.support.waiting import wait_for
 
 @pytest.fixture
 def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
-    """In place of evener: a program that prints its arguments and waits for its end."""
+    """Return a program in place of evener that prints its arguments and waits to be stopped."""
     script = tmp_path / "launcher"
     script.write_text(
         f"#!{sys.executable}\n"
@@ -40,7 +40,7 @@ def launcher(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Path:
 
 
 def test_a_training_writes_its_log_and_ends_as_by_ctrl_c(launcher: Path, tmp_path: Path) -> None:
-    """What a progress bar has overwritten isn't shown."""
+    """Text that a progress bar has overwritten isn't shown."""
     training = LocalTraining(["launch", "plan.toml", "train.py"], tmp_path / "logs" / "one.log")
     line = "ready launch plan.toml train.py"
     wait_for(lambda: training.read_tail(5) == [line], "its first line, whole")
@@ -67,8 +67,10 @@ def test_a_line_that_starts_something_else_is_refused() -> None:
 
 
 async def test_the_start_choices_lead_on(app_of: Any, script: Any) -> None:
-    """Balance and the Monitor by their keys, the demo by the arrows; Escape leaves it for later.
-    The card says what runs on the devices by now.
+    """Balance and the Monitor by their keys, the demo by the arrows; Escape leaves the card for
+    later.
+
+    The card says what runs on the devices.
     """
     app = app_of(first_start=True)
     async with app.run_test(size=(80, 24)) as pilot:

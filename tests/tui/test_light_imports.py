@@ -1,5 +1,5 @@
-"""What the app's parts load: rows without a screen, a screen without frameworks, charts only where
-they are drawn.
+"""What the app's parts import: rows without a screen, a screen without frameworks, charts only when
+drawn.
 """
 
 from __future__ import annotations
@@ -89,7 +89,7 @@ LATER = {
 
 
 def test_what_the_first_frame_does_without_is_loaded_later(tmp_path: Path) -> None:
-    """Frameworks, charts, searches, dialogs and other screens: a start pays for none of them."""
+    """Frameworks, charts, searches, dialogs and other screens aren't imported at the start."""
     assert _loaded(FIRST_FRAME, tmp_path) & LATER == set()
 
 
@@ -115,7 +115,7 @@ raise SystemExit(run(pair))
 
 
 def test_without_textual_all_but_the_app_works(tmp_path: Path) -> None:
-    """Somebody who opens the app gets the line that installs it."""
+    """The user who opens the app gets the command that installs it."""
     environment = {**os.environ, "XDG_STATE_HOME": str(tmp_path)}
     done = subprocess.run(
         [sys.executable, "-c", WITHOUT_THE_APP],

@@ -1,6 +1,4 @@
-"""Panels keep the rows that haven't changed: what is drawn is what Textual would draw of the whole
-widget.
-"""
+"""Panels reuse unchanged rows, and draw what Textual would draw for the whole widget."""
 
 from __future__ import annotations
 
@@ -16,7 +14,7 @@ from tests.support.pilots import text, until
 
 
 def _kept_and_new(app: Any) -> tuple[dict[str, Any], dict[str, Any]]:
-    """Every panel's rows, as they are kept and as Textual draws all of them."""
+    """Return every panel's rows, as kept and as Textual draws all of them."""
     shown = [each for each in app.screen.query(Lines) if each.display and each.outer_size]
     crops = {each: Region(0, 0, *each.outer_size) for each in shown}
     kept = {each.id: list(each.render_lines(crops[each])) for each in shown}
@@ -29,7 +27,7 @@ def _kept_and_new(app: Any) -> tuple[dict[str, Any], dict[str, Any]]:
 async def test_kept_rows_are_those_that_would_be_drawn(
     app_of: Any, script: Any, monkeypatch: pytest.MonkeyPatch, filters: bool, size: tuple[int, int]
 ) -> None:
-    """Through ticks, another focus, a dialog, another size and other colours; with and without
+    """After ticks, another focus, a dialog, another size and other colours; with and without
     NO_COLOR.
     """
     monkeypatch.setenv("NO_COLOR", "1") if filters else monkeypatch.delenv(

@@ -1,4 +1,4 @@
-"""What a search draws in place on a terminal is gone when it ends, however it ends."""
+"""Lines that a search draws in place on a terminal are removed when it ends, however it ends."""
 
 from __future__ import annotations
 
@@ -18,14 +18,15 @@ _CONTROL = re.compile(r"\x1b\[(\d*)([A-Za-z])|\x1b\[\?25[lh]")
 
 
 class _Terminal(io.StringIO):
-    """Remembers what is written to it."""
+    """Records what is written to it."""
 
     def isatty(self) -> bool:
         return True
 
     def rows(self) -> list[str]:
-        """What is left on the screen: text, new lines, carriage returns, cursor up, erased
-        lines.
+        """Return what is left on the screen.
+
+        It interprets text, new lines, carriage returns, cursor up and erased lines.
         """
         rows, row, column, place = [""], 0, 0, 0
         text = self.getvalue()
@@ -48,7 +49,7 @@ class _Terminal(io.StringIO):
 
 
 class _Interrupted:
-    """A session that is interrupted while its first probes run; it has no plan."""
+    """A session that is interrupted while its first probes run. It has no plan."""
 
     run_id = "20260922-101320-ab12"
 
@@ -63,16 +64,16 @@ class _Interrupted:
         raise NoLayoutError("The search was stopped before anything was measured.", "Go on.")
 
     def stop(self) -> None:
-        """The handler's call."""
+        """Handle the signal."""
 
     def close(self) -> None:
-        """Nothing to release."""
+        """Do nothing, because there is nothing to release."""
 
 
 def test_after_an_interrupt_nothing_of_the_live_view_is_left(
     events: Any, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Only what was said: what ran, that it stops, and why there is no plan."""
+    """Only messages: what ran, that it stops, and why there is no plan."""
     terminal = _Terminal()
     monkeypatch.setattr("sys.stderr", terminal)
     monkeypatch.setattr(

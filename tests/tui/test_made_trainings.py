@@ -1,6 +1,4 @@
-"""A table of made-up trainings, and what the Trainings screen must say of each: no more and no
-less.
-"""
+"""A table of invented trainings, and exactly what the Trainings screen must say about each."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from tests.support.trainings import AT_SECONDS
 
 
 class Made(NamedTuple):
-    """A training, and its causes in order; `advice`: other shares would mend it."""
+    """A training and its causes in order. `advice` is True if other shares would help."""
 
     habits: tuple[Habit, ...]
     says: tuple[str, ...] = ()
@@ -202,7 +200,7 @@ def test_what_is_said_of_a_training(script: Any, name: str) -> None:
 
 
 def test_ranks_that_report_make_the_total(script: Any) -> None:
-    """Those on a slow disk too; those that wait for a stopped one don't."""
+    """Ranks on a slow disk are included; ranks that wait for a stopped rank aren't."""
     slow = _join(script, TABLE["a slow disk, with 30 s between records"])
     assert slow.samples_per_second == pytest.approx(2 * 512 / slow.step_s)
     assert _join(script, TABLE["a slow disk, and a rank that is stopped"]).samples_per_second == 0

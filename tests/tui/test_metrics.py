@@ -1,5 +1,5 @@
-"""Metrics for Prometheus: valid, current, under dcgm-exporter's names, and for this machine alone
-unless asked.
+"""Metrics for Prometheus: valid, current, with dcgm-exporter's names, and only for this machine by
+default.
 """
 
 from __future__ import annotations
@@ -77,7 +77,7 @@ RANKS = [
 
 
 def _trainings() -> list[Training]:
-    """The last one is an earlier report under the first one's name."""
+    """Return trainings, of which the last is an earlier report under the first one's name."""
     reports = [*RANKS, msgspec.structs.replace(RANKS[0], updated_at=1.78e9, step=2)]
     return [
         Training(**msgspec.structs.asdict(each), pid=50 + place)
@@ -104,7 +104,8 @@ def _by_label(text: str, label: str) -> Found:
     return found
 
 
-AGES = ("evener_report_age_seconds", "evener_report_late_seconds")  # differ from answer to answer
+# differ from response to response
+AGES = ("evener_report_age_seconds", "evener_report_late_seconds")
 
 
 def test_both_formats_are_valid_and_have_the_same_samples(script: Any) -> None:
@@ -177,7 +178,7 @@ def test_each_rank_of_a_training_has_its_own_work_waiting_and_share(script: Any)
 
 
 def test_ranks_on_other_hosts_carry_their_names(script: Any) -> None:
-    """Two processes without an id may have one pid on two hosts: both are there."""
+    """Two processes without an id may have the same pid on two hosts. Both are there."""
     here = Training(**msgspec.structs.asdict(RANKS[1]) | {"training": "", "rank": -1}, pid=50)
     there = msgspec.structs.replace(
         here,
@@ -334,7 +335,7 @@ def _first_port(capsys: pytest.CaptureFixture[str]) -> int:
 def test_clients_that_ask_for_nothing_keep_nobody_out_and_no_descriptors(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each could hold a thread and a descriptor; the oldest go."""
+    """Each could hold a thread and a descriptor, so the oldest are closed."""
     monkeypatch.setattr(metrics, "MOST_CLIENTS", 8)
     with serving_metrics(Address("127.0.0.1", 0), lambda: None), ExitStack() as open_ones:
         port = _first_port(capsys)
@@ -376,7 +377,7 @@ def _is_open(client: socket.socket) -> bool:
 
 
 def _connections_to(port: int) -> list[Any]:
-    """This process's ends of the connections that the server has accepted."""
+    """Return this process's ends of the connections that the server has accepted."""
     found = psutil.Process().net_connections("tcp")
     return [each for each in found if each.laddr.port == port and each.status != "LISTEN"]
 

@@ -1,5 +1,5 @@
-"""What isn't a request, sent to the metrics and to the app in a browser: an answer or none, and
-nothing is printed.
+"""Invalid requests to the metrics and to the app in a browser get a response or none; nothing is
+printed.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ODD = {
 
 
 def send(port: int, data: bytes) -> bytes:
-    """The first bytes of the answer, or of the end."""
+    """Return the first bytes of the response, or of its end."""
     with (
         socket.create_connection(("127.0.0.1", port), timeout=60) as client,
         suppress(ConnectionError),
@@ -35,9 +35,7 @@ def send(port: int, data: bytes) -> bytes:
 
 
 def test_metrics(monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]) -> None:
-    """Also a client that connects and says nothing, or half of a request, until its time is
-    over.
-    """
+    """Also a client that connects and sends nothing, or half a request, until its time is over."""
     pytest.importorskip("prometheus_client")
     from evener.devices.network import Address
     from evener.tui.serve import metrics

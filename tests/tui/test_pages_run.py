@@ -1,6 +1,4 @@
-"""Commands of the pages that need no hardware are run as they stand, and print what stands below
-them.
-"""
+"""Commands on the pages that need no hardware run as written, and print what the pages show."""
 
 from __future__ import annotations
 
@@ -20,12 +18,12 @@ BLOCK = re.compile(r"^```(\w*)\n(.*?)^```", re.DOTALL | re.MULTILINE)
 CHEAP = re.compile(
     r"evener (balance|compare|probe|devices|monitor|replay|demo)\b.*(sim:|\.jsonl|--plain)"
 )
-ASKS = re.compile(r"train\.py|machine\.toml|--web")  # for what isn't here
+ASKS = re.compile(r"train\.py|machine\.toml|--web")  # for what doesn't exist here
 
 
 def _runs() -> Iterator[tuple[str, str, str]]:
-    """(page, command, the console block that follows or nothing) of each command that is simulated
-    or recorded.
+    """Yield (page, command, the console block below or nothing) for each simulated or recorded
+    command.
     """
     for page in PAGES:
         blocks = BLOCK.findall(page.read_text())
@@ -42,7 +40,7 @@ RUNS = sorted(set(_runs()))
 
 
 def test_there_are_commands_to_run() -> None:
-    """Each case study and how-to has its own."""
+    """Each case study and how-to has at least one."""
     assert len(RUNS) >= 8
     assert sum(bool(shown) for _, _, shown in RUNS) >= 4
 
@@ -54,8 +52,9 @@ def test_there_are_commands_to_run() -> None:
 def test_a_command_of_a_page_runs(
     page: str, command: str, shown: str, own_folder: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """From a checkout. Of what it prints, the page has titles and sentences; figures may move with
-    the search.
+    """From a checkout.
+
+    The page has the titles and sentences of the output; numbers may change with the search.
     """
     for name in re.findall(r"(?:docs|tests)/\S+\.(?:toml|jsonl)", command):
         (own_folder / name).parent.mkdir(parents=True, exist_ok=True)
@@ -67,5 +66,5 @@ def test_a_command_of_a_page_runs(
 
 
 def _words(text: str) -> str:
-    """The text without its figures and spaces."""
+    """Return the text without its numbers and spaces."""
     return re.sub(r"[\d\s.,±%×=()+-]+", " ", text).strip()

@@ -1,4 +1,4 @@
-"""Every key of a screen is in the palette, found by its own words, and does what the key does."""
+"""Every key of a screen is in the palette, is found by its words, and does what the key does."""
 
 from __future__ import annotations
 

@@ -1,5 +1,6 @@
-"""A few pictures of whole screens, where every cell counts; drawn only with the versions that they
-were made with.
+"""A few pictures of whole screens, in which every cell counts.
+
+They are compared only with the library versions with which they were made.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ pytestmark = pytest.mark.skipif(
 
 @pytest.fixture(autouse=True)
 def _one_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The time on the screen is the snapshot's, in one zone."""
+    """Make the time on the screen that of the snapshot, in one zone."""
     import time
 
     monkeypatch.setattr(time, "localtime", time.gmtime)
@@ -48,7 +49,7 @@ async def _drawn(pilot: Pilot[Any]) -> None:
 
 
 def _two_minutes(script: Any, count: int) -> list[Snapshot]:
-    """A reading a second, in which every device is busy to another degree each time."""
+    """Return a reading per second, in which every device's load changes each time."""
     snapshots = []
     for second in range(130):
         samples = tuple(
@@ -101,7 +102,7 @@ NAMES = ["80x24", "120x40", "200x60"]
 
 
 def _make_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Two searches, whose ids and dates are fixed."""
+    """Make two searches with fixed ids and dates."""
     for hour, batch in ((8, 512), (9, 1024)):
         run = f"20260922-{hour:02}3000-ab1{hour}"
         created = f"2026-09-22T{hour:02}:30:00Z"
@@ -189,7 +190,7 @@ def test_the_trainings_look_as_they_did(
     size: tuple[int, int],
     state: str,
 ) -> None:
-    """None yet; one whose second rank holds up the other; and after its end."""
+    """No training yet; one whose second rank delays the other; and the same after its end."""
     snapshots = _two_minutes(script, 2)
     if state != "none":
         snapshots = [msgspec.structs.replace(each, reports=_train(each)) for each in snapshots]
@@ -213,7 +214,7 @@ def test_the_trainings_look_as_they_did(
 
 
 def _train(snapshot: Snapshot) -> tuple[Training, ...]:
-    """Two ranks at this moment, with their last steps and a change of shares."""
+    """Return two ranks at this moment, with their last steps and a change of shares."""
     at_seconds = snapshot.at_seconds
     change = ShareChange(
         9000, at_seconds - 300, (900, 488), (820, 568), "GPU:1 faster by 12 % since step 8990"

@@ -1,4 +1,4 @@
-"""A script that evener launch starts and that never reads its plan doesn't train N times over."""
+"""A script that evener launch starts, and that never reads its plan, doesn't train N times."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ for step in range(100):
     optimizer.step()
     open(f"{sys.argv[1]}/{step}", "w").close()
 """
-# a script that trains in a child, which reads the plan
+# a script that trains in a child process, which reads the plan
 BY_A_CHILD = """
 import subprocess, sys
 subprocess.run(
@@ -50,7 +50,7 @@ open(f"{sys.argv[1]}/trained", "w").close()
 
 
 def launch(folder: Path, script: str, *options: str) -> subprocess.CompletedProcess[str]:
-    """A script by a plan of one slice; it gets the folder `steps`."""
+    """Run a script with a plan of one slice. It gets the folder `steps`."""
     (folder / "steps").mkdir()
     (folder / "train.py").write_text(script)
     plan(["cpu-0-of-1"]).save(folder / "plan.toml")
@@ -66,7 +66,7 @@ def launch(folder: Path, script: str, *options: str) -> subprocess.CompletedProc
 def test_a_script_that_ignores_the_plan_ends_in_its_first_steps(
     tmp_path: Path, rank_server: Callable[[str], RankServer]
 ) -> None:
-    """On two devices: neither rank trains on, the lines to add are said once, and it is a fault."""
+    """On two devices, neither rank continues. The lines to add are printed once, as an error."""
     skip_without("torch")
     (tmp_path / "train.py").write_text(PLAIN)
     (tmp_path / "steps").mkdir()
@@ -98,7 +98,7 @@ def test_a_plain_script_trains_where_the_check_is_off(tmp_path: Path) -> None:
 def test_a_keras_script_that_ignores_the_plan_ends_before_it_trains(
     tmp_path: Path, keras_ranks: Callable[..., list[Any]]
 ) -> None:
-    """As a process of a launch; what the launcher does then is held by the test above."""
+    """As a process of a launch; the test above covers the launcher's part."""
     skip_without("tensorflow")
     (tmp_path / "train.py").write_text(KERAS)
     run = "tests.support.script_ranks.run_keras_without_plan"
@@ -120,7 +120,7 @@ def test_a_keras_script_that_ignores_the_plan_ends_before_it_trains(
 def test_a_script_without_steps_is_judged_at_its_end(
     script: str, options: tuple[str, ...], code: int, tmp_path: Path
 ) -> None:
-    """Any process of the training may read the plan; a script that fails has a fault of its own."""
+    """Any process of the training may read the plan. A script that fails has its own error."""
     done = launch(tmp_path, script, *options)
     assert (done.returncode, "no process has read the plan" in done.stderr) == (code, code == 2)
 

@@ -1,4 +1,4 @@
-"""`evener replay`: journals from anywhere, played in the app and as lines; what is no journal is
+"""`evener replay`: journals from anywhere, replayed in the app and as lines; other files are
 refused.
 """
 
@@ -21,7 +21,7 @@ JOURNALS = sorted(RECORDED.glob("*.jsonl"))
 
 
 def test_every_recorded_run_is_played_to_its_verdict(capsys: pytest.CaptureFixture[str]) -> None:
-    """Journals of older evener too."""
+    """Also journals of older versions."""
     assert len(JOURNALS) > 40
     for path in JOURNALS:
         ended = journal.read(path, foreign=True).ended
@@ -48,7 +48,7 @@ async def test_a_journal_opens_in_the_app_and_goes_back_to_the_runs(app_of: Any,
 
 
 def test_a_run_is_played_by_its_name(capsys: pytest.CaptureFixture[str]) -> None:
-    """Lines are what the search printed, but for the next step."""
+    """The lines are those that the search printed, except for the next step."""
     assert run(["balance", "-d", "sim:gtx1080ti,gtx1080", "--noise-scale", "3900"]) == 0
     searched = capsys.readouterr()
     assert "worth in learning" in searched.out

@@ -1,5 +1,5 @@
-"""The report's page in a real browser: nothing is fetched, nothing is complained of, all is there
-and can be read.
+"""The report's page in a real browser: nothing is fetched, no errors, and everything is
+readable.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from tests.support.chromium import BROWSER, Chromium
 
 pytestmark = pytest.mark.skipif(BROWSER is None, reason="no Chromium or Chrome is on the path")
 LEAST_CONTRAST = 4.5  # WCAG 2.1, 1.4.3, level AA, for text
-LEAST_GRAPHIC = 3.0  # 1.4.11, for what a picture is read by
+LEAST_GRAPHIC = 3.0  # 1.4.11, for the parts of a picture that carry meaning
 SCRIPT = """(() => {
   const parts = text => text.match(/[\\d.]+/g).map(Number);
   const channel = v => (v /= 255) <= 0.04045 ? v / 12.92 : ((v + 0.055) / 1.055) ** 2.4;
@@ -42,7 +42,7 @@ SCRIPT = """(() => {
 
 
 def _open(chromium: Chromium, page: Path, scheme: str, width: int) -> Any:
-    """The page as `scheme`, laid out, and what the script finds in it."""
+    """Return the page in this colour scheme, laid out, and what the script finds in it."""
     chromium.events.clear()
     chromium.call(
         "Emulation.setEmulatedMedia", features=[{"name": "prefers-color-scheme", "value": scheme}]
@@ -60,7 +60,9 @@ def _open(chromium: Chromium, page: Path, scheme: str, width: int) -> Any:
 
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The report of a comparison with packs, a placement, a memory wall and several devices."""
+    """Return the report of a comparison with packs, a placement, a memory limit and several
+    devices.
+    """
     folder = tmp_path_factory.mktemp("report")
     patch = pytest.MonkeyPatch()
     patch.setenv("XDG_STATE_HOME", str(folder / "state"))
@@ -74,7 +76,7 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """One for all tests."""
+    """Yield one browser for all tests."""
     chromium = Chromium(tmp_path_factory.mktemp("profile"))
     yield chromium
     chromium.close()
@@ -85,7 +87,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 def test_the_page_reads_well_and_asks_for_nothing(
     browser: Chromium, page: Path, scheme: str, width: int
 ) -> None:
-    """In a wide and a narrow window, as the reader likes it."""
+    """In a wide and a narrow window, in both colour schemes."""
     seen = _open(browser, page, scheme, width)
     asked = [
         event["params"]["request"]["url"]
@@ -134,7 +136,7 @@ SEEN = """(() => {
 def test_speeds_are_in_sight_and_the_timeline_is_whole(
     browser: Chromium, page: Path, width: int
 ) -> None:
-    """Nobody has to scroll within a table for the figure that the page is about."""
+    """Readers needn't scroll within a table for the number that the page is about."""
     _open(browser, page, "light", width)
     seen = json.loads(browser.evaluate(SEEN))
     assert len(seen["speeds"]) >= 2

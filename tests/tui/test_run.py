@@ -1,6 +1,4 @@
-"""`evener run`: unchanged programs, their commands, and what they learn under other shares than
-their own.
-"""
+"""`evener run`: unchanged programs, their commands, and what they learn with other shares."""
 
 from __future__ import annotations
 
@@ -50,7 +48,7 @@ SCRIPTS = "tests.support.script_ranks"
 
 
 def make_variables(folder: Path) -> dict[str, str]:
-    """The variables of `evener run` in a folder: this Python, this evener, and one thread a
+    """Return the variables of `evener run` in a folder: this Python, this evener, one thread per
     process.
     """
     return {
@@ -62,7 +60,7 @@ def make_variables(folder: Path) -> dict[str, str]:
 
 
 def difference(one: dict[str, Any], other: dict[str, Any]) -> float:
-    """The largest difference of a weight."""
+    """Return the largest difference of a weight."""
     pairs = ((torch.tensor(one[name]), torch.tensor(other[name])) for name in one)
     return max(float((mine - its).abs().max()) for mine, its in pairs)
 
@@ -80,7 +78,7 @@ def test_an_unchanged_program_learns_the_same_by_other_shares(
     _, errors = ended.communicate(240)
     assert not ended.returncode, errors
     first, second = [torch.load(tmp_path / f"{rank}.pt") for rank in (0, 1)]
-    assert first["rows"] == [4, *[6] * 5, 3, *[6] * 6, 3]  # the first step is the program's own
+    assert first["rows"] == [4, *[6] * 5, 3, *[6] * 6, 3]  # the program's own first step
     assert second["rows"] == [4, *[2] * 5, 1, *[2] * 6, 1]
     assert first["weights"] == second["weights"]
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
@@ -91,7 +89,7 @@ def test_an_unchanged_program_learns_the_same_by_other_shares(
 @pytest.mark.slow
 @two_cores
 def test_shares_of_another_model_are_not_taken_again(tmp_path: Path, trainer_ranks: Ranks) -> None:
-    """A configuration file may have made it larger since: the shares may not fit in memory."""
+    """A configuration file may have made the model larger, so the shares may not fit in memory."""
     plan, notes = tmp_path / "plan.toml", tmp_path / "notes"
     plan.write_text(UNEVEN)
     notes.mkdir()
@@ -108,11 +106,11 @@ def test_shares_of_another_model_are_not_taken_again(tmp_path: Path, trainer_ran
 
 @pytest.fixture
 def train(trainer_ranks: Ranks, tmp_path: Path) -> Ranks:
-    """`train(script, imports, *words)`: what each rank saved, evenly and then by shares with evener
-    run's hooks.
+    """Return a function `train(script, imports, *words)` that returns what each rank saved.
 
-    The ranks are forked from a process that has imported the library `imports`; the test above
-    starts evener run itself, which does the same for every program.
+    The ranks train evenly, and then by shares with the hooks of evener run. They are forked from a
+    process that has imported the library `imports`. The test above starts evener run itself, which
+    does the same for every program.
     """
     plan = tmp_path / "plan.toml"
     plan.write_text(UNEVEN)
@@ -138,7 +136,7 @@ def test_a_trainer_learns_the_same_by_other_shares(train: Ranks) -> None:
 
 @pytest.mark.slow
 def test_a_trainer_with_batches_of_its_own_learns_the_same_by_other_shares(train: Ranks) -> None:
-    """Those of all ranks in a step are one global batch, whoever makes them."""
+    """The batches of all ranks in a step are one global batch, however they are made."""
     evenly, by_shares = train(BUCKETED, "transformers.trainer")
     assert "6+2 = 8 rows a step, by DistributedDataParallel and DataLoader" in by_shares[0]["said"]
     for now, own, share in zip(by_shares, evenly, (6, 2), strict=True):
@@ -149,7 +147,7 @@ def test_a_trainer_with_batches_of_its_own_learns_the_same_by_other_shares(train
 
 @pytest.mark.slow
 def test_a_loss_that_transformers_multiplies_by_the_processes_stays_so(train: Ranks) -> None:
-    """As its own launcher learns and logs it; a mean over a rank's own labels can't be uneven."""
+    """As its own launcher learns and logs it. A mean over a rank's own labels can't be uneven."""
     (evenly, _), (found, _) = train(OWN_MEANS, "transformers.trainer")
     for name in ("classes", "masked", "masked unevenly"):
         assert difference(found[name]["weights"], evenly[name]["weights"]) <= 1e-12
@@ -247,7 +245,7 @@ def test_a_training_in_each_process_alone_is_said_and_ends_where_it_has_to_be_ba
 
 
 def test_a_script_for_tensorflow_alone_is_refused(tmp_path: Path) -> None:
-    """It would be trained whole in each process, and nothing would be said."""
+    """Each process would train all of it, without a message."""
     script = tmp_path / "train.py"
     script.write_text("import keras")
     for words in ([str(script)], ["python", "-u", str(script), "--epochs", "3"]):
@@ -258,7 +256,7 @@ def test_a_script_for_tensorflow_alone_is_refused(tmp_path: Path) -> None:
 
 
 def test_a_python_that_ignores_the_hooks_is_refused(tmp_path: Path) -> None:
-    """Its ranks would train evenly, and meet at a port that is open to all."""
+    """Its ranks would train evenly, and rendezvous at a port that is open to all."""
     script = tmp_path / "train.py"
     script.write_text("import torch")
     for options in (["-I"], ["-u", "-sE"], ["-W", "ignore::ImportWarning", "-S"]):
@@ -337,9 +335,7 @@ def test_the_last_shares_are_taken_again() -> None:
 
 @two_cores
 def test_a_limit_that_would_not_hold_is_refused() -> None:
-    """A training would go on as fast as without it, and its shares say the opposite of what was
-    asked for.
-    """
+    """The training would be as fast as without it, and its shares would contradict the request."""
     with pytest.raises(RequestError, match="isn't held to a limit: CPU:1 @60%"):
         choose_plan(None, "cpu:0,cpu:1@60%", ProgramCommand("python", (), "train.py"))
 
@@ -347,7 +343,7 @@ def test_a_limit_that_would_not_hold_is_refused() -> None:
 def test_a_line_does_not_stick_to_a_progress_bar(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    """A bar leaves its line open; evener's own line ends it, and leaves no empty one."""
+    """A progress bar leaves its line open. evener's line ends it, without an empty line."""
     monkeypatch.setenv("RANK", "0")
     monkeypatch.setenv("WORLD_SIZE", "2")
     with named_output(["rank 0"]) as ((_, errors),), open(errors, "w") as stderr:

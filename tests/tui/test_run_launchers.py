@@ -1,4 +1,6 @@
-"""`evener run` of programs that start their processes themselves, and of scripts for one GPU."""
+"""`evener run` with programs that start their processes themselves, and with scripts for
+one GPU.
+"""
 
 from __future__ import annotations
 
@@ -27,7 +29,9 @@ Start = Callable[..., ForkedEvener]
 
 @pytest.fixture
 def start(tmp_path: Path, rank_server: Callable[[str], RankServer]) -> Start:
-    """`start(*words)`: evener run with these words behind its plan of 3:1."""
+    """Return a function `start(*words)` that runs evener run with these words after its plan of
+    3:1.
+    """
     skip_without("torch")
     (tmp_path / "plan.toml").write_text(UNEVEN)
     server = rank_server("tests.support.torch_imports")
@@ -40,7 +44,7 @@ def start(tmp_path: Path, rank_server: Callable[[str], RankServer]) -> Start:
 
 
 def free_port() -> str:
-    """A port that nobody listens at."""
+    """Return a port on which nobody listens."""
     from tests.support.torch_start import free_port
 
     return str(free_port())
@@ -51,7 +55,7 @@ def free_port() -> str:
 def test_a_launcher_s_own_processes_train_by_shares(
     start: Start, tmp_path: Path, trainer_ranks: Callable[..., list[Any]]
 ) -> None:
-    """It keeps its number of processes, which learn the same, and nothing listens beyond this
+    """The number of processes stays the same, they learn the same, and nothing listens beyond this
     machine.
     """
     evenly = trainer_ranks("tests.support.script_ranks.run_saving_script", PROGRAM, world=2)
@@ -65,7 +69,7 @@ def test_a_launcher_s_own_processes_train_by_shares(
     assert second["rows"] == [4, *[2] * 5, 1, *[2] * 6, 1]
     assert difference(first["weights"], evenly[0]["weights"]) <= 1e-12
     assert errors.count("6+2 = 8 rows a step, by DistributedDataParallel and DataLoader") == 1
-    assert "[rank" not in errors  # torchrun's own lines are as it writes them
+    assert "[rank" not in errors  # torchrun's own lines are unchanged
     assert {each.address for each in log.seen} == {"127.0.0.1"}
 
 
@@ -86,7 +90,7 @@ def test_processes_that_a_program_starts_train_by_shares(start: Start, tmp_path:
 @two_cores
 @pytest.mark.slow
 def test_a_script_for_one_gpu_runs_once_and_its_lines_work(start: Start, tmp_path: Path) -> None:
-    """The exit code is its own; with the lines that evener prints it learns the same by shares."""
+    """The exit code is its own. With the lines that evener prints, it learns the same by shares."""
     log = tmp_path / "log"
     alone = start("python", str(FOR_ONE), str(log), "3")
     printed, errors = alone.communicate(SECONDS)
@@ -98,7 +102,7 @@ def test_a_script_for_one_gpu_runs_once_and_its_lines_work(start: Start, tmp_pat
     (place,) = re.findall(r"add before line (\d+) of one_gpu_program.py", errors)
 
     source = FOR_ONE.read_text().splitlines()
-    source[int(place) - 1 : int(place) - 1] = lines  # they have a function's indentation
+    source[int(place) - 1 : int(place) - 1] = lines  # with the indentation of a function
     script = tmp_path / "pasted.py"
     script.write_text("\n".join(source))
     (tmp_path / "evener/code").unlink()
@@ -138,7 +142,7 @@ print("has trained")
 @two_cores
 @pytest.mark.slow
 def test_a_lightning_trainer_for_one_device_runs_once(start: Start, tmp_path: Path) -> None:
-    """It says which options would have it train on all of them."""
+    """The message has the options with which it would train on all devices."""
     skip_without("lightning")
     script = tmp_path / "one.py"
     script.write_text(LIGHTNING_FOR_ONE)

@@ -1,5 +1,7 @@
-"""A search as a story, and what it leaves: phases, the best so far, the log in words, the result,
-two runs compared, and the words in the terminal.
+"""A search as a story, and its results.
+
+They are phases, the best so far, the log as text, the result, two compared runs, and text in the
+terminal.
 """
 
 from __future__ import annotations
@@ -59,7 +61,7 @@ def _search(request: Request) -> str:
 
 
 def test_each_phase_is_marked_and_what_is_measured_is_said(events: Any) -> None:
-    """Done, going on, to come; and why, and the time left."""
+    """Done, running or still to come; with the reason and the time left."""
     split = advance(
         _after(events, 8), ProbeStarted(Probe(layout_of((820, 568)), Stage.SPLIT, 4.0), 18.0)
     )
@@ -105,8 +107,8 @@ def test_the_best_so_far_only_rises_and_ends_at_the_fastest(
 
 
 def test_the_log_says_what_is_news(events: Any) -> None:
-    """A gain over the batch before, the fastest so far, who ran out of memory; nothing of a slower
-    one.
+    """A gain over the previous batch, the fastest so far, what ran out of memory; nothing about
+    slower ones.
     """
     rows = {row.number: row for row in log_rows(_after(events))}
     assert rows[3].news == "+97 % over 64 rows"
@@ -141,7 +143,7 @@ def test_a_result_keeps_to_its_size_and_its_keys_stay(events: Any, width: int, h
 
 
 def test_the_longest_bar_is_the_fastest(events: Any) -> None:
-    """Bars stand for samples/s, and each gain is that over its own row."""
+    """Bars stand for samples/s, and each gain is over its own row."""
     rows = [row for row in result_lines(_after(events), 100, 30, ()) if BAR_SIGN in row.text]
     _, even, alone = rows
     lengths = [row.text.count(BAR_SIGN) for row in rows]
@@ -154,7 +156,7 @@ def test_the_longest_bar_is_the_fastest(events: Any) -> None:
 def test_leaving_says_the_verdict_the_plan_and_how_to_go_on(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Of a search that advises its plan; simulated cards have nothing to train on."""
+    """For a search that recommends its plan; simulated cards can't train."""
     run = _search(Request(devices=PAIR))
     said = "\n".join(closing_lines(run, "", None))
     assert "826 + 571 on SIM:0 + SIM:1" in said
@@ -200,7 +202,7 @@ def test_two_runs_are_compared_by_what_differs() -> None:
 async def test_a_result_is_read_whole_on_a_small_terminal(
     app_of: Any, events: Any, session_of: Any
 ) -> None:
-    """Enter opens it, and a measurement too; nothing of it is cut."""
+    """Enter opens it, and a measurement too. Nothing is cut."""
     end = events[-1]
     assert isinstance(end, Finished)
     story = "A long story about what was found and why. " * 30
@@ -225,7 +227,7 @@ async def test_a_result_is_read_whole_on_a_small_terminal(
 
 
 async def test_runs_are_compared_in_the_app_with_six_keys(app_of: Any) -> None:
-    """3, Space, down: the differences; Enter reads a run whole."""
+    """3, Space, down: the differences. Enter opens a run as a page."""
     app = app_of()
     for rows in (256, 1024):
         await asyncio.to_thread(_search, Request(devices=PAIR, global_batch=rows))
@@ -270,7 +272,7 @@ def test_an_advice_other_than_the_fastest_layout_stands_before_it() -> None:
 
 
 def test_the_page_of_a_result_says_each_gain_once() -> None:
-    """The headline has it; the list of what the plan is compared with has figures and layouts."""
+    """The headline has it. The list of rivals has samples/s and layouts."""
     run = load_run(_search(Request(devices=PAIR)))
     page = _text(run_page(run, 100))
     assert "+20 % over even" in page
@@ -280,7 +282,7 @@ def test_the_page_of_a_result_says_each_gain_once() -> None:
 
 
 def test_the_rows_below_a_plan_have_its_measurements() -> None:
-    """As many as fit, the newest first; a small panel has the plan alone."""
+    """As many as fit, the newest first. A small panel has only the plan."""
     run = load_run(_search(Request(devices=PAIR)))
     plan = plan_lines(run, 100, 0)
     for height in (len(plan), len(plan) + 4):

@@ -1,4 +1,4 @@
-"""Settings stay from one start to the next; a bad file is one sentence, and ignored."""
+"""Settings persist from one start to the next. A bad file gives one message, and is ignored."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The site that `make site` has built: its search finds what to do before what was measured.
+"""The site built by `make site`: its search finds instructions before measurements.
 
 Without a site that is newer than its pages these tests are skipped; CI builds one first.
 """
@@ -33,7 +33,7 @@ RESULTS = f"JSON.stringify({LINKS}.map(a => a.href))"
 
 
 def is_built() -> bool:
-    """True if the site was built after the last change of a page."""
+    """Return True if the site was built after the last change of a page."""
     pages = [*REPO.glob("*.md"), *(REPO / "docs").rglob("*.md"), REPO / "zensical.toml"]
     index = SITE / "index.html"
     return index.exists() and index.stat().st_mtime > max(each.stat().st_mtime for each in pages)
@@ -47,7 +47,7 @@ pytestmark = [
 
 @pytest.fixture(scope="module")
 def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
-    """A browser on a desk."""
+    """Yield a browser of desktop size."""
     chromium = Chromium(tmp_path_factory.mktemp("profile"))
     chromium.call(
         "Emulation.setDeviceMetricsOverride",
@@ -61,7 +61,7 @@ def browser(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Chromium]:
 
 
 def _wait_for(browser: Chromium, script: str) -> str:
-    """What a script's expression is, once it is something."""
+    """Return the value of a script's expression once it has one."""
     until = time.monotonic() + 60
     while time.monotonic() < until:
         found = browser.evaluate(script)

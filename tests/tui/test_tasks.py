@@ -1,4 +1,4 @@
-"""What newcomers come for takes a dozen keys at most, in a terminal of 80 x 24."""
+"""The tasks of newcomers take a dozen keys at most, in a terminal of 80 x 24."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Typist:
         self.keys = 0
 
     async def press(self, *keys: str) -> None:
-        """One after the other."""
+        """Press the keys one after the other."""
         self.keys += len(keys)
         assert self.keys <= MOST_KEYS
         await self._pilot.press(*keys)
@@ -76,7 +76,7 @@ async def test_a_setting_is_found_by_a_word_and_changed(app_of: Any) -> None:
 
 
 async def test_every_setting_is_on_the_page_and_holds_at_once(app_of: Any, tmp_path: Path) -> None:
-    """Going down changes nothing; right changes each, and the file has it."""
+    """Going down changes nothing. Right changes each setting, and the file has it."""
     path = tmp_path / "settings.toml"
     app = app_of(settings_file=path)
     async with app.run_test(size=SMALL) as pilot:
@@ -102,7 +102,7 @@ async def test_every_setting_is_on_the_page_and_holds_at_once(app_of: Any, tmp_p
 
 
 async def test_the_hot_card_stands_out_without_a_key(app_of: Any, script: Any) -> None:
-    """Its figure is there at 80 columns, in the tone of an error; the others' isn't."""
+    """Its temperature is shown at 80 columns in the tone of an error; the others' isn't."""
     heat = [61, 62, 88, 63, 61, 60, 62, 61]
     devices = tuple(
         script.sample(index, temperature_celsius=value(degrees))

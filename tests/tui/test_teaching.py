@@ -1,4 +1,4 @@
-"""Empty lists say how to begin, whole at any size."""
+"""Empty lists say how to begin, untruncated at any size."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ def test_every_way_to_begin_is_there_at_80_columns(lesson: Lesson) -> None:
 
 @given(st.sampled_from(LESSONS), st.integers(30, 220), st.integers(1, 50))
 def test_nothing_is_cut_at_any_size(lesson: Lesson, width: int, height: int) -> None:
-    """A step that has no room isn't there at all."""
+    """A step without room is left out."""
     lines = lesson_lines(lesson, width, height)
     assert len(lines) <= height
     assert all(span_cells(row.spans) <= width for row in lines)

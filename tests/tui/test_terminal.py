@@ -1,6 +1,4 @@
-"""The app on a real terminal: it comes up, ends cleanly whichever way it ends, and leaves nothing
-behind.
-"""
+"""The app on a real terminal: it starts, exits cleanly in every way, and leaves nothing behind."""
 
 from __future__ import annotations
 
@@ -88,7 +86,7 @@ class Terminal:
         os.write(self.primary, keys)
 
     def wait(self) -> int:
-        """The exit code, with everything that was still written."""
+        """Return the exit code, after reading everything that was still written."""
         deadline = time.monotonic() + 60
         while self.child.poll() is None:
             assert time.monotonic() < deadline, self.seen[-2000:]
@@ -109,8 +107,9 @@ Open = Callable[..., Terminal]
 
 @pytest.fixture
 def terminal(tmp_path: Path) -> Iterator[Open]:
-    """Opens terminals with a state folder of their own, and closes them. A run is in it: the first
-    start of all would ask where to begin, and its card takes the keys.
+    """Yield a function that opens terminals with their own state folder, and close them.
+
+    The folder has a run, because at the very first start a card would take the keys.
     """
     opened: list[Terminal] = []
     run = tmp_path / "evener" / "runs" / "20260101-000000-0000"
@@ -131,8 +130,8 @@ def terminal(tmp_path: Path) -> Iterator[Open]:
 def test_the_app_leaves_the_terminal_as_it_was_wherever_stderr_goes(
     terminal: Open, tmp_path: Path, redirect: str
 ) -> None:
-    """Textual draws on stderr; a log file must not get the screen, and what is printed there must
-    reach it.
+    """Textual draws on stderr. A log file must not get the screen, but it must get printed
+    messages.
     """
     log = tmp_path / "err.log"
     code = (
@@ -150,8 +149,9 @@ def test_the_app_leaves_the_terminal_as_it_was_wherever_stderr_goes(
 
 
 def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open) -> None:
-    """The app has a session of its own here, so that nobody tells it; its writer would wait for
-    ever. What is printed then changes no exit code.
+    """The app has its own session here, so it gets no signal, and its writer would wait forever.
+
+    Printed messages don't change the exit code.
     """
     one = terminal(UNFLUSHED)
     one.read_until(b"Monitor")
@@ -161,8 +161,9 @@ def test_a_terminal_that_goes_without_a_signal_ends_the_app(terminal: Open) -> N
 
 
 def test_a_signal_to_go_on_as_the_app_ends_leaves_no_reader(terminal: Open) -> None:
-    """The kernel sends SIGCONT with SIGHUP: Textual then reads the terminal again, and a reader
-    would never end.
+    """The kernel sends SIGCONT with SIGHUP.
+
+    Textual then reads the terminal again, and the reader would never end.
     """
     one = terminal(CONTINUED)
     one.read_until(b"1080 Ti")

@@ -1,4 +1,4 @@
-"""Threads post frozen records, end when asked to, and leave nothing behind."""
+"""Threads post frozen records, stop when requested, and leave nothing behind."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ def test_only_progress_of_the_same_probe_is_replaced(events: Any) -> None:
 
 
 def test_simulated_devices_follow_the_load_of_probes() -> None:
-    """Memory and power rise with a probe's load and fall with its end."""
+    """Memory and power rise with a probe's load and fall at its end."""
     feed = Sampler(open_source(discover("sim:gtx1080ti")), 0.1)
     got: list[Any] = []
     feed.start(got.append)

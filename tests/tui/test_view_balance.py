@@ -1,4 +1,4 @@
-"""A session's events fold into one state, and its figures are those that were measured."""
+"""A session's events combine into one state, whose numbers are the measured ones."""
 
 from __future__ import annotations
 
@@ -61,7 +61,7 @@ GAINS = (
     "plan +18.1 %",
     "plan +58.0 %",
     "94 % of it",
-)  # of the scripted plan over what else was measured
+)  # gains of the scripted plan over other measurements
 
 
 def _after(events: Any, count: int | None = None) -> SessionState:
@@ -77,7 +77,7 @@ def _text(lines: Any) -> str:
 
 @given(st.integers(1, 5000), st.integers(1, 5000))
 def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> None:
-    """820, 820 = 2 × 410, 820 = 2 × 273 + 274: what stands on both sides of = is the same."""
+    """820, 820 = 2 × 410, 820 = 2 × 273 + 274: both sides of = are equal."""
     whole, *passes = write_share(batch, micro).split(" = ")
     assert int(whole) == batch
     terms = [
@@ -91,7 +91,7 @@ def test_a_share_is_written_as_the_sum_of_its_passes(batch: int, micro: int) -> 
 
 
 def test_passes_are_shown_with_shares_and_beside_the_wall() -> None:
-    """In rows of devices that are wide enough; narrow ones have only the batch that failed."""
+    """In device rows that are wide enough. Narrow ones have only the batch that failed."""
     split = layout_of((820, 568), (410, 568))
     wall = OutOfMemory(Probe(solo(2, 0, 512), Stage.SOLO, 1.0), (0,), "full", 1.0)
     belief = Belief((PredictedCurve(0, (), 410, 512),), "")
@@ -171,7 +171,7 @@ ALONE = re.compile(r"(GPU:\d)\[(\d+)[^\]]*\]: ([\d .]+) samples/s")
 
 
 def test_the_points_of_the_chart_are_the_figures_of_the_list() -> None:
-    """As printed, one for each measurement of a device alone, in whatever stage."""
+    """As printed, one for each measurement of a device alone, in any stage."""
     record = journal.read(RECORDED / "h200x2-keras_maxer-60percent-256.jsonl")
     state, listed, stages = SessionState(), [], set()
     for event in runs.recorded_events(record):
@@ -190,7 +190,7 @@ def test_the_points_of_the_chart_are_the_figures_of_the_list() -> None:
 
 
 def test_a_largest_batch_that_ran_is_no_prediction(events: Any) -> None:
-    """On the device alone or in a split; and a curve is measured up to the largest batch alone."""
+    """On the device alone or in a split. A curve is measured up to the largest batch alone."""
     state = _after(events)
     assert state.belief is not None
     sketch = msgspec.structs.replace(state.belief.curves[0], largest_batch=1024)
@@ -325,14 +325,14 @@ def test_every_panel_keeps_to_its_width(events: Any, width: int, height: int) ->
 
 @pytest.mark.parametrize("width", [30, 39, 40, 46, 47, 48, 60, 80, 120])
 def test_no_figure_of_a_rival_is_cut(events: Any, width: int) -> None:
-    """Where there is no room for all of them, some are left out whole."""
+    """If there isn't room for all numbers, some are left out whole."""
     best, *others = [line.text for line in rival_lines(_after(events, len(events)), width, 0)]
     assert "2 127 ±0.4 %" in best
     assert all(gain in row for row, gain in zip(others, GAINS, strict=True))
 
 
 def test_a_faster_measurement_than_the_best_is_explained(events: Any) -> None:
-    """One of a larger batch, one of the best itself, and none."""
+    """One with a larger batch, one of the best layout itself, and none."""
     state = _after(events, -1)
     measured = state.best
     assert measured is not None
@@ -352,7 +352,7 @@ def test_a_faster_measurement_than_the_best_is_explained(events: Any) -> None:
 
 
 def test_a_wide_interval_leaves_a_blank_before_the_bar(events: Any) -> None:
-    """An interval of 10 % and more has no decimal."""
+    """An interval of 10 % or more has no decimals."""
     state = _after(events, len(events))
     assert state.finished is not None
     wide = msgspec.structs.replace(state.finished.plan.throughput, low=1700.0, high=2554.0)
@@ -388,13 +388,13 @@ def test_a_running_split_is_shown_with_the_best(events: Any) -> None:
 
 
 def test_a_search_took_as_long_here_as_in_the_list_of_runs(events: Any) -> None:
-    """Without pauses, as the plan has it, not by the session's clock."""
+    """Without pauses, as in the plan, not by the session's clock."""
     state = msgspec.structs.replace(_after(events), at_seconds=50.0)
     assert "6 probes, 1 out of memory, 47 s." in _text(search_lines(state, 100, 10))
 
 
 def test_while_models_are_built_it_is_said_where_and_for_how_long(events: Any) -> None:
-    """In the search's own words, and in the rows of devices that are wide enough."""
+    """In the search's own text, and in device rows that are wide enough."""
     running = tuple(
         ProbeProgress(
             Probe(solo(2, device, 8), Stage.SOLO, 10.0), "building", None, None, 0.0, seconds
@@ -426,7 +426,7 @@ def test_a_run_that_goes_on_shows_what_is_kept_before_anything_new(
 
 
 def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
-    """Nor one over a figure that isn't known."""
+    """Nor does one whose samples/s aren't known."""
     figure = Interval(100.0, 99.0, 101.0)
     rival = RatedLayout("best_device", "CPU:0 alone", figure, (64, 0), "CPU:0")
     plan = RatedLayout("plan", "the plan", Interval(129.3, 128.0, 130.0), (64, 64))
@@ -438,7 +438,7 @@ def test_a_rival_that_ties_with_the_plan_shows_no_gain() -> None:
 
 @pytest.mark.parametrize("width", [*range(51, 70), 80])
 def test_where_a_rival_ran_is_not_cut_without_a_mark(width: int) -> None:
-    """A gain of three figures is wider than most: 1734 samples must not become 173."""
+    """A gain with three digits is wider than most: 1734 samples must not become 173."""
     figure = Interval(2314.0, 2294.0, 2334.0)
     rival = RatedLayout("best_device", "SIM:0 alone", figure, (1734, 0, 0, 0), "SIM:0")
     fastest = Interval(5613.0, 5591.0, 5635.0)

@@ -1,4 +1,4 @@
-"""Lines and tables fill exactly the cells they have, whatever is in them."""
+"""Lines and tables fill exactly their cells, whatever they contain."""
 
 from __future__ import annotations
 
@@ -77,8 +77,8 @@ def test_wrapped_text_keeps_to_its_box(text: str, width: int, most: int) -> None
 
 @pytest.mark.parametrize("width", range(12, 60))
 def test_no_line_ends_within_a_figure(width: int) -> None:
-    """Thousands, the per cent sign and the interval stay with their number, on the screen and in a
-    terminal.
+    """Thousands, the per cent sign and the interval stay with their number, on screens and in
+    terminals.
     """
     text = (
         "Split over GPU:0 and GPU:1: 1 232 165 samples/s ± 0.7 %, 20 % faster than 827 + "
@@ -234,8 +234,8 @@ def _signs(spans: Iterable[Span]) -> list[tuple[str, str, str]]:
 
 
 def test_columns_grow_in_turns_while_they_fit() -> None:
-    """Each takes its second width before any takes its third; then the rest goes to the last one
-    with a limit.
+    """Each takes its second width before any takes its third; then the last one with a limit gets
+    the rest.
     """
     steps = {"a": (3, 3, 9), "b": (3, 6), "c": (3,)}
     grid: Grid[int] = Grid(
@@ -257,7 +257,7 @@ def test_the_cursor_is_always_in_the_window(count: int, cursor: int, height: int
 
 @given(st.text(alphabet=st.sampled_from("ab \t\x1b\u202e漢é"), max_size=60), st.integers(2, 20))
 def test_whole_lines_lose_nothing_and_fit(text: str, width: int) -> None:
-    """A traceback or a variable, whatever is in it, at any width."""
+    """A traceback or a variable, with any content, at any width."""
     rows = [row.text for row in whole_lines(text, width)]
     assert all(cells(row) <= width for row in rows)
     assert "".join(rows) == plain(text.expandtabs(4), 1000)

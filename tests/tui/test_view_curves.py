@@ -1,4 +1,4 @@
-"""The chart of a search has the list's own figures, and each device in it."""
+"""The chart of a search has the same numbers as the list, and every device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The device table tells every metric at every width, and the reason where there is no value."""
+"""The device table shows every metric at every width, and the reason if there is no value."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ def test_any_readings_fill_the_columns_exactly(readings: dict[str, Any], width: 
 
 
 def test_no_metric_is_missing_in_eighty_columns(script: Any) -> None:
-    """Narrower columns, not missing ones: each figure of the row is found in it."""
+    """Columns get narrower, not fewer: each number of the row is found."""
     lines, _ = device_lines([DeviceRow(script.sample(1), (1.0, 2.0), ())], 80, 5, Position())
     assert [line.text for line in lines] == [
         " device name     util  SM  TC  DR  memory  °C power/W  MHz thr% link smp/s  hist",
@@ -81,7 +81,7 @@ def test_rows_scroll_with_the_cursor(script: Any) -> None:
 
 
 def test_a_missing_value_is_never_a_zero() -> None:
-    """Every state but a value shows as itself, in the row and in words in the details."""
+    """Every state without a value is shown, in the row and as text in the details."""
     readings: dict[str, Any] = dict.fromkeys(READINGS, UNSUPPORTED) | {
         "power_watts": DENIED,
         "temperature_celsius": LOST,
@@ -101,7 +101,9 @@ def test_a_missing_value_is_never_a_zero() -> None:
 
 
 def test_what_no_device_reports_has_no_column_and_the_others_its_room(script: Any) -> None:
-    """One device that may report it, or did, is enough; on a CPU slice, eight columns go."""
+    """One device that may report it, or did, is enough. On a CPU slice, eight columns
+    are hidden.
+    """
     full, bare = script.sample(0), DeviceSample(device=script.device(1))
     cores = msgspec.structs.replace(
         bare, utilization_percent=value(97), memory_used_bytes=value(2**30)
@@ -183,7 +185,7 @@ def test_a_small_terminal_with_few_devices_has_graphs() -> None:
 
 
 def test_a_large_terminal_gives_its_rows_to_the_graphs() -> None:
-    """Of few devices too: their processes get the rows that they need."""
+    """Also with few devices: their processes get the rows that they need."""
     listed, graphs, processes = arrange(200, 57, 2, 8, processes=8).values()
     assert (listed, processes) == (11, 11)
     assert graphs == 57 - 22
@@ -197,7 +199,7 @@ def test_every_device_has_a_graph_before_more_processes_are_listed() -> None:
 
 
 def test_devices_are_summed_up_as_far_as_there_is_room(script: Any) -> None:
-    """Samples/s first; one device needs no sum."""
+    """Samples/s first. One device needs no sum."""
     shown = host_line(script.snapshot(2), 200).text
     for words in ("2 devices", "224 864 samples/s", "95 % busy", "1271 W", "125/280 G"):
         assert words in shown

@@ -1,4 +1,4 @@
-"""Charts fill their cells exactly, ticks are round, and every point is where its axes say."""
+"""Charts fill their cells exactly, ticks are round, and every point agrees with its axes."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def test_every_figure_has_a_place_on_its_axis_and_ticks_are_round(
 
 
 def test_on_a_log_axis_equal_factors_are_equally_far_apart() -> None:
-    """Small batches aren't a wall at the left, as they are on a linear axis."""
+    """Small batches aren't crowded at the left, as they are on a linear axis."""
     points = [(8.0, 100.0), (64.0, 400.0), (512.0, 900.0), (4096.0, 1000.0)]
     frame = frame_chart(_chart(points), 100, 20)
     columns = [frame.column(x) for x, _ in points]
@@ -150,7 +150,7 @@ def test_an_empty_chart_says_why() -> None:
 
 @given(st.integers(5, 60), st.floats(1.0, 1e5), st.booleans())
 def test_marks_of_y_are_at_about_equal_distances(height: int, highest: float, log2: bool) -> None:
-    """A whole row more or less is most of a small distance."""
+    """One row more or less is a large part of a small distance."""
     points = tuple(PlotPoint(x, y) for x, y in ((1.0, highest / 50), (9.0, highest)))
     frame = frame_chart(Chart((Series("one", "accent", points),), log2_y=log2), 60, height)
     rows = [frame.row(tick) for tick in frame.y_ticks()]

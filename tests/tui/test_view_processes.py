@@ -1,5 +1,5 @@
-"""The process table sorts, filters and shows what programs call themselves without letting them
-steer the terminal.
+"""The process table sorts, filters and shows programs' names without letting them control the
+terminal.
 """
 
 from __future__ import annotations

@@ -34,7 +34,7 @@ RUN = RunSummary(
 
 @pytest.mark.parametrize("width", [80, 100, 118, 200])
 def test_a_run_is_shown_whole(width: int) -> None:
-    """Its id, which is what other commands want, its devices, throughput and ratios."""
+    """Its id, which other commands need, its devices, throughput and ratios."""
     lines, _ = table_lines(Grid(RUN_COLUMNS), (RUN,), width, 5, Position())
     row = lines[1].text
     assert len(row) <= width
@@ -46,7 +46,7 @@ def test_a_run_is_shown_whole(width: int) -> None:
 
 
 def test_runs_are_sorted_and_filtered() -> None:
-    """By what the table shows."""
+    """By the contents of the table."""
     slow = replace(RUN, run="20261120-1", samples_per_second=9.0, workload="keras_gru")
     failed = replace(
         RUN, run="20261122-1", state="failed", samples_per_second=None, trouble="RuntimeError: no"
@@ -64,7 +64,7 @@ def test_runs_are_sorted_and_filtered() -> None:
 
 
 def test_a_run_says_in_which_state_it_is(script: Any, plan: Any) -> None:
-    """What failed says why, and nothing tells to finish it."""
+    """A failed run shows why, without advice to finish it."""
     for changed, words in (
         (
             {"state": "failed", "trouble": "RuntimeError: boom in train.py, line 3."},
@@ -87,7 +87,7 @@ def test_devices_of_several_kinds_keep_their_kinds() -> None:
 
 
 def test_a_training_lists_its_cards_and_no_probes() -> None:
-    """It has products' names, and measured nothing by itself."""
+    """It has product names, and measured nothing itself."""
     assert (
         brief_devices(("NVIDIA H200", "NVIDIA H200", "NVIDIA T4")) == "2 × NVIDIA H200, NVIDIA T4"
     )
@@ -127,7 +127,7 @@ def _run(script: Any, plan: Any) -> StoredRun:
 
 
 def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan: Any) -> None:
-    """What was measured comes before how it looks, and nothing is cut in the middle."""
+    """Measurements have priority over bars, and nothing is cut in the middle."""
     low = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 14)]
     high = [row.text.rstrip() for row in plan_lines(_run(script, plan), 39, 40)]
     assert any(
@@ -141,7 +141,7 @@ def test_next_to_another_a_plan_has_no_bars_where_rows_are_few(script: Any, plan
 
 
 def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
-    """Whether it is over or going on."""
+    """Whether it is over or in progress."""
     rows = [row.text for row in plan_lines(_run(script, None), 30, 9)]
     assert rows[1:] == [" Stopped after 0", " measurements; there is no", " plan yet."]
 
@@ -150,7 +150,7 @@ def test_a_run_without_a_plan_says_so_in_a_narrow_panel(script: Any) -> None:
     ("width", "shown"), [(23, "◌ keras_maxer"), (13, "◌ keras_maxer"), (8, "◌ keras…")]
 )
 def test_a_simulated_run_has_a_mark_at_every_width(width: int, shown: str) -> None:
-    """Its name is cut, the mark isn't; a run on devices has none."""
+    """Its name is cut, the mark isn't. A run on real devices has none."""
     run = replace(RUN, workload="keras_maxer", devices=("SIM:0",))
     assert "".join(span.text for span in runs._workload(run, width)) == shown
     assert "".join(span.text for span in runs._workload(RUN, 23)) == "keras_maxer"

@@ -1,4 +1,4 @@
-"""A device's row in a search: its readings, its probe, and figures that are shortened but never
+"""A device's row in a search: its readings, its probe, and numbers that are shortened but never
 cut.
 """
 
@@ -26,7 +26,7 @@ def _rows(state: SessionState, width: int, samples: Any = ()) -> list[str]:
 
 
 def _full(events: Any) -> SessionState:
-    """Two fast devices with walls at large batches, both measured."""
+    """Return two fast devices that both ran out of memory at large batches."""
     state = SessionState()
     for event in events[:4]:
         state = advance(state, event)
@@ -72,7 +72,7 @@ def test_a_replay_has_no_columns_for_what_nobody_samples(events: Any) -> None:
 
 @pytest.mark.parametrize("width", range(40, 220, 7))
 def test_no_figure_is_ever_cut(events: Any, script: Any, width: int) -> None:
-    """Each number is whole or left out; the wall itself is always shown."""
+    """Each number is whole or left out. The batch that ran out of memory is always shown."""
     _, first, _ = _rows(_full(events), width, (script.sample(0), script.sample(1)))
     numbers = set(re.findall(r"\d{3,}", first.replace("158 012", "158012")))
     assert numbers <= {"158012", "16384", "20480", "140", "1080"}
@@ -81,7 +81,7 @@ def test_no_figure_is_ever_cut(events: Any, script: Any, width: int) -> None:
 
 
 def test_nothing_is_said_to_fit_on_a_device_on_which_nothing_ran(events: Any) -> None:
-    """As a search begins, it takes one row for what fits."""
+    """At its beginning, a search assumes that one row fits."""
     state = advance(SessionState(), events[0])
     unseen = msgspec.structs.replace(state, belief=Belief((PredictedCurve(0, (), 1, None),), ""))
     assert "fits" not in _rows(unseen, 118)[1]

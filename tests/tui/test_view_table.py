@@ -1,4 +1,4 @@
-"""Scrolled tables: full wherever they can be, and with a sign of what is hidden."""
+"""Scrolled tables: full whenever possible, with the number of hidden rows."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ GRID = Grid(COLUMNS)
 def test_a_scrolled_table_is_full_and_counts_what_it_hides(
     count: int, height: int, cursor: int, top: int, width: int
 ) -> None:
-    """Whatever it was scrolled for before: the cursor is visible, and no row is empty while others
-    are hidden.
+    """Whatever it showed before: the cursor is visible, and no row is empty while others are
+    hidden.
     """
     rows = range(count)
     position = Position(min(cursor, max(0, count - 1)), top)

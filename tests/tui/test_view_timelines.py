@@ -1,4 +1,6 @@
-"""Graphs over time fill their cells, keep what was drawn, and have one cursor and one time axis."""
+"""Graphs over time fill their cells, don't change what was drawn, and share one cursor and one time
+axis.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +26,7 @@ from evener.tui.view.timelines import GraphPlan, TimeView, draw_timelines, place
 
 
 class Kept:
-    """A past of these devices, one tick a second."""
+    """The past of these devices, one tick per second."""
 
     def __init__(self, script: Any, samples: list[DeviceSample], ticks: int) -> None:
         self._script = script
@@ -88,7 +90,7 @@ def test_a_low_panel_shows_the_devices_around_the_chosen_one(script: Any) -> Non
 
 
 def test_what_no_device_reports_has_no_column(script: Any) -> None:
-    """A training that has ended keeps its column as long as its past is kept."""
+    """A training that has ended keeps its column as long as its past is stored."""
     silent = _samples(script, 2, samples_per_second=UNSUPPORTED, power_watts=UNSUPPORTED)
     past = Kept(script, silent, 3)
     plan = place_graphs(silent, past, 198, 20)
@@ -106,7 +108,7 @@ def test_what_no_device_reports_has_no_column(script: Any) -> None:
 
 @given(st.integers(1, 5), st.integers(1, 700), st.integers(10, 40))
 def test_dots_that_are_drawn_never_change(per_dot: int, ticks: int, width: int) -> None:
-    """A picture that moves on by whole cells doesn't flicker."""
+    """A picture that moves by whole cells doesn't flicker."""
 
     def dots(count: int) -> dict[int, float]:
         window = TickWindow(width, per_dot, count)
@@ -133,7 +135,7 @@ def test_the_time_asked_for_is_shown(span: float, interval: float, width: int) -
 
 @given(st.integers(1, 6), st.integers(1, 700), st.integers(10, 90))
 def test_a_short_history_is_drawn_wide_and_whole(per_dot: int, ticks: int, width: int) -> None:
-    """It fills a good part of the graph, each tick as wide as the others, the newest at the end."""
+    """It fills a good part of the graph, each tick equally wide, the newest at the end."""
     finer, stretch = scale_young(per_dot, ticks, width)
     assert finer <= per_dot
     assert stretch == 1 or finer == 1
@@ -194,7 +196,7 @@ def test_labels_of_the_axis_never_touch(script: Any, per_dot: int) -> None:
 
 
 def test_what_is_nought_everywhere_has_no_graph_without_an_upper_end(script: Any) -> None:
-    """Samples/s of idle simulated devices; idle utilisation has its graph."""
+    """Samples/s of idle simulated devices have none; idle utilisation has one."""
     idle = _samples(script, 2, samples_per_second=value(0), utilization_percent=value(0))
     past = Kept(script, idle, 1)
     plan = place_graphs(idle, past, 198, 20)

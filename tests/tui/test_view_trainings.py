@@ -1,4 +1,4 @@
-"""Trainings as rows: ranks joined over processes, devices and hosts, what holds them up, and lines
+"""Trainings as rows: ranks joined over processes, devices and hosts, what slows them, and lines
 that fit.
 """
 
@@ -82,7 +82,7 @@ def test_samples_per_joule_count_each_device_once_and_need_every_one(script: Any
 
 
 def test_ranks_on_other_hosts_have_their_names_and_make_no_plan_s_share(script: Any) -> None:
-    """A monitor sees one host; what is missing can't be compared."""
+    """A monitor sees one host, and missing ranks can't be compared."""
     here, there = make_ranks(plan_samples_per_second=21_000.0, world=3)
     (live,) = there.devices
     there = msgspec.structs.replace(
@@ -136,7 +136,7 @@ def test_a_slow_rank_is_named_and_better_shares_with_their_gain(script: Any) -> 
     ]
     assert row.advice is not None
     assert sum(row.advice.shares) == 820 + 568
-    # proportional: 820 rows in 0.1 s and 568 in 0.15 s are done together in 1388 / (8200 + 3787) s
+    # proportional: 820 rows in 0.1 s and 568 in 0.15 s end together after 1388 / (8200 + 3787) s
     assert row.advice.gain == pytest.approx(
         0.155 / (0.155 - 0.15 + 1388 / (8200 + 3786.7)) - 1, abs=0.01
     )
@@ -145,7 +145,7 @@ def test_a_slow_rank_is_named_and_better_shares_with_their_gain(script: Any) -> 
 
 
 def test_advice_follows_the_plan_s_curves_where_every_rank_has_one(script: Any) -> None:
-    """A tenth of a step follows the rows: fewer of them save no more than that."""
+    """A tenth of a step depends on the rows, so fewer rows save no more than that."""
     times: dict[str, Any] = {"own": (0.1, 0.15), "waiting": (0.052, 0.002), "step_s": 0.155}
     fixed = ((0.0, 0.18), (820.0, 0.2)), ((0.0, 0.135), (568.0, 0.15))
     row = _only(script, make_ranks(**times, curves=fixed))
@@ -252,7 +252,7 @@ def test_a_training_below_its_plan_without_a_cause_says_so(script: Any) -> None:
 
 
 def test_a_crowded_host_is_a_cause_where_the_kernel_does_not_count_delays(script: Any) -> None:
-    """A load of 16 on 2 cores, and no figure of any rank that tells of it."""
+    """A load of 16 on 2 cores, and no measurement of any rank that shows it."""
     slow = make_ranks(own=(0.15, 0.15), waiting=(0.001, 0.001), plan_samples_per_second=10_000.0)
     host = msgspec.structs.replace(script.snapshot().host, load_1min=16.0, cores=2)
     row = _only(script, slow, host=host)
@@ -265,7 +265,7 @@ def test_a_crowded_host_is_a_cause_where_the_kernel_does_not_count_delays(script
 
 
 def snapshot_with(*reports: Training) -> Snapshot:
-    """A reading of these reports and nothing else."""
+    """Return a snapshot of only these reports."""
     host = HostSample(
         cpu_percent=0.0,
         load_1min=0.0,
@@ -405,7 +405,7 @@ def test_a_step_s_bar_fills_its_width_in_the_order_of_its_parts(
 
 
 def test_input_is_most_of_the_bar_where_it_is_most_of_the_step(script: Any) -> None:
-    """And not what remains of it: waiting."""
+    """The rest of the bar is waiting."""
     ranks = make_ranks(own=(0.01, 0.008), waiting=(0.001, 0.003), input_s=0.293, step_s=0.304)
     row = _only(script, ranks)
     for line in rank_table(row, 120, 5)[0][1:]:
@@ -427,7 +427,7 @@ def test_the_legend_has_every_part_and_fits(width: int) -> None:
 
 
 def _with_steps(reports: Sequence[Training]) -> list[Training]:
-    """Reports with the last steps of each rank: the second began to tell of them later."""
+    """Return reports with the last steps of each rank. The second began to report them later."""
     return [
         msgspec.structs.replace(
             each,
@@ -554,7 +554,7 @@ def _graph_lines(
 
 
 def test_graphs_sum_the_devices_and_compare_them_with_the_plan(script: Any) -> None:
-    """The plan's figure is marked where it lies; with ranks elsewhere there is no sum."""
+    """The plan's samples/s are marked at their height. With ranks elsewhere there is no sum."""
     values = {"gpu-0": (4000.0, None, 4800.0), "gpu-1": (3000.0, 3200.0, 3300.0)}
 
     def read(key: str, metric: str) -> tuple[float | None, ...]:
@@ -659,7 +659,7 @@ def test_ranks_on_one_device_are_told_apart_by_their_numbers(script: Any) -> Non
 
 
 def test_of_a_file_that_trains_the_name_is_shown(script: Any) -> None:
-    """Its path is cut at the end, where the name is."""
+    """The name is at the end of its path, which would be cut."""
     reports = [
         msgspec.structs.replace(each, workload="/home/ada/work/models/train.py")
         for each in make_ranks()
