@@ -44,7 +44,7 @@ from evener.torch.audit import step as step_audit
 from evener.torch.audit.compute import GradientSketcher, Piece
 from evener.torch.audit.quick import KnownPasses
 from evener.torch.audit.rows import FEWER, ROWS, FewRows, cut_few
-from evener.torch.audit.sketch import name_tensors
+from evener.torch.audit.sketch import SIGNS, GradientSums, name_tensors
 from evener.torch.audit.step import Computations, audit
 from evener.training.audit import (
     EARLY,
@@ -217,7 +217,8 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
             round(min(each) * 1e3, 2) for each in (host, whole)
         ]
 
-    sketcher = GradientSketcher([model], name_tensors([model]), known=known)
+    tensors = name_tensors([model])
+    sketcher = GradientSketcher([model], tensors, known=known)
 
     def open_sketcher() -> None:
         with sketcher.open():
@@ -232,8 +233,13 @@ def measure_parts(model: nn.Module, loss: Loss, few: FewRows, known: KnownPasses
     note("names of tensors", lambda: name_tensors([model]))
     note("open", open_sketcher)
     with sketcher.open():
+        found = torch.autograd.grad(loss(few.whole), list(tensors.values()))
+        gradients = dict(zip(tensors, found, strict=True))
+        del found
         note("forward alone", lambda: take(False))
         note("forward and backward alone", lambda: take(True))
+        note("projections", lambda: GradientSums(tensors, SIGNS, True).add_gradients(gradients))
+        gradients.clear()
         note("reference", lambda: sketcher.sum_quickly(computations.reference))
         note("parts", lambda: sketcher.sum_quickly(computations.trained))
         note("reference, each operation looked at", lambda: sketcher.sketch(computations.reference))
@@ -589,6 +595,51 @@ def _train_by(split: Split, check: bool, data: torch.Tensor, tiny: bool, words: 
     return seconds
 
 
+def measure_first(tiny: bool) -> None:
+    """Print what a first audit takes once its passes have been computed bare, in float32.
+
+    A training under autocast has loaded no kernels of float32 before its first audit.
+    """
+    words, length = (500, 32) if tiny else (32_000, 256)
+    torch.manual_seed(1)
+    model = (Decoder(64, 2, words) if tiny else Decoder(768, 10, words)).to(DEVICE)
+    optimizer = _make_optimizer(model)
+    device = next(model.parameters()).device
+    read = [torch.randint(0, words, (64, length + 1))]
+    batch = [each.to(device) for each in read]
+    loss_of = partial(loss_of_texts, model)
+
+    def step(audited: Callable[[], Any] = lambda: None) -> None:
+        with torch.autocast(device.type, torch.bfloat16):
+            loss = loss_of(batch)
+        loss.backward()
+        audited()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    few = _take_rows(read, device, ROWS)
+
+    def compute_bare() -> None:
+        for rows in (few.whole, *few.parts):
+            torch.autograd.grad(loss_of(rows), list(model.parameters()))
+
+    def audit_first() -> None:
+        audit_rows(model, loss_of, few, moves=True)
+
+    for _ in range(3):
+        step()
+    figures = {}
+    for name, work in (
+        ("bare passes", compute_bare),
+        ("again", compute_bare),
+        ("a first audit then", audit_first),
+        ("another first audit", audit_first),
+    ):
+        added = _time_added(step, partial(step, work), device.type, turns=1)
+        figures[name] = round(added * 1e3, 1)
+    print(json.dumps({"ms": figures}), flush=True)
+
+
 def measure_work() -> None:
     """Print the host's work for audits: their passes, and calls and bytecode relative to passes.
 
@@ -675,7 +726,9 @@ def main() -> None:
     """Run the requested parts."""
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--tiny", action="store_true", help="small enough for a CPU")
-    parser.add_argument("--part", choices=("large", "small", "passes", "programs", "ranks", "work"))
+    parser.add_argument(
+        "--part", choices=("large", "small", "passes", "programs", "ranks", "work", "first")
+    )
     parser.add_argument("--audits", type=int, default=0, help="of each exact program")
     parser.add_argument("--seconds", type=float, default=60.0, help="at most, of each program")
     parser.add_argument("--processes", type=int, default=2, help="that train the programs")
@@ -695,6 +748,8 @@ def main() -> None:
             name for name, each in EXACT_PROGRAMS.items() if not (options.tiny and each.compiled)
         ]
         count_alarms(audits, options.seconds, options.device, names, options.processes)
+    if options.part == "first":
+        measure_first(options.tiny)
     if options.part == "work":
         measure_work()
     if options.part == "ranks":

@@ -20,6 +20,7 @@ from torch.nn import functional  # noqa: E402
 from torch.utils._python_dispatch import _get_current_dispatch_mode  # noqa: E402
 from torch.utils.data import default_collate  # noqa: E402
 
+from evener.torch.audit import compute  # noqa: E402
 from evener.torch.audit.compute import GradientSketcher  # noqa: E402
 from evener.torch.audit.quick import KnownPasses  # noqa: E402
 from evener.torch.audit.rows import FEWER, ROWS, fetch_rows  # noqa: E402
@@ -274,6 +275,13 @@ def test_all_rows_of_an_audit_are_on_the_device() -> None:
     rows = tensors_in([few.whole, few.parts, few.cut, few.even, few.even_cut])
     assert len(rows) == 2 * (1 + 4 * 2)
     assert {each.device.type for each in rows} == {"meta"}
+
+
+def test_an_audit_takes_the_memory_that_a_step_has_freed(monkeypatch: Any) -> None:
+    allocated = {"peak": 500, "current": 300}
+    stats = {"allocated_bytes": {"all": allocated}}
+    monkeypatch.setattr(torch.cuda, "memory_stats_as_nested_dict", lambda _: stats)
+    assert compute._measure_room(torch.device("cuda:0")) == 200
 
 
 def test_a_generator_that_starts_to_draw_ends_quick_audits() -> None:

@@ -208,9 +208,12 @@ class GradientSums:
         trained = {name: each for name, each in self._tensors.items() if each.requires_grad}
         if not scaled.requires_grad or not trained:
             return
-        found = self._differentiate(scaled.sum(), trained, retain_graph)
+        self.add_gradients(self._differentiate(scaled.sum(), trained, retain_graph))
+
+    def add_gradients(self, gradients: Mapping[str, torch.Tensor]) -> None:
+        """Project gradients, given by the names of their tensors, and add their sums."""
         with torch.no_grad(), without_modes():
-            for name, gradient in found.items():
+            for name, gradient in gradients.items():
                 self._take(name, gradient)
             self._project_waiting()
 

@@ -146,9 +146,15 @@ def copy_data(value: Any, memo: dict[int, Any], most_bytes: float = math.inf) ->
 def _copy_items(value: Any, memo: dict[int, Any], most_bytes: float) -> _Items:
     keys = list(value) if isinstance(value, dict) else None
     items = list(value) if keys is None else list(value.values())
-    copies = [(item, copy_data(item, memo, most_bytes)) for item in items]
-    empty = [item for item, was in copies if was is _EMPTY]
-    inner = [(item, was) for item, was in copies if was is not None and was is not _EMPTY]
+    inner, empty = [], []
+    for item in items:
+        if type(item) in _PLAIN:
+            continue
+        was = copy_data(item, memo, most_bytes)
+        if was is _EMPTY:
+            empty.append(item)
+        elif was is not None:
+            inner.append((item, was))
     return _Items(keys, items, list(map(id, items)), inner, empty)
 
 
