@@ -14,7 +14,14 @@ import msgspec
 
 from evener.devices.types import Device
 from evener.plan.file import Link
-from evener.training.limits import HAND_OVER_S, LimitKind, StepPart, TrainingLimit, find_limits
+from evener.training.limits import (
+    HAND_OVER_S,
+    LimitKind,
+    StepPart,
+    TrainingLimit,
+    bound_error,
+    find_limits,
+)
 
 from ..search.report import SearchReport
 from ..types import Layout, Observation, PartSeconds, Timed
@@ -22,16 +29,23 @@ from ..types import Layout, Observation, PartSeconds, Timed
 TWICE = 0.5  # fraction that twice the batch saves of a part that doesn't grow with the batch
 STARVED_ERROR = 0.3  # relative: cores that are busy now may be free in the next minute
 # twice the batch saves more than these parts, because nothing in a step grows more than its rows
-UPDATE_ERROR, UPDATE_HIGH_ERROR = 0.2, 0.8
-EXCHANGE_ERROR, EXCHANGE_HIGH_ERROR = 0.2, 0.4
-FIXED_ERROR = 0.5  # relative, for a line through two points
-# for a GPU's time as a power of the rows, above the rows that were measured
-ELASTICITY_ERROR = 0.25
+UPDATE_ERROR, UPDATE_HIGH_ERROR = 0.2, 0.5
+EXCHANGE_ERROR, EXCHANGE_HIGH_ERROR = 0.15, 0.25
+FIXED_ERROR = 0.5  # relative, for the time that a single pass saves
+# relative, for the time of a single pass by extrapolation: over the recorded runs of H200s, a line
+# through two passes of up to 64 rows was off by -29 to +28 % in 8 of 10 cases, for 2 to 10 times as
+# many rows, and by -1 to +14 % in half of them
+PASS_ERROR = 0.25
+# rows of a pass up to which most multiprocessors of a GPU are idle
+FEW_ROWS = 16
 # relative, half of an interval: a step that waits for no rows differs this much from one turn to
 # the next, because most of its time is the host's
-KEPT_ERROR = 0.1
+KEPT_ERROR = 0.15
 SLOWED_ERROR = 0.5  # relative: not all kernels depend on the clock
 NEIGHBOUR_ERROR = 0.3  # relative: the driver's values are means over long samples
+# fraction of the time in which the session's own kernels ran: below it, the driver's sample mostly
+# comes from before they began
+LEAST_BUSY = 0.05
 UNKNOWN_NEIGHBOUR_ERROR = 0.9  # if the driver doesn't say how long the session's kernels ran
 LAUNCH_ERROR = 0.15  # relative, for a step of twice the batch
 TWICE_BATCH = "Take a batch twice as large, or compile the model (torch.compile)."
@@ -139,15 +153,18 @@ class _Measured:
         for that long.
         """
         parts = [part for _, part in self.parts_of(position)]
-        others = fmean([part.neighbour for part in parts]) if parts else 0.0
-        running = [part.busy for part in parts if part.busy is not None]
-        own_s = self.own_s(position) or self.step_s
-        if not running:
-            return own_s * others
-        ran = fmean(running)
+        parts = [part for part in parts if _is_whole_sample(part)] or parts
+        if not parts:
+            return 0.0
         idle_s = self.launching_s() + self.step_s * (self.share(position, "input_seconds") or 0.0)
         enqueued = max(0.0, 1 - idle_s / self.step_s)
-        return own_s * min(others, max(enqueued - ran, ran))
+        waits = []
+        for part in parts:
+            wait = part.neighbour
+            if part.busy is not None:
+                wait = min(wait, max(enqueued - part.busy, part.busy))
+            waits.append(wait)
+        return (self.own_s(position) or self.step_s) * fmean(waits)
 
     def list_last(self) -> list[int]:
         """Return the devices that the other devices wait for, according to their compute time."""
@@ -214,7 +231,7 @@ def _find_host(measured: _Measured) -> Iterator[StepPart]:
     yield StepPart(
         kind=LimitKind.HOST_STARVED,
         seconds=starved,
-        error_s=STARVED_ERROR * starved,
+        error_s=bound_error(starved, measured.step_s, STARVED_ERROR),
         by=most.taken_by if most else "",
     )
     waits_s = measured.launching_s()
@@ -334,13 +351,11 @@ def _find_memory(
         known = _list_passes(seen, position)
         if passes < 2 or len(known) < 2:
             continue
-        find = _seconds_saved_on_cpu if devices[position].on_cpu else _seconds_saved_on_gpu
-        least, expected, most = find(known, passes)
+        spared_s, error_s = _seconds_saved_by_one_pass(known, passes, devices[position].on_cpu)
         yield StepPart(
             kind=LimitKind.MEMORY,
-            seconds=expected,
-            error_s=expected - least,
-            high_error_s=most - expected,
+            seconds=spared_s,
+            error_s=error_s,
             by=devices[position].label,
         )
 
@@ -358,34 +373,34 @@ def _list_passes(seen: Sequence[Observation], position: int) -> list[tuple[int, 
     return sorted(fastest.items())[-2:]
 
 
-def _seconds_saved_on_cpu(
-    known: Sequence[tuple[int, float]], passes: int
-) -> tuple[float, float, float]:
-    """Return the seconds that a single pass saves: at least, expected and at most.
+def _seconds_saved_by_one_pass(
+    known: Sequence[tuple[int, float]], passes: int, on_cpu: bool
+) -> tuple[float, float]:
+    """Return the seconds that a single pass saves over several, and half of the 95 % interval.
 
-    On a CPU, each row takes equally long, so a single pass saves the fixed time of the other
-    passes, whatever their rows.
+    `known` has the rows and seconds of two single passes. A pass has a fixed time, and as much more
+    for each row. Few rows leave multiprocessors of a GPU idle: twice the rows took 1.17 times as
+    long from 4 to 8 rows on an H200, and 1.15 times on average from there to 64, so the time is
+    then modeled as a power of the number of rows.
     """
     (few, few_s), (many, many_s) = known
-    slope = max(0.0, (many_s - few_s) / (many - few))
-    spared_s = (passes - 1) * max(0.0, many_s - slope * many)
-    return (1 - FIXED_ERROR) * spared_s, spared_s, (1 + FIXED_ERROR) * spared_s
+    now_s = passes * many_s
+    if on_cpu or many > FEW_ROWS:
+        slope = min(max(0.0, (many_s - few_s) / (many - few)), many_s / many)
+        single_s = many_s + slope * (passes - 1) * many
+    else:
+        power = min(max(0.0, math.log(many_s / few_s) / math.log(many / few)), 1.0)
+        single_s = many_s * passes**power
+    spared_s = now_s - single_s
+    return spared_s, bound_error(spared_s, now_s, FIXED_ERROR, PASS_ERROR)
 
 
-def _seconds_saved_on_gpu(
-    known: Sequence[tuple[int, float]], passes: int
-) -> tuple[float, float, float]:
-    """Return the seconds that a single pass saves: at least, expected and at most.
+def _is_whole_sample(part: PartSeconds) -> bool:
+    """True if the driver's sample of kernels is from the time of the measurement, as far as known.
 
-    Few rows leave multiprocessors of a GPU idle. Twice the rows took 1.17 times as long from 4 to 8
-    rows on an H200, and 1.15 times on average from there to 64, so the time is modeled as a power
-    of the number of rows.
+    A sample from before the session's kernels began has nearly none of them.
     """
-    (few, few_s), (many, many_s) = known
-    power = min(max(0.0, math.log(many_s / few_s) / math.log(many / few)), 1.0)
-    powers = (min(1.0, power + ELASTICITY_ERROR), power, max(0.0, power - ELASTICITY_ERROR))
-    least, expected, most = (many_s * (passes - passes**each) for each in powers)
-    return least, expected, most
+    return part.busy is None or part.busy >= LEAST_BUSY
 
 
 def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[StepPart]:
@@ -396,7 +411,7 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
     for kind in (LimitKind.HEAT, LimitKind.POWER):
         lost = {i: measured.lost_s(i, kind) for i in measured.list_last()}
         most = max(lost, key=lost.__getitem__)
-        error_s = SLOWED_ERROR * lost[most]
+        error_s = bound_error(lost[most], measured.step_s, SLOWED_ERROR)
         yield StepPart(kind=kind, seconds=lost[most], error_s=error_s, by=devices[most].label)
     waited = {i: measured.waited_for_neighbours(i) for i in measured.list_last()}
     most = max(waited, key=waited.__getitem__)
@@ -407,7 +422,11 @@ def _find_slowed(measured: _Measured, devices: Sequence[Device]) -> Iterator[Ste
     yield StepPart(
         kind=LimitKind.NEIGHBOUR,
         seconds=waited[most],
-        error_s=waited[most] * (NEIGHBOUR_ERROR if known else UNKNOWN_NEIGHBOUR_ERROR),
+        error_s=(
+            bound_error(waited[most], measured.step_s, NEIGHBOUR_ERROR)
+            if known
+            else UNKNOWN_NEIGHBOUR_ERROR * waited[most]
+        ),
         by=f"{names[-1]} on {who}" if names else who,
     )
 

@@ -23,6 +23,8 @@ HAND_OVER_S = 0.5e-3
 # The time between two steps that a trainer of a library needs for itself: 1 to 2.5 ms of callbacks,
 # schedules and counts in transformers and Lightning.
 TRAINER_S = 2e-3
+# relative: a step without a limit is known this well, as most of its time was measured
+LEFT_ERROR = 0.2
 LEAST_STEP_LEFT = 1e-3  # minimum fraction of a step that remains with any remedy
 
 
@@ -157,6 +159,15 @@ class StepPart(msgspec.Struct, frozen=True, kw_only=True):
     without_error_s: float = 0.0  # half of the 95 % interval of `without_s`
     remedy: str = ""  # empty: the kind's usual remedy
     by: str = ""
+
+
+def bound_error(seconds: float, step_s: float, relative: float, left: float = LEFT_ERROR) -> float:
+    """Return half of the 95 % interval of a part's `seconds`.
+
+    It is the fraction `relative` of the part, but at most the fraction `left` of the rest of the
+    step, because the rest was measured: it stays when the part is gone.
+    """
+    return min(relative * seconds, left * max(0.0, step_s - seconds))
 
 
 def find_limits(step_s: float, parts: Iterable[StepPart]) -> tuple[TrainingLimit, ...]:

@@ -21,6 +21,7 @@ from .limits import (
     LimitKind,
     StepPart,
     TrainingLimit,
+    bound_error,
     find_limits,
 )
 from .rebalance import Advice, advise
@@ -35,6 +36,7 @@ BEHIND_PART = 0.5  # the GPU is the limit if it is behind its host in this fract
 MOST_STARVED = (
     0.5  # own code is a limit if a lack of cores explains at most this fraction of idle time
 )
+STARVED_ERROR = 0.25  # relative: threads don't all wait at the same time
 MOST_ROWS = 1 << 24  # maximum rows per step for which shares are searched
 LEAST_WORK_S, MOST_WORK_S = 1e-6, 1e5
 HALF = 0.5  # fraction of a once-per-step part that larger batches save
@@ -221,7 +223,8 @@ def _find_host(
     starved_s = ranks[place].starved * step_s
     if starved_s > 0:
         kind = LimitKind.HOST_STARVED
-        yield StepPart(kind=kind, seconds=starved_s, error_s=starved_s / 4, by=competitors)
+        error_s = bound_error(starved_s, step_s, STARVED_ERROR)
+        yield StepPart(kind=kind, seconds=starved_s, error_s=error_s, by=competitors)
     slowest = ranks[max(last, key=lambda each: steps[each].own_work_s)]
     own_s = slowest.sums.mean("own_work_s")
     if 0 <= slowest.behind < BEHIND_PART:

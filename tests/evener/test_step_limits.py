@@ -70,6 +70,16 @@ def test_an_optimizer_is_a_limit_once_half_as_many_updates_gain_a_tenth() -> Non
     assert named == [LimitKind.OPTIMIZER]
 
 
+@pytest.mark.parametrize("starved", [0.2, 0.5, 0.66])
+def test_the_gain_of_freed_cores_is_known_within_a_fifth(starved: float) -> None:
+    """Most of what remains of the step was measured."""
+    (limit,) = judge_training([rank()._replace(starved=starved)]).limits
+    assert limit.kind is LimitKind.HOST_STARVED
+    expected = 1 / (1 - starved)
+    assert 1 + limit.gain == pytest.approx(expected)
+    assert 0.8 * expected < 1 + limit.gain_low < 1 + limit.gain_high < 1.26 * expected
+
+
 def test_a_part_whose_gain_is_uncertain_is_not_named() -> None:
     known = rank(between_s=0.01)
     errors = StepSums(STEPS, between_s=0.006)
