@@ -1,4 +1,4 @@
-"""Loops with accelerate that one process and several ranks must end with the same weights."""
+"""Loops with accelerate that must end with the same weights in one process and in several ranks."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ WINDOW = 2
 
 
 def network() -> Any:
-    """Two layers in float64."""
+    """Return two layers in float64."""
     torch.manual_seed(0)
     return torch.nn.Sequential(
         torch.nn.Linear(5, 7), torch.nn.Tanh(), torch.nn.Linear(7, 1)
@@ -34,7 +34,7 @@ def network() -> Any:
 
 
 def plain(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
-    """`accelerator.backward`, clipping."""
+    """Train with `accelerator.backward` and clipping."""
     for inputs, targets in loader:
         loss = torch.nn.functional.mse_loss(model(inputs), targets)
         accelerator.backward(loss)
@@ -44,7 +44,7 @@ def plain(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any)
 
 
 def accumulated(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
-    """`accelerator.accumulate`, with two batches in an optimizer step."""
+    """Train with `accelerator.accumulate`, two batches per optimizer step."""
     for inputs, targets in loader:
         with accelerator.accumulate(model):
             accelerator.backward(torch.nn.functional.mse_loss(model(inputs), targets))
@@ -53,8 +53,9 @@ def accumulated(accelerator: Any, model: Any, optimizer: Any, loader: Any, split
 
 
 def scheduled(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
-    """`accelerate.prepare` of a schedule, which it steps once for each process; a new one for each
-    epoch.
+    """Train with a prepared learning rate schedule, which steps once for each process.
+
+    Each epoch has a new schedule.
     """
     schedule = accelerator.prepare(torch.optim.lr_scheduler.CosineAnnealingLR(optimizer, 6))
     for inputs, targets in loader:
@@ -65,7 +66,7 @@ def scheduled(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: 
 
 
 def in_passes(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any) -> None:
-    """`split.parts`: in one process it is the plain loop."""
+    """Train with `split.parts`, which is the plain loop in one process."""
     for batch in loader:
         if split is None:
             accelerator.backward(torch.nn.functional.mse_loss(model(batch[0]), batch[1]))
@@ -79,7 +80,7 @@ def in_passes(accelerator: Any, model: Any, optimizer: Any, loader: Any, split: 
 
 LOOPS: dict[str, Callable[..., None]] = {
     "plain": plain,
-    "prepared": plain,  # the split's loader too: accelerate leaves it as it is
+    "prepared": plain,  # the split's loader too: accelerate leaves it unchanged
     "accumulated": accumulated,
     "scheduled": scheduled,
     "in passes": in_passes,
@@ -89,8 +90,9 @@ LOOPS: dict[str, Callable[..., None]] = {
 
 
 def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
-    """By a split, or in one process without; "resumed" in two halves, the second from a saved
-    state.
+    """Train by a split, or in one process without one.
+
+    "resumed" trains in two halves, the second from a saved state.
     """
     window = WINDOW if LOOPS[name] is accumulated else 1
     options = GradientAccumulationPlugin(num_steps=window, sync_with_dataloader=False)
@@ -124,7 +126,7 @@ def train(name: str, split: Any = None, folder: str = "") -> dict[str, Any]:
 def halve(
     accelerator: Any, model: Any, optimizer: Any, loader: Any, split: Any, folder: str
 ) -> None:
-    """An epoch of which the second half is computed twice, the first time in vain."""
+    """Train an epoch whose second half is computed twice; the first result is discarded."""
     accelerator.register_for_checkpointing(loader)
     plain(accelerator, model, optimizer, islice(loader, 3), split)
     accelerator.save_state(folder)
@@ -134,8 +136,9 @@ def halve(
 
 
 def predict(accelerator: Any, model: Any) -> torch.Tensor:
-    """Of rows that don't go evenly into batches or ranks, by a loader that accelerate shares
-    out.
+    """Return predictions with a loader that accelerate shards.
+
+    The rows don't divide evenly into batches or ranks.
     """
     loader = accelerator.prepare(DataLoader(points(21), batch_size=4))
     model.eval()
@@ -144,7 +147,7 @@ def predict(accelerator: Any, model: Any) -> torch.Tensor:
 
 
 def refuse(split: Any) -> str:
-    """The sentence that another loader, put through `prepare`, ends with."""
+    """Return the error for another loader that is passed to `prepare`."""
     accelerator = Accelerator(cpu=True)
     module = network()
     data = DataLoader(points(ROWS), batch_size=4)
@@ -157,7 +160,7 @@ def refuse(split: Any) -> str:
 
 
 def train_sharded(split: Any = None, drop_last: bool = True) -> dict[str, Any]:
-    """FSDP2 with AdamW and clipping, in passes."""
+    """Train with FSDP2, AdamW and clipping, in passes."""
     model: Any = network()
     if split is not None:
         for part in (*model, model):
@@ -181,7 +184,7 @@ def train_sharded(split: Any = None, drop_last: bool = True) -> dict[str, Any]:
 
 
 def refuse_parallel(split: Any) -> str:
-    """The sentence for a model in tensor parallelism."""
+    """Return the error for a model in tensor parallelism."""
     model = parallelize_module(
         network(), init_device_mesh("cpu", (split.world,)), {"0": ColwiseParallel()}
     )
@@ -189,7 +192,7 @@ def refuse_parallel(split: Any) -> str:
 
 
 def sentence(called: Callable[[], Any]) -> str:
-    """The error that it ends with; empty if it doesn't."""
+    """Return the error that the call raises; empty if it raises none."""
     try:
         called()
     except EvenerError as error:
@@ -198,7 +201,7 @@ def sentence(called: Callable[[], Any]) -> str:
 
 
 def make_split(name: str, plan: Any) -> Split:
-    """For one of the loops."""
+    """Return the split for one of the loops."""
     split = Split(plan, rebalance=name == "rebalanced")
     if name == "rebalanced":
         rotate_shares(split.rebalancing)
@@ -206,7 +209,7 @@ def make_split(name: str, plan: Any) -> Split:
 
 
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every loop as one rank; under a plan with passes those that know of them."""
+    """Train every loop as one rank. With passes in the plan, train the loops that support them."""
     torch.set_num_threads(1)
     plan = make_plan(shares, micros)
     names = list(LOOPS) if shares == micros else ["in passes"]
@@ -225,7 +228,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Every loop in one process."""
+    """Train every loop in one process."""
     torch.set_num_threads(1)
     found = {name: train(name) for name in LOOPS}
     torch.save({**found, "sharded in passes": train_sharded()}, folder / f"{rank}.pt")

@@ -1,4 +1,4 @@
-"""A program with accelerate, written as its users write it: nothing of evener is in it."""
+"""A program with accelerate, written as its users write it, without any code of evener."""
 
 import argparse
 

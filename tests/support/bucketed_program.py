@@ -1,5 +1,6 @@
-"""A Trainer whose own sampler makes batches of rows of one length, as trainers of texts do; nothing
-of evener is in it.
+"""A Trainer whose own sampler makes batches of rows of equal length, as is usual for texts.
+
+It has no code of evener.
 """
 
 import argparse
@@ -19,7 +20,7 @@ torch.manual_seed(0)
 
 
 class Buckets:
-    """Batches of rows of one length; the longest first."""
+    """Batches of rows of equal length, the longest first."""
 
     def __init__(self, lengths: list[int], batch_size: int) -> None:
         self.lengths, self.batch_size, self.drop_last = lengths, batch_size, True
@@ -35,7 +36,7 @@ class Buckets:
 
 
 class WithLoss(nn.Module):
-    """A model of texts that computes its loss."""
+    """A model for texts that computes its loss."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -43,7 +44,7 @@ class WithLoss(nn.Module):
         self.rows: list[int] = []
 
     def forward(self, tokens: Any, labels: Any) -> Any:
-        """The loss of a batch, and its logits."""
+        """Return the loss of a batch, and its logits."""
         if torch.is_grad_enabled():
             self.rows.append(len(tokens))
         logits = self.head(self.embed(tokens).mean(1).tanh())
@@ -51,10 +52,10 @@ class WithLoss(nn.Module):
 
 
 class Bucketed(Trainer):
-    """A trainer with batches of its own."""
+    """A trainer with its own batches."""
 
     def get_train_dataloader(self) -> Any:
-        """The loader of its buckets, shared out over the ranks."""
+        """Return the loader of its buckets, sharded over the ranks."""
         lengths = [len(row["tokens"]) for row in self.train_dataset]
         sampler = Buckets(lengths, self.args.per_device_train_batch_size)
         loader = DataLoader(

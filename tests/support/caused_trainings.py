@@ -1,4 +1,6 @@
-"""Two real ranks on a CPU that train with one known cause each; each leaves its last record."""
+"""Two real ranks on a CPU that train with one known cause of delay each, and save their last
+record.
+"""
 
 from __future__ import annotations
 
@@ -21,7 +23,7 @@ from evener.torch import Split
 from evener.training.limits import LimitKind
 
 STEPS, VALIDATION_BATCHES = 30, 12
-WORK_SECONDS = 0.006  # of a forward pass
+WORK_SECONDS = 0.006  # seconds of a forward pass
 CAUSES = (
     "plain",
     "plain, in two epochs",
@@ -61,7 +63,7 @@ def compute(seconds: float) -> None:
 
 
 class Rows(torch.utils.data.Dataset):
-    """Rows of which each takes a while to read."""
+    """Rows that each take a while to read."""
 
     def __init__(self, rows: int, seconds: float) -> None:
         self._rows, self._seconds = rows, seconds
@@ -75,7 +77,7 @@ class Rows(torch.utils.data.Dataset):
 
 
 class Network(torch.nn.Module):
-    """A layer, whose forward pass computes and sleeps for a while."""
+    """A layer whose forward pass computes and sleeps for a while."""
 
     def __init__(self, work_s: float, sleep_s: float) -> None:
         super().__init__()
@@ -99,7 +101,7 @@ class Optimizer(torch.optim.SGD):
 
 
 def train_all(folder: Path, rank: int) -> None:
-    """Train with each cause; leave the last record of each training."""
+    """Train with each cause, and save the last record of each training."""
     torch.set_num_threads(1)
     live.CORE_SECONDS = 0.2
     torch.save({cause: _train(cause, folder, rank) for cause in CAUSES}, folder / f"{rank}.pt")
@@ -140,7 +142,7 @@ def _loop(cause: str, folder: Path, rank: int) -> None:
             optimizer.zero_grad()
             if cause == "checkpoints" and step % 10 == 9 and rank == 0:
                 torch.save((model.state_dict(), torch.zeros(1 << 18)), folder / "checkpoint.pt")
-                time.sleep(0.25)  # the disk is a slow one
+                time.sleep(0.25)  # a slow disk
             if cause == "validation" and step % 10 == 9:
                 _validate(model, held_back)
             if cause == "logging":
@@ -160,7 +162,7 @@ def _validate(model: Any, loader: Any) -> None:
 
 @contextmanager
 def _others(cause: str, rank: int) -> Iterator[None]:
-    """Two other programs on this rank's core, where cores are taken."""
+    """Run two other programs on this rank's core, if cores are the cause."""
     if cause != "cores":
         yield
         return
@@ -179,5 +181,5 @@ def _others(cause: str, rank: int) -> Iterator[None]:
 
 
 def read_record(content: bytes) -> LiveRecord:
-    """A record that a rank left."""
+    """Return a record that a rank saved."""
     return msgspec.json.decode(content, type=LiveRecord)

@@ -1,8 +1,8 @@
-"""Ends everything that the tests have started when their process ends, however it ends.
+"""Kills everything that the tests started when their process exits, however it exits.
 
-Every process below the tests inherits a mark in its environment. A watcher that is no child of
-theirs waits for the end of the tests and then kills what carries the mark: also a training that was
-started in its own session, or by another.
+Every process below the tests inherits a mark in its environment. A watcher that isn't their child
+waits for the end of the tests and then kills every process with the mark, also a training that was
+started in its own session, or by another process.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ ROUNDS, PAUSE_SECONDS = 100, 0.05  # a process may be starting another one while
 
 
 def end_with_this_process() -> None:
-    """Mark all processes that are started from here on, and have them killed when this one ends."""
+    """Mark all processes started from now on, and have them killed when this one exits."""
     mark = uuid.uuid4().hex
     environment = {name: value for name, value in os.environ.items() if name != MARK}
     command = [sys.executable, "-I", "-S", __file__, str(os.getpid()), mark]
@@ -34,7 +34,7 @@ def end_with_this_process() -> None:
 
 
 def find_marked(mark: str) -> Iterator[int]:
-    """The processes whose environment has the mark; those that have ended have none."""
+    """Yield the processes whose environment has the mark. Processes that have exited have none."""
     for folder in Path("/proc").iterdir():
         with suppress(OSError):
             if folder.name.isdigit() and mark.encode() in (folder / "environ").read_bytes():
@@ -42,7 +42,7 @@ def find_marked(mark: str) -> Iterator[int]:
 
 
 def watch(pid: int, mark: str) -> None:
-    """Wait for the end of a process, then kill what carries the mark."""
+    """Wait until a process exits, then kill the processes with the mark."""
     with suppress(ProcessLookupError):
         select.select([os.pidfd_open(pid)], [], [])
     for _ in range(ROUNDS):
@@ -56,6 +56,6 @@ def watch(pid: int, mark: str) -> None:
 
 
 if __name__ == "__main__":
-    if os.fork() == 0:  # whoever waits for this script goes on; the watcher is nobody's child
+    if os.fork() == 0:  # the caller of this script continues; the watcher is nobody's child
         os.setsid()
         watch(int(sys.argv[1]), sys.argv[2])

@@ -17,7 +17,7 @@ BROWSER = next(
 
 
 class Chromium:
-    """A headless browser, spoken to over its debugging pipe: JSON messages that end with a zero
+    """A headless browser, controlled over its debugging pipe by JSON messages that end in a zero
     byte.
     """
 
@@ -57,7 +57,7 @@ class Chromium:
         self._attach(target["targetId"])
 
     def call(self, method: str, **parameters: Any) -> Any:
-        """A command's answer; what happens meanwhile is kept in `events`."""
+        """Return the result of a command. Events that arrive meanwhile are kept in `events`."""
         self._count += 1
         order = {"id": self._count, "method": method, "params": parameters}
         os.write(
@@ -73,7 +73,7 @@ class Chromium:
             self.events.append(answer)
 
     def new_tab(self) -> str:
-        """A further tab, which later calls are for; its id."""
+        """Open another tab for the following calls, and return its id."""
         self.session = ""
         target = str(self.call("Target.createTarget", url="about:blank")["targetId"])
         self._attach(target)
@@ -88,7 +88,7 @@ class Chromium:
             self.events.append(self._hear())
 
     def evaluate(self, script: str) -> Any:
-        """What a script's last expression is."""
+        """Return the value of a script's last expression."""
         return self.call("Runtime.evaluate", expression=script)["result"].get("value")
 
     def _attach(self, target: str) -> None:
@@ -99,7 +99,7 @@ class Chromium:
             self.call(f"{domain}.enable")
 
     def close(self) -> None:
-        """End it."""
+        """Close the browser."""
         self._process.kill()
         self._process.wait()
         os.close(self._out)

@@ -1,11 +1,11 @@
-"""Comparisons on simulated machines whose best layout is known, and how each verdict is scored.
+"""Comparisons on simulated machines with known best layouts, and scores for each verdict.
 
-Each machine is one of the search's families (machine_families), with a curve of what packing gains
+Each machine is one of the search's families (machine_families), with a curve of the gain of packing
 and two placements. The truth shares no code with the search: the exact best split and single device
 come from search_oracle, the best pack (on the device that is fastest alone) and the best placement
 from trying all of them on the noiseless physics. A verdict is right if the family that it names can
-truly have at least 99 % of the best throughput. It is reached if the very layout that it names,
-with its batches, truly has that.
+truly have at least 99 % of the best throughput. It is reached if the layout that it names, with its
+batches, truly has that.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from tests.support.machines import samples_per_second
 
 NOISES = (0.002, 0.01, 0.03)
 FAMILIES = tuple(machine_families.FAMILIES)
-RIGHT = 0.99  # of the truth's throughput
+RIGHT = 0.99  # relative to the true best throughput
 PLACEMENT_BATCHES = (1, 4096)
 
 
@@ -52,24 +52,24 @@ class ComparisonCase(msgspec.Struct, frozen=True):
 
 
 class Score(msgspec.Struct, frozen=True):
-    """How one verdict compares with the truth."""
+    """A comparison of one verdict with the truth."""
 
     case: ComparisonCase
     named: str  # the family that the verdict names
-    named_part: float  # the most that this family can truly have / the best there is
-    reached_part: float  # what the named layout truly has / the best there is
+    named_part: float  # the most that this family can truly have, divided by the best
+    reached_part: float  # what the named layout truly has, divided by the best
     truth: str  # the family that is truly best
     probes: int
-    seconds: float  # virtual
+    seconds: float  # virtual seconds
 
     @property
     def right(self) -> bool:
-        """The verdict names the true winner, or one within 1 % of it."""
+        """True if the verdict names the true winner, or a layout within 1 % of it."""
         return self.named_part >= RIGHT
 
 
 def make_case(seed: int) -> ComparisonCase:
-    """The machine of a seed. Every other one has a fixed global batch."""
+    """Return the machine of a seed. Every second one has a fixed global batch."""
     rng = random.Random(f"compare/{seed}")
     family, devices, noise = rng.choice(FAMILIES), rng.choice((1, 2, 2, 4)), rng.choice(NOISES)
     machine = machine_families.machine(family, devices, noise, seed)
@@ -82,7 +82,7 @@ def make_case(seed: int) -> ComparisonCase:
 
 
 def compare(case: ComparisonCase) -> tuple[Search, int, float]:
-    """Run a comparison to its end; returns it with its number of probes and its virtual seconds."""
+    """Run a comparison to its end, and return it with its number of probes and virtual seconds."""
     wanted = LayoutOptions(
         placements=tuple(Placement(p.name, p.devices) for p in case.machine.placements)
     )
@@ -105,13 +105,14 @@ def score(case: ComparisonCase) -> Score:
     layout = standing.candidate.layout
     reached = true_throughput(case.machine, layout)
     family = "split" if standing.candidate.family.name == "even" else standing.candidate.family.name
-    able = reached if family == "place" else truths[family]  # one placement is not the other
+    able = reached if family == "place" else truths[family]  # one placement isn't the other
     return Score(case, family, able / truths[best], reached / truths[best], best, probes, seconds)
 
 
 def truth(case: ComparisonCase, common: int | None) -> dict[str, float]:
-    """The highest true samples/s of each family that the machine has; placements have the `common`
-    batch.
+    """Return the highest true samples/s of each family that the machine has.
+
+    Placements have the `common` batch.
     """
     machine, batch = case.machine, case.global_batch
     oracle = search_oracle.fixed(machine, batch) if batch else search_oracle.free(machine, 0.0)
@@ -126,7 +127,7 @@ def truth(case: ComparisonCase, common: int | None) -> dict[str, float]:
 
 
 def true_throughput(machine: Machine, layout: Layout) -> float:
-    """A layout's samples/s without noise."""
+    """Return a layout's samples/s without noise."""
     if layout.kind == "place":
         placement = machine.placement(layout.placement)
         return layout.global_batch / placement.seconds(layout.global_batch) if placement else 0.0
@@ -137,7 +138,7 @@ def true_throughput(machine: Machine, layout: Layout) -> float:
 
 
 def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:
-    """The gain of packing: none, a loss, or a rise to a peak with a slow fall after it."""
+    """Return the gain of packing: none, a loss, or a rise to a peak and a slow fall after it."""
     if rng.random() < 0.3:
         return ((1, 1.0), (2, rng.uniform(0.85, 1.0)), (MOST_PROCESSES, rng.uniform(0.6, 0.85)))
     peak, top = rng.choice((2, 3, 4, 6, 9, 12)), rng.uniform(1.03, 2.5)
@@ -147,8 +148,9 @@ def _gain(rng: random.Random) -> tuple[tuple[int, float], ...]:
 
 
 def _placements(rng: random.Random, machine: Machine) -> tuple[SimulatedPlacement, ...]:
-    """Two placements, from 40 % slower to 60 % faster than the fastest device alone, slower at
-    small batches.
+    """Return two placements, from 40 % slower to 60 % faster than the fastest device alone.
+
+    They are slower at small batches.
     """
     low, high = PLACEMENT_BATCHES
     found = []
@@ -178,7 +180,7 @@ def _best_single(machine: Machine, batch: int | None) -> float:
 
 
 def _single(machine: Machine, position: int, batch: int | None) -> tuple[float, int]:
-    """(samples/s, batch) of one device alone at its best."""
+    """Return (samples/s, batch) of one device alone at its best batch."""
     sizes = [batch] if batch else range(1, machine_families.largest(machine, position) + 1)
     rates = [
         (size / machine.device_seconds(position, size, False), size)
@@ -193,7 +195,7 @@ def _pack_rate(machine: Machine, position: int, batch: int, processes: int) -> f
 
 
 def _best_pack(machine: Machine, batch: int | None) -> float:
-    """The best number of trainings and batch, on the device that is fastest alone."""
+    """Return the best samples/s of any number of trainings and batch, on the fastest device."""
     best, position = (
         0.0,
         max(range(len(machine.devices)), key=lambda i: _single(machine, i, batch)[0]),

@@ -1,4 +1,4 @@
-"""What tests need of the machine's cores."""
+"""Requirements of tests for the machine's cores."""
 
 from __future__ import annotations
 

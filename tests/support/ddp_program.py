@@ -1,5 +1,5 @@
-"""A plain program in DistributedDataParallel, written as its users write it: nothing of evener is
-in it.
+"""A plain program in DistributedDataParallel, written as its users write it, without any code of
+evener.
 """
 
 import argparse

@@ -1,6 +1,4 @@
-"""Simulated machines with power, and the most samples per joule that one can train at, by its
-physics alone.
-"""
+"""Simulated machines with power, and the most samples per joule that their physics allow."""
 
 from __future__ import annotations
 
@@ -18,14 +16,15 @@ from tests.support.machines import samples_per_second, step_seconds
 from tests.support.recording_prober import RecordingProber, run_search
 
 FAMILIES = ("affine", "flat, then linear", "straggler, 10 x", "contention")
-UNSURE = 0.02  # relative, of samples/s: what noise may take for within the slow-down or not
-ENOUGH = 0.99  # of the most samples per joule
+UNSURE = 0.02  # relative, of samples/s: noise may put a layout within the slowdown or outside
+ENOUGH = 0.99  # relative to the most samples per joule
 SLOWDOWNS = (0.1, 0.3, 0.7)
 
 
 def is_efficient(seed: int) -> bool:
-    """Whether the search takes one of the most efficient layouts within the slow-down, on one
-    random machine.
+    """Return whether the search chooses one of the most efficient layouts within the slowdown.
+
+    The machine is random.
     """
     rng = random.Random(seed)
     machine = machines.machine(rng.choice(FAMILIES), rng.choice((2, 2, 3, 4)), 0.005, seed)
@@ -69,7 +68,7 @@ def _is_best(machine: Machine, chosen: Layout, batches: list[int], slowdown: flo
 
 
 def _balanced(machine: Machine, batch: int) -> Iterator[tuple[int, ...]]:
-    """The fastest shares of a batch on each set of devices that holds it."""
+    """Yield the fastest shares of a batch on each set of devices that can hold it."""
     positions = range(len(machine.devices))
     for count in range(1, len(positions) + 1):
         for active in combinations(positions, count):

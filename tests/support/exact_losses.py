@@ -1,7 +1,7 @@
-"""Losses that are means over rows, as people write them: each of a few rows is the mean of its
-rows' own.
+"""Losses that are means over rows, as people write them.
 
-A loss gets its network and a batch: x (N, 6), classes (N,), targets (N, 2), other (N, 6).
+The loss of a few rows is the mean of the rows' own losses. A loss gets its network and a batch: x
+(N, 6), classes (N,), targets (N, 2), other (N, 6).
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ def _classes(net: Net, batch: dict[str, Tensor], **options: Any) -> Tensor:
 
 
 def _diffusion(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """Noise and time steps drawn for each row."""
+    """Noise and time steps are drawn for each row."""
     x = batch["x"]
     noise, time = torch.randn_like(x), torch.rand(len(x), 1, dtype=x.dtype)
     return F.mse_loss(net((1 - time) * x + time * noise), noise[:, :3])
 
 
 def _autoencoder(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """A variational one: the error, and the divergence as a mean over rows."""
+    """A variational autoencoder: the error, and the divergence as a mean over rows."""
     mean, log_variance, _ = net(batch["x"]).unbind(1)
     drawn = mean + torch.randn_like(mean) * (0.5 * log_variance).exp()
     divergence = -0.5 * (1 + log_variance - mean.square() - log_variance.exp())
@@ -37,26 +37,26 @@ def _autoencoder(net: Net, batch: dict[str, Tensor]) -> Tensor:
 
 
 def _penalty(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """Of the gradient by the inputs, row by row."""
+    """A penalty on the gradient with respect to the inputs, row by row."""
     x = batch["x"].detach().requires_grad_()
     (slope,) = torch.autograd.grad(net(x).sum(), x, create_graph=True)
     return _classes(net, batch) + 0.1 * slope.square().sum(1).mean()
 
 
 def _triplet(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """Its three are of one row."""
+    """The three inputs come from one row."""
     return F.triplet_margin_loss(net(batch["x"]), net(batch["other"]), net(batch["x"].flip(1)))
 
 
 def _taught(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """By the same network, whose answer is taken as it is."""
+    """The targets are detached outputs of the same network."""
     with torch.no_grad():
         soft = net(batch["other"]).softmax(-1)
     return F.kl_div(net(batch["x"]).log_softmax(-1), soft, reduction="batchmean")
 
 
 def _mixture(net: Net, batch: dict[str, Tensor]) -> Tensor:
-    """Three Gaussians of a width."""
+    """Three Gaussians with a width."""
     centres = net(batch["x"])
     return -torch.logsumexp(-0.5 * (centres - batch["targets"][:, :1]).square(), 1).mean()
 
@@ -156,7 +156,7 @@ class _Tied(nn.Module):
 
 
 class _Skipped(nn.Module):
-    """Stochastic depth: a row leaves the middle out now and then."""
+    """Stochastic depth: a row skips the middle now and then."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ def _simple(*between: nn.Module) -> nn.Module:
     return nn.Sequential(nn.Linear(6, 8), *between, nn.Tanh(), nn.Linear(8, 3))
 
 
-NETS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether it can't be compared
+NETS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # True: it can't be compared
     "layer norm": (lambda: _simple(nn.LayerNorm(8)), False),
     "group norm": (lambda: _simple(nn.GroupNorm(2, 8)), False),
     "RMS norm": (lambda: _simple(nn.RMSNorm(8)), False),
@@ -198,7 +198,7 @@ NETS: dict[str, tuple[Callable[[], nn.Module], bool]] = {  # whether it can't be
         lambda: nn.Sequential(
             nn.utils.parametrizations.spectral_norm(nn.Linear(6, 8)), nn.Linear(8, 3)
         ),
-        True,  # each pass takes a step of its own towards the norm
+        True,  # each pass makes its own step towards the norm
     ),
     "weight norm": (
         lambda: nn.Sequential(

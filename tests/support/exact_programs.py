@@ -1,7 +1,7 @@
-"""Programs that a plan trains exactly, which the check of losses must refuse none of; as the bare
-trainer trains them.
+"""Programs that a plan trains exactly, so the check of losses must not refuse them.
 
-tests/support/rank_server.py runs the functions that take a folder and a rank.
+They are compared with the bare trainer. tests/support/rank_server.py runs the functions that take a
+folder and a rank.
 """
 
 from __future__ import annotations
@@ -68,7 +68,7 @@ class Learner(nn.Module):
 
 
 class Program(msgspec.Struct, frozen=True):
-    """`make` makes the trainer's parts."""
+    """A program; `make` makes the parts of the trainer."""
 
     make: Callable[[], dict[str, Any]]
     random: bool = False  # it can't be compared
@@ -84,7 +84,7 @@ def _plain() -> nn.Module:
 
 
 def _mix_up(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Each row with a part of another one's."""
+    """Return each row mixed with a part of another row."""
     batch = {name: torch.stack([row[name] for row in rows]) for name in rows[0]}
     part, order = torch.rand(1, dtype=torch.float64), torch.randperm(len(rows))
     mixed = {
@@ -94,7 +94,7 @@ def _mix_up(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
 
 
 def _mask_words(rows: list[dict[str, Tensor]]) -> dict[str, Tensor]:
-    """Labels at random places only."""
+    """Return rows with labels at random positions only."""
     batch = pad_texts(rows)
     kept = torch.rand(batch["labels"].shape) < 0.5
     return {**batch, "labels": torch.where(kept, batch["labels"], -100)}
@@ -134,7 +134,7 @@ PROGRAMS: dict[str, Program] = {
 
 
 def train(program: Program, plan: Plan | None) -> Ended:
-    """By the plan, or bare."""
+    """Train by the plan, or without one."""
     kind = Trainer if plan is None else with_plan(Trainer, plan)
     torch.manual_seed(0)
     parts = program.make()
@@ -145,7 +145,7 @@ def train(program: Program, plan: Plan | None) -> Ended:
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Each in one process."""
+    """Train each program in one process."""
     torch.set_num_threads(1)
     bare = {name: train(program, None) for name, program in PROGRAMS.items() if not program.random}
     torch.save(
@@ -154,8 +154,9 @@ def reference_all(folder: Path, rank: int) -> None:
 
 
 def train_all(folder: Path, rank: int, references: str) -> None:
-    """Each by a plan as one rank: the sentence that refuses it, or how far it is from one process
-    (random ones: 0).
+    """Train each program by a plan as one rank.
+
+    Save the error that refuses it, or how far it is from one process (0 for random ones).
     """
     torch.set_num_threads(1)
     audit_first_step()

@@ -48,7 +48,7 @@ class FakeProcess:
 
 @dataclass
 class FakeGpu:
-    """One GPU's state; tests change it as they like."""
+    """One GPU's state, which tests may change."""
 
     uuid: str
     name: str = "NVIDIA H200"
@@ -65,7 +65,7 @@ class FakeGpu:
     utilization: int = 95
     fan_percent: int | None = None
     gpm: dict[int, float] | None = field(default_factory=lambda: dict(GPM_VALUES))
-    throttled: dict[int, float] = field(default_factory=dict)  # field id -> share of the time
+    throttled: dict[int, float] = field(default_factory=dict)  # field id -> fraction of the time
     ecc_errors: int = 0
     recovery_action: int = 0
     event_reasons: int = 0
@@ -82,7 +82,9 @@ class _Handle:
 
 
 class FakeNvml:
-    """The module's double; give it to `sys.modules["pynvml"]` or to whoever takes a library."""
+    """The module's double, for `sys.modules["pynvml"]` or for a function with a library
+    argument.
+    """
 
     def __init__(self, gpus: int = 2, driver: bool = True) -> None:
         self.gpus = [
@@ -94,7 +96,7 @@ class FakeNvml:
         self.released = threading.Event()
         self.events: deque[tuple[FakeGpu, int, int]] = deque()
         self.event_sets = 0
-        # by two UUIDs: the indices of what works between these GPUs
+        # by two UUIDs: the indices of the capabilities between these GPUs
         self.peers: dict[frozenset[str], set[int]] = {}
         self.open = 0
         self._generation = 0
@@ -111,44 +113,44 @@ class FakeNvml:
     # what a test scripts
 
     def fail(self, call: str, code: int, gpu: int | None = None, times: int | None = None) -> None:
-        """Let `call` fail with `code`, on one GPU or on all, so many times or for good."""
+        """Make `call` fail with `code`, on one GPU or on all, `times` times or permanently."""
         self._failures[call, gpu] = [code, -1 if times is None else times]
 
     def mend(self, call: str, gpu: int | None = None) -> None:
-        """Let `call` succeed again."""
+        """Make `call` succeed again."""
         self._failures.pop((call, gpu), None)
 
     def hang(self, call: str, gpu: int | None = None) -> None:
-        """Let `call` block until `release`, on one GPU or on all."""
+        """Make `call` block until `release`, on one GPU or on all."""
         self.released.clear()
         self._hanging.add((call, gpu))
 
     def release(self) -> None:
-        """Let all hanging calls go on."""
+        """Let all hanging calls continue."""
         self._hanging.clear()
         self.released.set()
 
     def lose(self, gpu: int) -> None:
-        """The GPU falls off the bus."""
+        """Make the GPU fall off the bus."""
         self.gpus[gpu].lost = True
 
     def restore(self, gpu: int) -> None:
-        """The GPU is back."""
+        """Bring the GPU back."""
         self.gpus[gpu].lost = False
 
     def unload(self, code: int = pynvml.NVML_ERROR_DRIVER_NOT_LOADED) -> None:
-        """The driver goes away: handles are void, and init fails with `code`."""
+        """Unload the driver: handles are void, and init fails with `code`."""
         self.driver_code = code
         self._generation += 1
 
     def reload(self) -> None:
-        """The driver is back; old handles stay void until the next init."""
+        """Load the driver again. Old handles stay void until the next init."""
         self.driver_code = 0
         self._generation += 1
         self.open = 0
 
     def advance(self, seconds: float) -> None:
-        """Let the counters run on by so much time."""
+        """Advance the counters by this time."""
         for gpu in self.gpus:
             gpu.counters[pynvml.NVML_FI_DEV_TOTAL_ENERGY_CONSUMPTION] += round(
                 gpu.power_watts * seconds * 1000
@@ -161,13 +163,13 @@ class FakeNvml:
             gpu.counters[pynvml.NVML_FI_DEV_NVLINK_THROUGHPUT_DATA_RX] += round(2e6 * seconds)
 
     def emit(self, gpu: int, kind: int, data: int = 0) -> None:
-        """An event for whoever waits."""
+        """Emit an event to waiting calls."""
         self.events.append((self.gpus[gpu], kind, data))
 
     # the module's functions
 
     def _handle(self, gpu: FakeGpu) -> _Handle:
-        """The same object for the same GPU, as NVML gives the same pointer."""
+        """Return the same object for the same GPU, as NVML returns the same pointer."""
         return self._handles.setdefault(
             (gpu.uuid, self._generation), _Handle(gpu, self._generation)
         )

@@ -1,10 +1,11 @@
-"""A rank of a measurement of links that goes wrong as its arguments say: `faulty_links FAULT RANK`.
+"""A rank of a link measurement with a fault, given by its arguments: `faulty_links FAULT RANK`.
 
 `silent`: that rank never joins the others. `p2p`: no sum ends unless NCCL_P2P_DISABLE is set.
-`corrupt`: that rank gets one wrong value; with NCCL_P2P_DISABLE no rank starts, so that no cure is
-found. `crowd`: more than two ranks never meet.
+`corrupt`: that rank gets one wrong value; with NCCL_P2P_DISABLE no rank starts, so that no remedy
+is found. `crowd`: more than two ranks never join.
 
-PyTorch is imported where it is needed: by both ranks of `corrupt` and the other one of `silent`.
+PyTorch is imported only where it is needed: by both ranks of `corrupt` and the other one of
+`silent`.
 """
 
 from __future__ import annotations
@@ -52,7 +53,7 @@ class FaultyRank(LinkRank):
 
 
 class SimulatedRank(LinkRank):
-    """A rank without PyTorch, which answers at once or never."""
+    """A rank without PyTorch, which replies at once or never."""
 
     def execute(self, command: LinkCommand) -> LinkReply:
         hangs = FAULT == "p2p" and "NCCL_P2P_DISABLE" not in os.environ
@@ -64,7 +65,7 @@ class SimulatedRank(LinkRank):
 
 
 class WaitingRank(LinkRank):
-    """A rank that never joins if it is the faulty one, and otherwise waits for that one."""
+    """A rank that never joins if it is the faulty one, and otherwise waits for the faulty one."""
 
     def execute(self, command: LinkCommand) -> LinkReply:
         if isinstance(command, Join) and command.rank == FAULTY:

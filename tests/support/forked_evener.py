@@ -1,4 +1,4 @@
-"""evener's commands as forks of a RankServer's process, which has imported them and PyTorch's
+"""Run evener's commands as forks of a RankServer's process, which has imported them and PyTorch's
 agent.
 """
 
@@ -18,8 +18,9 @@ from tests.support.rank_server import RankServer
 
 
 class ForkedEvener:
-    """`evener WORDS` in a folder; what tests use of a Popen. Its output, process and exit code are
-    in `files`.
+    """`evener WORDS` in a folder, with the interface of a Popen that tests use.
+
+    Its output, process and exit code are in `files`.
     """
 
     def __init__(
@@ -49,26 +50,26 @@ class ForkedEvener:
 
     @property
     def returncode(self) -> int:
-        """Its exit code, once it has ended."""
+        """The exit code, once it has exited."""
         return int(self._read("code"))
 
     def send_signal(self, number: int) -> None:
-        """Send it a signal."""
+        """Send a signal."""
         os.kill(self.pid, number)
 
     def wait(self, timeout: float) -> None:
-        """Wait for its end; TimeoutExpired."""
+        """Wait until it exits. Raises TimeoutExpired."""
         self._thread.join(timeout)
         if self._thread.is_alive():
             raise subprocess.TimeoutExpired("evener", timeout)
 
     def communicate(self, timeout: float) -> tuple[str, str]:
-        """What it has written when it has ended, output and errors."""
+        """Return its output and errors once it has exited."""
         self.wait(timeout)
         return self._read("out"), self._read("err")
 
     def kill(self) -> None:
-        """End it, if it still runs."""
+        """Kill it if it is still running."""
         if self._thread.is_alive():
             with suppress(ProcessLookupError):
                 self.send_signal(signal.SIGKILL)

@@ -1,6 +1,4 @@
-"""Frameworks are imported neither to skip tests nor to collect them: TensorFlow takes 5 s,
-transformers 4.
-"""
+"""Frameworks aren't imported to skip or collect tests: TensorFlow takes 5 s, transformers 4 s."""
 
 from __future__ import annotations
 
@@ -12,21 +10,19 @@ import pytest
 
 
 def skip_without(*names: str) -> None:
-    """Skip the test, or the file that is being imported."""
+    """Skip the test, or the file that is being imported, without these packages."""
     missing = [name for name in names if find_spec(name) is None]
     if missing:
         pytest.skip(f"{' and '.join(missing)} not installed", allow_module_level=True)
 
 
 class LazyModule:
-    """A module that is imported when something of it is asked for: not while tests are
-    collected.
-    """
+    """A module that is imported when an attribute is first used, not while tests are collected."""
 
     def __init__(self, name: str) -> None:
         self._name = name
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):  # pytest asks all that it finds in a test file
+        if name.startswith("__"):  # pytest reads attributes of everything in a test file
             raise AttributeError(name)
         return getattr(import_module(self._name), name)

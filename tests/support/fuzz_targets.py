@@ -1,8 +1,8 @@
-"""Everything that evener parses, as fuzzing targets: bytes in; a value or an EvenerError out, never
-another exception.
+"""Everything that evener parses, as fuzzing targets.
 
-tests/faults/test_fuzz_texts.py gives them mutated seeds for seconds, `python -m benchmarks.fuzz`
-for as long as asked.
+Each turns bytes into a value or an EvenerError, never another exception.
+tests/faults/test_fuzz_texts.py passes them mutated seeds for seconds, `python -m benchmarks.fuzz`
+for as long as requested.
 """
 
 from __future__ import annotations
@@ -44,8 +44,9 @@ from evener.workloads import registry
 from tests.support.machines import samples_per_second
 
 Target = Callable[[bytes], object]
-LONGEST_MESSAGE = 10_000  # characters of an error, not counting what it quotes of the input
-REPLAYED_LINES = 60  # longer journals aren't replayed: the cost grows with every observation
+LONGEST_MESSAGE = 10_000  # characters of an error, not counting quotes of the input
+# longer journals aren't replayed, because the cost grows with every observation
+REPLAYED_LINES = 60
 MACHINE = """[sync]
 base_ms = 12.0
 per_device_ms = 10.0
@@ -137,7 +138,7 @@ REPLY = (
 
 @contextlib.contextmanager
 def _file(data: bytes, name: str = "input") -> Iterator[Path]:
-    """A file with these bytes that only its user can write."""
+    """Yield a file with these bytes that only its user can write."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / name
         path.write_bytes(data)
@@ -146,7 +147,7 @@ def _file(data: bytes, name: str = "input") -> Iterator[Path]:
 
 
 def fuzz_plan(data: bytes) -> None:
-    """A plan that can be read is written again as the same plan and can be shown."""
+    """Check that a readable plan is written again as the same plan and can be shown."""
     plan = parse_plan(data)
     assert parse_plan(to_toml(plan)) == parse_plan(to_json(plan))
     _show(
@@ -155,7 +156,7 @@ def fuzz_plan(data: bytes) -> None:
 
 
 def fuzz_machine(data: bytes) -> None:
-    """A machine that can be read has a finite speed, and a search on it ends."""
+    """Check that a readable machine has a finite speed, and that a search on it ends."""
     machine = parse_machine(data)
     assert samples_per_second(machine, (1,) * len(machine.devices)) >= 0
     if len(machine.devices) <= 3:
@@ -175,7 +176,7 @@ def _search(data: bytes) -> None:
 
 
 def fuzz_journal(data: bytes) -> None:
-    """A journal that can be read can be shown, replayed, and turned into a plan."""
+    """Check that a readable journal can be shown, replayed, and turned into a plan."""
     with _file(data) as path:
         record = journal.read(path)
     if len(record.entries) > REPLAYED_LINES:
@@ -191,7 +192,7 @@ def fuzz_journal(data: bytes) -> None:
 
 
 def fuzz_live(data: bytes) -> None:
-    """A live file of this process is a report or is ignored."""
+    """Check that a live file of this process is a report or is ignored."""
     name = file_name(os.getpid(), start_ticks(os.getpid()) or 0, 1)
     with _file(data, name) as path:
         path.parent.chmod(0o700)
@@ -202,7 +203,7 @@ def fuzz_live(data: bytes) -> None:
 
 
 def fuzz_reply(data: bytes) -> None:
-    """A child's output is a reply or unreadable, and is shown in one line."""
+    """Check that a child's output is a reply or unreadable, and is shown in one line."""
     for text in data.split(b"\n"):
         said = protocol.parse_reply(text)
         assert isinstance(said, protocol.Reply | protocol.InvalidReply)
@@ -213,14 +214,14 @@ def fuzz_reply(data: bytes) -> None:
 
 
 def fuzz_snapshot(data: bytes) -> None:
-    """Whatever a driver and processes say is drawn plain."""
+    """Check that the texts of drivers and processes are drawn without control characters."""
     with contextlib.suppress(msgspec.DecodeError, UnicodeDecodeError, RecursionError):
         snapshot = msgspec.json.decode(data, type=Snapshot)
         _show(*snapshot_text(snapshot, 100, colour=False).splitlines())
 
 
 def fuzz_devices(data: bytes) -> None:
-    """Values of `--devices`, except those that name files."""
+    """Parse values of `--devices`, except those that name files."""
     spec = data.decode(errors="surrogateescape")
     if "/" not in spec.split("cpu")[0] and ".toml" not in spec.lower():
         found = discover(spec)
@@ -228,19 +229,19 @@ def fuzz_devices(data: bytes) -> None:
 
 
 def fuzz_limit(data: bytes) -> None:
-    """A limit that can be read is written and read again as the same."""
+    """Check that a readable limit is written and read again as the same limit."""
     limit = parse_limit(data.decode(errors="surrogateescape"))
     assert parse_limit(write_limit(limit)) == limit
 
 
 def fuzz_settings(data: bytes) -> None:
-    """`--set` pairs, one per line, for a workload that has settings."""
+    """Parse `--set` pairs, one per line, for a workload that has settings."""
     pairs = data.decode(errors="surrogateescape").split("\n")
     registry.resolve_settings(registry.find("torch_gru"), parse_settings(pairs))
 
 
 def fuzz_numbers(data: bytes) -> None:
-    """Budgets and intervals."""
+    """Parse budgets and intervals."""
     with contextlib.suppress(EvenerError):
         parse_duration(data.decode(errors="surrogateescape"), "--budget")
 
@@ -267,7 +268,7 @@ TARGETS: dict[str, Target] = {
 
 
 def call(target: Target, data: bytes) -> None:
-    """Run one input. An EvenerError is a good end if its message is neither empty nor too long."""
+    """Run one input. An EvenerError is fine if its message is neither empty nor too long."""
     fault = _fault(target, data)
     assert fault is None or fault.message, "a fault without words"
     assert len(str(fault)) < LONGEST_MESSAGE + 8 * len(data), "a fault longer than anybody reads"
@@ -283,7 +284,7 @@ def _fault(target: Target, data: bytes) -> EvenerError | None:
 
 @cache
 def seeds(name: str) -> tuple[bytes, ...]:
-    """Valid inputs of a target, to be mutated."""
+    """Return valid inputs of a target, to be mutated."""
     if name in ("plan", "journal"):
         texts, plan = _measured()
         return (to_toml(plan), to_json(plan)) if name == "plan" else texts
@@ -310,8 +311,9 @@ def seeds(name: str) -> tuple[bytes, ...]:
 
 
 def _measured() -> tuple[tuple[bytes, ...], Plan]:
-    """Journals of short searches on simulated devices, one of which runs out of memory, and a
-    plan.
+    """Return a plan, and journals of short searches on simulated devices.
+
+    One of the searches runs out of memory.
     """
     requests = (
         Request(devices="sim:gtx1080ti,gtx1080", max_global_batch=256),
@@ -343,7 +345,7 @@ def environment(name: str, value: str) -> Iterator[None]:
 
 
 def mutations(first: tuple[bytes, ...]) -> SearchStrategy[bytes]:
-    """Seeds with numbers, words or other pieces replaced; or any bytes."""
+    """Return seeds with numbers, words or other pieces replaced, or any bytes."""
     odd = st.sampled_from(ODD)
     edit = st.tuples(
         st.booleans(),
@@ -356,8 +358,10 @@ def mutations(first: tuple[bytes, ...]) -> SearchStrategy[bytes]:
 
 
 def _edited(data: bytes, edits: list[tuple[bool, int, int, bytes]]) -> bytes:
-    """Each edit replaces a word or number, or so many bytes; it swaps two lines where its piece is
-    a line's end.
+    """Return the data after these edits.
+
+    Each edit replaces a word, a number or a number of bytes. It swaps two lines if its piece is a
+    line's end.
     """
     for whole, at, length, piece in edits:
         words = list(_WORD.finditer(data)) if whole else []

@@ -1,6 +1,6 @@
-"""Families of hard machines by how long their steps take.
+"""Families of hard machines by the duration of their steps.
 
-Each first line has its ranges, and the files of tests/balancer/search/machines that they hold.
+Each first line has its ranges, and the files of tests/balancer/search/machines that they include.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ JAGS = (
     2048,
     4096,
     FAR,
-)  # samples: where a jagged curve bends
+)  # samples at which a jagged curve bends
 
 
 def default(_chance: random.Random, _draft: Draft) -> None:

@@ -1,6 +1,6 @@
-"""Families of hard machines by their devices, their memory and what is asked.
+"""Families of hard machines by their devices, their memory and the request.
 
-Each first line has its ranges, and the files of tests/balancer/search/machines that they hold.
+Each first line has its ranges, and the files of tests/balancer/search/machines that they include.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Families of hard machines by their noise and by what happens to them.
+"""Families of hard machines by their noise and by the events on them.
 
-Each first line has its ranges, and the files of tests/balancer/search/machines that they hold.
+Each first line has its ranges, and the files of tests/balancer/search/machines that they include.
 """
 
 from __future__ import annotations

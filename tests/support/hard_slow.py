@@ -1,6 +1,6 @@
-"""Families of hard machines whose steps take seconds, as those of large models do.
+"""Families of hard machines whose steps take seconds, like those of large models.
 
-Each first line has its ranges. A budget of 120 s is enough for about ten such steps.
+Each first line has its ranges. A budget of 120 s has time for about ten such steps.
 """
 
 from __future__ import annotations
@@ -11,18 +11,18 @@ from evener.devices.machine import Sync
 from tests.support.machine_drafts import Draft, Part, log_uniform
 
 SHORTEST_STEP_MS = 2_000.0
-LONGEST_STEP_MS = 12_000.0  # of one card's step of all rows that fit
+LONGEST_STEP_MS = 12_000.0  # ms of one card's step with all rows that fit
 
 
 def flat(chance: random.Random, draft: Draft) -> None:
-    """A step takes 2 to 12 s whatever its rows, of which 30 to 400 fit; 1 to 4 cards."""
+    """A step takes 2 to 12 s with any number of rows, of which 30 to 400 fit; 1 to 4 cards."""
     for part in _cards(chance, draft):
         level = chance.uniform(SHORTEST_STEP_MS, LONGEST_STEP_MS)
         part.curve = ((1, level), (2 * part.most, level))
 
 
 def line(chance: random.Random, draft: Draft) -> None:
-    """A step of the 30 to 400 rows that fit takes 2 to 12 s, 5 to 60 % of it whatever its rows."""
+    """A step with the 30 to 400 rows that fit takes 2 to 12 s, of which 5 to 60 % are fixed."""
     fixed_part = chance.uniform(0.05, 0.6)
     for part in _cards(chance, draft):
         longest = chance.uniform(SHORTEST_STEP_MS, LONGEST_STEP_MS)
@@ -32,7 +32,7 @@ def line(chance: random.Random, draft: Draft) -> None:
 
 
 def knee(chance: random.Random, draft: Draft) -> None:
-    """A step takes 2 to 8 s up to 20 to 80 % of the rows that fit, and up to 12 s of all."""
+    """A step takes 2 to 8 s up to 20 to 80 % of the rows that fit, and up to 12 s with all."""
     for part in _cards(chance, draft):
         level = chance.uniform(SHORTEST_STEP_MS, LONGEST_STEP_MS * 2 / 3)
         longest = chance.uniform(level, LONGEST_STEP_MS)
@@ -42,7 +42,9 @@ def knee(chance: random.Random, draft: Draft) -> None:
 
 
 def loads(chance: random.Random, draft: Draft) -> None:
-    """Starts take 20 s, as a model is loaded; steps of the 8 to 100 rows that fit take 1 to 5 s."""
+    """Starts take 20 s, because a model is loaded; steps with the 8 to 100 rows that fit take 1 to
+    5 s.
+    """
     draft.ask["start"] = 20.0
     draft.ask["budget"] = chance.choice((120.0, 180.0, 300.0))
     fixed_part = chance.uniform(0.05, 0.6)
@@ -56,7 +58,9 @@ def loads(chance: random.Random, draft: Draft) -> None:
 def _cards(
     chance: random.Random, draft: Draft, rows: tuple[float, float] = (30, 400)
 ) -> list[Part]:
-    """One to four cards of a large model, which takes a third to nine tenths of their memory."""
+    """Return one to four cards for a large model, which takes a third to nine tenths of their
+    memory.
+    """
     base_mib = chance.uniform(3_000, 18_000)
     most = [round(log_uniform(chance, *rows)) for _ in range(chance.randint(1, 4))]
     state_part = chance.uniform(0.33, 0.9)

@@ -1,7 +1,7 @@
-"""Trainings by transformers' Trainer in which passes run out of memory, and the bare trainer in one
-process without.
+"""Trainings by transformers' Trainer in which passes run out of memory.
 
-Bombs lie in the model's layers, forward and backward, as in torch_oom_programs.py.
+They are compared with the bare trainer in one process without such failures. The failures are
+injected in the model's layers, forward and backward, as in torch_oom_programs.py.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ PROGRAMS = {
 
 
 class Bombs(TrainerCallback):
-    """Lays one or two in three of four optimizer steps, at any layer of any pass."""
+    """Injects one or two failures in three of four optimizer steps, at any layer of any pass."""
 
     def __init__(self, model: Any, seed: int) -> None:
         self.fuse, self._numbers = Fuse(), random.Random(seed)
@@ -77,7 +77,7 @@ class Bombs(TrainerCallback):
 
 
 def counting(kind: Any, gathers: bool) -> Any:
-    """The class, with figures that its compute_loss and its training_step write down."""
+    """Return the class with metrics that its compute_loss and its training_step record."""
 
     class Counting(kind):
         def __init__(self, *args: Any, **kwargs: Any) -> None:
@@ -110,7 +110,7 @@ def counting(kind: Any, gathers: bool) -> Any:
 def train(
     program: Program, shares: list[int], micros: list[int], folder: Path, rank: int
 ) -> dict[str, Any]:
-    """One rank, by the adapter, with bombs."""
+    """Train as one rank by the adapter, with injected failures."""
     pass_limits.CLEAN_STEPS = 1
     parts = make_parts(program)
     passes = {-(-share // micro) for share, micro in zip(shares, micros, strict=True)}
@@ -126,7 +126,7 @@ def train(
 
 
 def list_figures(trainer: Any) -> dict[str, Any]:
-    """What its own class noted."""
+    """Return the metrics that its own class recorded."""
     noted = sum("noted" in entry for entry in trainer.state.log_history)
     return {
         "counted": trainer.losses,
@@ -137,7 +137,7 @@ def list_figures(trainer: Any) -> dict[str, Any]:
 
 
 def reference(program: Program) -> dict[str, Any]:
-    """By the bare trainer in this process."""
+    """Train with the bare trainer in this process."""
     with tempfile.TemporaryDirectory() as folder:
         arguments = make_arguments(program, folder, per_device_train_batch_size=GLOBAL_BATCH)
         trainer = counting(choose_class(program), True)(args=arguments, **make_parts(program))
@@ -145,9 +145,9 @@ def reference(program: Program) -> dict[str, Any]:
 
 
 def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> None:
-    """Every program as one rank."""
+    """Train every program as one rank."""
     torch.set_num_threads(1)
-    # each failed pass collects garbage, which takes half a second among all that is imported
+    # each failed pass collects garbage, which takes half a second with all the imports
     gc.freeze()
     audit_first_step()
     own = folder.parent / "out-of-memory"
@@ -158,7 +158,7 @@ def train_all(folder: Path, rank: int, shares: list[int], micros: list[int]) -> 
 
 
 def reference_all(folder: Path, rank: int) -> None:
-    """Every program in one process, whose memory suffices."""
+    """Train every program in one process with enough memory."""
     torch.set_num_threads(1)
     torch.save(
         {name: reference(program) for name, program in PROGRAMS.items()}, folder / f"{rank}.pt"
@@ -166,14 +166,14 @@ def reference_all(folder: Path, rank: int) -> None:
 
 
 class SummedLoss(OwnLoss):
-    """Of two rows its loss is twice that of one."""
+    """A loss that is twice as large for two rows as for one."""
 
     def compute_loss(self, model: Any, inputs: Any, *args: Any, **options: Any) -> Any:
         return super().compute_loss(model, inputs, *args, **options) * len(inputs["input_ids"])
 
 
 def refuse_sum(folder: Path, rank: int) -> None:
-    """What a training on one device says whose passes can't be made smaller."""
+    """Save the error of a training on one device whose passes can't be made smaller."""
     program = Program("own loss", 16, {**ADAM, **TWICE})
     parts = make_parts(program)
     trainer = with_plan(SummedLoss, make_plan([8]))(
@@ -186,7 +186,7 @@ def refuse_sum(folder: Path, rank: int) -> None:
 
 
 class MeetingLoss(OwnLoss):
-    """Asks other ranks for the mean of a figure, by torch.distributed."""
+    """Computes the mean of a metric over the ranks with torch.distributed."""
 
     def compute_loss(self, *args: Any, **options: Any) -> Any:
         loss = super().compute_loss(*args, **options)
@@ -196,8 +196,9 @@ class MeetingLoss(OwnLoss):
 
 
 def meet(folder: Path, rank: int) -> None:
-    """What two ranks say of whom the second runs out of memory where its loss meets the other
-    one.
+    """Save the messages of two ranks.
+
+    The second runs out of memory where its loss waits for the other rank.
     """
     torch.set_num_threads(1)
     program = Program("own loss", 24, ADAM)

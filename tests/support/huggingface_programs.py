@@ -1,9 +1,9 @@
-"""Trainings by transformers' Trainer that one process and several ranks must end with the same
-weights.
+"""Trainings by transformers' Trainer that must end with the same weights in one process and several
+ranks.
 
-Ranks train by `with_plan`; a reference is trained by the bare trainer in one process, with nothing
-of the adapter but the order of rows. tests/support/rank_server.py runs the functions that take a
-folder and a rank.
+Ranks train by `with_plan`. A reference is trained by the bare trainer in one process, with only the
+adapter's order of rows. tests/support/rank_server.py runs the functions that take a folder and a
+rank.
 """
 
 from __future__ import annotations
@@ -36,7 +36,8 @@ from tests.support.fewer_audits import audit_first_step
 from tests.support.scripted_shares import rotate_shares
 from tests.support.torch_shard_programs import whole
 
-with suppress(ImportError):  # made once for all ranks, half a second; transformers 4 has none
+# made once for all ranks, as it takes half a second; transformers 4 has none
+with suppress(ImportError):
     from transformers.conversion_mapping import get_checkpoint_conversion_mapping
 
     get_checkpoint_conversion_mapping("llama")
